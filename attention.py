@@ -1,0 +1,293 @@
+"""The attention family: one table of variants, and the paths that compute any row of it.
+
+Three choices make every variant of the papers. For one head, with head size d, row i seeing n_i
+keys, and s_ij = q_i . k_j:
+
+    scores      z_ij = scale_i s_ij + bias_i               what enters phi
+    normalise   A_ij = phi(z_ij) / norm_i, j <= n_i        stage 1: l1 or a fixed norm
+    sharpen     A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, if p is set
+
+o_i is 0 in the first three rows and 1 after (LSSAR, Algorithm 1).
+
+The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
+Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
+Nakanishi 2025). A variant of your own is one more row of `VARIANTS`, and one more `Phi` if its
+function is new; nothing outside this table knows variants by name.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+# A row whose sum of |phi| is not above this has nothing to share out: its weights are 0.
+DEAD = 1e-30
+# A row whose largest n A - 1 is not above this counts as tied: rounding would pick its winner.
+TIED = 16 * torch.finfo(torch.float32).eps
+# With more scores than this (B x H x Lq x Lk) at once, rows are computed block by block.
+BLOCK_SCORES = 2**25
+
+
+@dataclass(frozen=True)
+class Phi:
+    """What turns a score into a weight before the norm."""
+
+    function: Callable[[Tensor], Tensor]
+    # A z with phi(z) = 0; the causal mask puts it where a row may not look.
+    zero: float = -math.inf
+    # Takes negative values: l1 is then of absolute values, and stage 2 is refused.
+    signed: bool = False
+    # From a row's largest score, what may be added to the whole row without changing phi / l1.
+    shift: Callable[[Tensor], Tensor] | None = None
+
+
+def exp_tail(top: Tensor) -> Tensor:
+    # sigmoid and softplus are exp(z) (1 + O(exp(z))) far below 0, where l1 cancels any shift: a row
+    # that lies there as a whole is lifted to -40, and neither phi nor its sum can underflow.
+    return (-40 - top).clamp_min(0)
+
+
+EXP = Phi(torch.exp, shift=torch.neg)
+SIGMOID = Phi(torch.sigmoid, shift=exp_tail)
+# torch's softplus is linear above its threshold: exact in float64 at 40, but not at its default 20.
+SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=exp_tail)
+RELU = Phi(torch.relu, zero=0.0)
+RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0)
+RELU6 = Phi(F.relu6, zero=0.0)
+GELU = Phi(F.gelu, zero=0.0, signed=True)
+MISH = Phi(F.mish, zero=0.0, signed=True)
+IDENTITY = Phi(lambda z: z, zero=0.0, signed=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the formulas of a variant may use, for the rows (queries) of one call."""
+
+    n: Tensor  # [Lq, 1] keys that each row sees
+    d: int  # head size
+    L: int  # the training run's length, or the current one (setting `attention_length`)
+    gamma: float
+    s: Tensor | None  # [H, 1, 1], learnable
+    b: Tensor | None  # [H, 1, 1], learnable
+    p_n: Tensor | None  # [Lq, 1], learnable
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table. `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1]."""
+
+    phi: Phi
+    scale: Callable[[Rows], Tensor | float] = lambda r: r.d**-0.5
+    bias: Callable[[Rows], Tensor | float] | None = None
+    norm: Callable[[Rows], Tensor | float] | None = None  # None: l1
+    l2_normalise: bool = False  # q and k to unit length first
+    learnable: tuple[str, ...] = ()  # s and b are per head, p_n one vector for all layers
+    needs_p: bool = False
+    after: Callable[[Tensor, Rows], Tensor] | None = None  # a last change to the weights
+
+    @property
+    def takes_p(self) -> bool:
+        """Stage 2 needs rows that are distributions: l1, and a phi that is never negative."""
+        return self.norm is None and not self.phi.signed and self.after is None
+
+    def is_softmax(self, p: float | None) -> bool:
+        """Softmax of scaled scores, whatever the scale: torch's own fused attention computes it."""
+        return self.phi is EXP and self.takes_p and self.bias is None and p is None
+
+
+def one(r: Rows) -> float:
+    return 1.0
+
+
+def log_d_log_n(r: Rows) -> Tensor:
+    return math.log(r.d) * r.n.log()
+
+
+def recentre(A: Tensor, r: Rows) -> Tensor:
+    """A minus its row's mean, the first three rows left as they are (Tab. A4's footnote)."""
+    keys = torch.arange(A.shape[-1], device=A.device)
+    return A - ((keys < r.n) & (r.n > 3)) / r.n
+
+
+VARIANTS: dict[str, Variant] = {
+    # LSSAR Table 1. The text's Sigmoid(x - b), b = -log L, is meant as sigmoid(z - log L).
+    "softmax": Variant(EXP),
+    "sigmoid": Variant(SIGMOID, bias=lambda r: -math.log(r.L), norm=one),
+    "sigmoid_logn": Variant(SIGMOID, bias=lambda r: -r.n.log(), norm=one),
+    "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda r: -r.n.log()),
+    "sigmoid_l1": Variant(SIGMOID),
+    "relu_wortsman": Variant(RELU, norm=lambda r: r.L),
+    "relu_li": Variant(RELU),
+    "relu_shen": Variant(RELU, norm=lambda r: r.gamma * (r.n / 2).sqrt()),
+    "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True),
+    "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, needs_p=True),
+    # LSSAR Table A4
+    "softmax_inverse": Variant(EXP, after=lambda A, r: -A),
+    "softmax_recentred": Variant(EXP, after=recentre),
+    "softmax_recentred_l1": Variant(EXP, after=lambda A, r: l1_normalise(recentre(A, r))),
+    # LSSAR Table A5, scenarios I to III (IV is softmax)
+    "linear": Variant(IDENTITY, norm=one),
+    "exp": Variant(EXP, norm=one),
+    "linear_l1": Variant(IDENTITY),
+    # LSSAR Table A6 (its relu, sigmoid and exp are relu_li, sigmoid_l1 and softmax)
+    "phi_relu2": Variant(RELU2),
+    "phi_relu6": Variant(RELU6),
+    "phi_gelu": Variant(GELU),
+    "phi_softplus": Variant(SOFTPLUS),
+    "phi_mish": Variant(MISH),
+    # SSMax (b), (c), (d) and the probe of its Eq. 3
+    "ssmax": Variant(EXP, scale=lambda r: r.s * r.n.log() * r.d**-0.5, learnable=("s",)),
+    "ssmax_fixed": Variant(EXP, scale=lambda r: r.n.log() * r.d**-0.5),
+    "ssmax_bias": Variant(
+        EXP, scale=lambda r: (r.s * r.n.log() + r.b) * r.d**-0.5, learnable=("s", "b")
+    ),
+    "ssmax_probe": Variant(
+        EXP, scale=lambda r: (r.s * r.p_n + r.b) * r.d**-0.5, learnable=("s", "b", "p_n")
+    ),
+}
+
+
+class Attention(nn.Module):
+    """One layer's attention, for any row of `VARIANTS`.
+
+    Called as `attn(q, k, v)` with q [B, H, Lq, d], k and v [B, H, Lk, d] after RoPE, Lq <= Lk: the
+    queries are the last Lq positions, so that the first of them sees Lk - Lq + 1 keys. Returns
+    [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64 for float64),
+    autocast off.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.variant = VARIANTS[config.attention]
+        self.p = config.p
+        self.d = config.n_embd // config.n_head
+        self.gamma = config.gamma
+        self.trained_length = config.block_size
+        self.current_length = config.attention_length == "current"
+        first = {
+            "s": torch.full((config.n_head,), config.s_init),
+            "b": torch.full((config.n_head,), config.b_init),
+            "p_n": torch.ones(config.block_size),
+        }
+        for name in ("s", "b", "p_n"):
+            learnable = name in self.variant.learnable
+            self.register_parameter(name, nn.Parameter(first[name]) if learnable else None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0) -> Tensor:
+        """`score_scale` multiplies every score (YaRN's attention factor, squared)."""
+        (B, H, Lq, _), Lk = q.shape, k.shape[2]
+        with torch.autocast(q.device.type, enabled=False):
+            if self.variant.is_softmax(self.p):
+                return self._softmax(q, k, v, score_scale)
+            block = max(1, BLOCK_SCORES // (B * H * Lk))
+            if block >= Lq:
+                return self._product(q, k, v, self._length(k), score_scale)
+            return self._blocked(q, k, v, score_scale, block)
+
+    def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
+        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
+        with torch.autocast(q.device.type, enabled=False):
+            return self._weights(q, k, self._length(k), score_scale)
+
+    def _weights(self, q: Tensor, k: Tensor, length: int, score_scale: float) -> Tensor:
+        row, r = self.variant, self._rows(q, k, length)
+        q, k = q.to(r.n.dtype), k.to(r.n.dtype)
+        if row.l2_normalise:
+            q, k = l2_normalise(q), l2_normalise(k)
+        z = (q * (score_scale * row.scale(r))) @ k.mT  # [B, H, Lq, Lk]
+        if row.bias is not None:
+            z = z + row.bias(r)
+        hidden = torch.arange(k.shape[2], device=k.device) >= r.n  # [Lq, Lk]
+        z = z.masked_fill(hidden, row.phi.zero)
+        if row.norm is None and row.phi.shift is not None:
+            z = z + row.phi.shift(z.detach().amax(-1, keepdim=True))
+        A = row.phi.function(z)
+        A = l1_normalise(A) if row.norm is None else A / row.norm(r)
+        if self.p is not None:
+            A = sharpen(A, r.n, self.p)
+        return A if row.after is None else row.after(A, r)
+
+    def _rows(self, q: Tensor, k: Tensor, length: int) -> Rows:
+        Lq, Lk = q.shape[2], k.shape[2]
+        seen = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
+        return Rows(
+            # bfloat16 could not count past 256
+            n=seen.to(torch.promote_types(q.dtype, torch.float32)),
+            d=self.d,
+            L=length,
+            gamma=self.gamma,
+            s=None if self.s is None else self.s[:, None, None],
+            b=None if self.b is None else self.b[:, None, None],
+            # beyond the training length the last learned value holds
+            p_n=None if self.p_n is None else self.p_n[(seen - 1).clamp_max(len(self.p_n) - 1)],
+        )
+
+    def _length(self, k: Tensor) -> int:
+        return k.shape[2] if self.current_length else self.trained_length
+
+    def _product(self, q, k, v, length: int, score_scale: float) -> Tensor:
+        return self._weights(q, k, length, score_scale).to(v.dtype) @ v
+
+    def _blocked(self, q, k, v, score_scale: float, block: int) -> Tensor:
+        """Block by block over the queries, each of which sees no key after its own last one; the
+        backward pass recomputes a block's weights instead of keeping them."""
+        out, before, length = [], k.shape[2] - q.shape[2], self._length(k)
+        for queries in q.split(block, dim=2):
+            before += queries.shape[2]
+            args = (queries, k[:, :, :before], v[:, :, :before], length, score_scale)
+            if torch.is_grad_enabled():
+                out.append(checkpoint(self._product, *args, use_reentrant=False))
+            else:
+                out.append(self._product(*args))
+        return torch.cat(out, dim=2)
+
+    def _softmax(self, q, k, v, score_scale: float) -> Tensor:
+        Lq, Lk = q.shape[2], k.shape[2]
+        scale = score_scale * self.variant.scale(self._rows(q, k, self._length(k)))
+        if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
+            q, scale = (q * scale).to(v.dtype), 1.0
+        # is_causal would count queries from the first key; with a cache they are the last ones
+        mask = causal_lower_right(Lq, Lk) if 1 < Lq < Lk else None
+        causal = 1 < Lq == Lk
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """Unit length along the last dimension, with a bounded gradient at zero."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
+
+
+def l1_normalise(A: Tensor) -> Tensor:
+    """Rows divided by their sum of absolute values; a dead row becomes 0 and has no gradient."""
+    norm = A.abs().sum(-1, keepdim=True)
+    return A / norm.masked_fill(norm <= DEAD, math.inf)
+
+
+def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
+    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk] of row sums 1 or 0, n [Lq, 1].
+
+    The power is of x / max x, which l1 cancels: nothing overflows at any p or n. A tied row gets no
+    offset, as rows 1 to 3 do, and stays uniform.
+    """
+    x = n * A
+    tied = x.detach().amax(-1, keepdim=True) - 1 <= TIED
+    x = (x - ((n > 3) & ~tied).to(x.dtype)).relu()
+    top = x.detach().amax(-1, keepdim=True)
+    return l1_normalise((x / top.masked_fill(top == 0, math.inf)).pow(p))
+
+
+def build_attention(config) -> Attention:
+    """One layer's attention module for a `config.Config`."""
+    return Attention(config)
+
+
+def share_parameters(layers: list[Attention]) -> None:
+    """Make SSMax's p_n one vector for all layers."""
+    for layer in layers[1:]:
+        layer.p_n = layers[0].p_n

@@ -1,0 +1,322 @@
+"""The settings: one frozen dataclass, config files and --key=value over it, and every check."""
+
+import ast
+import difflib
+import math
+import runpy
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from attention import VARIANTS
+from errors import UserError
+
+VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
+
+
+def setting(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run.
+
+    The defaults are the 124M recipe of llm.c's run_gpt2_124M.sh, whose step count the LSSAR paper
+    has; the paper gives no learning rate, batch or schedule of its own.
+    """
+
+    # attention
+    attention: str = setting("softmax", "row of attention.VARIANTS")
+    p: float | None = setting(None, "power of the re-weighting stage, >= 1; None: no such stage")
+    attention_length: str = setting(
+        "train", "L in -log L and 1/L: 'train' (block_size at any length) or 'current'"
+    )
+    s_init: float = setting(1.0, "first value of SSMax's s; 0.1685 for its variants (e), (f)")
+    b_init: float = setting(0.0, "first value of b in SSMax (d) and Eq. 3")
+    gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.")
+    # model
+    n_layer: int = setting(12, "blocks")
+    n_head: int = setting(12, "attention heads a block")
+    n_embd: int = setting(768, "width of the residual stream")
+    block_size: int = setting(1024, "training length in tokens")
+    tokenizer: str = setting("gpt2", "'gpt2' (50,257 ids) or 'bytes' (256 values and end-of-text)")
+    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's")
+    norm: str = setting("layernorm", "'layernorm' or 'rmsnorm'")
+    mlp: str = setting("gelu", "'gelu' or 'swiglu'")
+    mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd")
+    bias: bool = setting(True, "biases in linear layers and LayerNorm")
+    tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
+    rope_theta: float = setting(10000.0, "base of the rotary position embedding")
+    # data
+    data_dir: str = setting(
+        "data/fineweb10B", "folder of shards (python -m data.fineweb, data.text)"
+    )
+    # optimisation
+    optimizer: str = setting(
+        "adamw", "'adamw', or 'muon' for hidden matrices and AdamW for the rest"
+    )
+    total_batch_size: int = setting(524288, "tokens a step, over all processes and micro-batches")
+    batch_size: int = setting(64, "sequences a micro-batch, per process")
+    max_iters: int = setting(18865, "optimizer steps")
+    learning_rate: float = setting(6e-4, "peak")
+    schedule: str = setting(
+        "cosine", "'cosine', 'constant' or 'trapezoidal', each after the warm-up"
+    )
+    warmup_iters: int = setting(700, "steps of linear warm-up")
+    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr")
+    min_lr: float = setting(0.0, "what the schedule decays to")
+    weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions")
+    beta1: float = setting(0.9, "AdamW")
+    beta2: float = setting(0.95, "AdamW")
+    adam_eps: float = setting(1e-8, "AdamW")
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    # validation, checkpoints, logs
+    eval_interval: int = setting(
+        250, "steps between validations; also before the first and at the end"
+    )
+    val_tokens: int = setting(
+        10485760, "validation tokens, in order from the first (llm.c's number)"
+    )
+    checkpoint_interval: int = setting(1000, "steps between checkpoints; also at the end")
+    log_interval: int = setting(1, "steps between printed lines; metrics.jsonl has every step")
+    wandb_mode: str = setting(
+        "auto", "'auto' (online if a key is set, else offline), 'online', 'offline' or 'disabled'"
+    )
+    wandb_project: str = setting("sharp-attention", "project in wandb")
+    # the run
+    out_dir: str = setting(
+        "", "the run's folder, may name settings in braces; empty: out/<config name>"
+    )
+    seed: int = setting(1337, "of the initial weights and the data order")
+    resume: bool = setting(False, "continue the run in out_dir from its latest checkpoint")
+    init_from: str = setting("", "a run's folder to take the first weights from")
+    device: str = setting(
+        "auto", "'auto' (cuda, else mps, else cpu), 'cuda', 'cuda:1', 'mps', 'cpu'"
+    )
+    dtype: str = setting(
+        "auto", "'auto' (on CUDA bfloat16, or float16 without it), 'float32', 'bfloat16', 'float16'"
+    )
+    compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
+
+    def __post_init__(self):
+        check(self)
+
+    @property
+    def n_vocab(self) -> int:
+        return VOCABULARY[self.tokenizer] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def variant_name(self) -> str:
+        """The attention's name with p, such as lssar_p15."""
+        return self.attention + ("" if self.p is None else f"_p{self.p:g}")
+
+    def replace(self, **changes) -> "Config":
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+HINTS = typing.get_type_hints(Config)
+CHOICES = {
+    "attention": tuple(VARIANTS),
+    "attention_length": ("train", "current"),
+    "tokenizer": tuple(VOCABULARY),
+    "norm": ("layernorm", "rmsnorm"),
+    "mlp": ("gelu", "swiglu"),
+    "optimizer": ("adamw", "muon"),
+    "schedule": ("cosine", "constant", "trapezoidal"),
+    "wandb_mode": ("auto", "online", "offline", "disabled"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+AT_LEAST = {
+    "p": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "block_size": 1, "vocab_size": 1,
+    "mlp_hidden": 1, "rope_theta": 1, "total_batch_size": 1, "batch_size": 1, "max_iters": 0,
+    "learning_rate": 0, "warmup_iters": 0, "cooldown_iters": 0, "min_lr": 0, "weight_decay": 0,
+    "beta1": 0, "beta2": 0, "adam_eps": 0, "grad_clip": 0, "eval_interval": 1, "val_tokens": 1,
+    "checkpoint_interval": 1, "log_interval": 1, "seed": 0,
+}  # fmt: skip
+
+
+def load_config(arguments: list[str]) -> Config:
+    """The Config of a command line: config files, left to right, then --key=value, over defaults.
+
+    Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`; `--key value` works too,
+    and `--key` alone for a bool. Reads no data. Raises UserError for a file that is not there, an
+    unknown setting (naming the nearest), a wrong type, and values that contradict each other.
+    """
+    values, names, overrides = {}, [], {}
+    arguments = list(arguments)
+    while arguments:
+        argument = arguments.pop(0)
+        if argument.startswith("--"):
+            key, equals, text = argument[2:].partition("=")
+            known(key, "the command line")
+            if not equals:
+                text = take_value(key, arguments)
+            overrides[key] = parse(key, text)
+        else:
+            values |= read_file(argument)
+            names.append(Path(argument).stem)
+    values |= overrides
+    if not values.get("out_dir"):
+        values["out_dir"] = "out/" + ("_".join(names) or "softmax")
+    config = Config(**values)
+    return config.replace(out_dir=fill(config))
+
+
+def read_file(path: str) -> dict:
+    """The settings a config file assigns; names with a leading underscore are the file's own."""
+    if not Path(path).is_file():
+        raise UserError(f"config file {path} does not exist; settings are written --key=value")
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:
+        raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+    values = {}
+    for key, value in names.items():
+        if not key.startswith("_") and not isinstance(value, types.ModuleType):
+            known(key, path)
+            values[key] = value
+    return values
+
+
+def known(key: str, where: str) -> None:
+    if key not in HINTS:
+        near = difflib.get_close_matches(key, HINTS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else "; python train.py --help lists them"
+        raise UserError(f"{where} sets {key!r}, which is not a setting{hint}")
+
+
+def take_value(key: str, arguments: list[str]) -> str:
+    """The value of a `--key` written without `=`: the next argument, or True for a bool alone."""
+    if bool in kinds(key) and (not arguments or arguments[0].capitalize() not in ("True", "False")):
+        return "True"
+    if not arguments:
+        raise UserError(f"--{key} needs a value: --{key}={getattr(Config, key)}")
+    return arguments.pop(0)
+
+
+def kinds(key: str) -> tuple[type, ...]:
+    """The types a setting may have."""
+    return typing.get_args(HINTS[key]) or (HINTS[key],)
+
+
+def parse(key: str, text: str):
+    """A command line's text as a value; what it cannot be read as is left for the type check."""
+    if str in kinds(key):
+        return text
+    if bool in kinds(key) and text.capitalize() in ("True", "False"):
+        return text.capitalize() == "True"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def fill(config: Config) -> str:
+    try:
+        return config.out_dir.format(**config.as_dict())
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}; "
+            f"{error} is none"
+        ) from error
+
+
+def check(config: Config) -> None:
+    """Raise UserError unless every value has its type and range and none contradicts another."""
+    for key in HINTS:
+        value = getattr(config, key)
+        allowed = kinds(key)
+        if type(value) is int and float in allowed and int not in allowed:
+            object.__setattr__(config, key, value := float(value))
+        if type(value) not in allowed:
+            wanted = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)
+            raise UserError(f"{key} = {value!r} is {type(value).__name__}; it must be {wanted}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key} = {value} must be a finite number")
+        if value is not None and key in AT_LEAST and value < AT_LEAST[key]:
+            raise UserError(f"{key} = {value} must be at least {AT_LEAST[key]}")
+        if key in CHOICES and value not in CHOICES[key]:
+            near = difflib.get_close_matches(value, CHOICES[key], n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(CHOICES[key])}")
+    variant = VARIANTS[config.attention]
+    if variant.needs_p and config.p is None:
+        raise UserError(
+            f"attention = {config.attention!r} needs p, the power of its re-weighting: "
+            "--p=3 and --p=15 are the paper's"
+        )
+    if config.p is not None and not variant.takes_p:
+        able = ", ".join(name for name, row in VARIANTS.items() if row.takes_p)
+        raise UserError(
+            f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
+            f"l1 and weights that are never negative, as in {able}"
+        )
+    if config.n_embd % config.n_head:
+        raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
+    if config.n_embd // config.n_head % 2:
+        raise UserError(
+            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE turns pairs"
+        )
+    if config.n_vocab < VOCABULARY[config.tokenizer]:
+        raise UserError(
+            f"vocab_size = {config.vocab_size} is below the {VOCABULARY[config.tokenizer]} ids of "
+            f"tokenizer = {config.tokenizer!r}"
+        )
+    if config.n_vocab > 65536:
+        raise UserError(f"vocab_size = {config.n_vocab} does not fit the shards' uint16 tokens")
+    for key in ("beta1", "beta2"):
+        if getattr(config, key) >= 1:
+            raise UserError(f"{key} = {getattr(config, key)} must be below 1")
+    if config.min_lr > config.learning_rate:
+        raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
+    if config.schedule != "trapezoidal" and config.cooldown_iters:
+        raise UserError(f"cooldown_iters is for schedule = 'trapezoidal', not {config.schedule!r}")
+    if config.resume and config.init_from:
+        raise UserError(
+            "resume and init_from exclude each other: a resumed run has its own weights"
+        )
+    accumulation_steps(config, world_size=1)
+
+
+def accumulation_steps(config: Config, world_size: int) -> int:
+    """Micro-batches a step and process. Raises UserError where they do not make the total batch."""
+    micro = config.batch_size * config.block_size * world_size
+    steps, rest = divmod(config.total_batch_size, micro)
+    if rest or not steps:
+        raise UserError(
+            f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
+            f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
+            f"{micro}; {workable(config, world_size)}"
+        )
+    return steps
+
+
+def workable(config: Config, world_size: int) -> str:
+    """What would divide: micro-batches for this total, or else the nearest totals."""
+    sequences, rest = divmod(config.total_batch_size, config.block_size * world_size)
+    if sequences and not rest:
+        sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        near = sorted(sizes, key=lambda n: abs(math.log(n / config.batch_size)))[:4]
+        return f"batch_size = {', '.join(map(str, sorted(near)))} would work"
+    micro = config.batch_size * config.block_size * world_size
+    steps = max(1, round(config.total_batch_size / micro))
+    return f"total_batch_size = {steps * micro} or {(steps + 1) * micro} would work"
+
+
+def help_text() -> str:
+    """What `python train.py --help` prints."""
+    lines = [
+        "usage: train.py [CONFIG.py ...] [--key=value ...]",
+        "",
+        "Config files apply left to right, then the command line, over these defaults:",
+        "",
+    ]
+    for f in fields(Config):
+        default = repr(f.default)
+        lines.append(f"  --{f.name}={default}".ljust(36) + " " + f.metadata["help"])
+    return "\n".join(lines)

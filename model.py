@@ -1,0 +1,307 @@
+"""GPT-2 with rotary positions and any attention of attention.py: trunk, head, cache, generation."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import build_attention, share_parameters
+from errors import UserError
+
+# Rows of logits that evaluation, and the chunked training loss, hold at once.
+LOGIT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021) and how they are scaled beyond the training length."""
+
+    head_size: int
+    trained_length: int
+    theta: float = 10000.0
+    scaling: str = "none"
+    # s of 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha of 'dynamic_ntk' (None: 1)
+    factor: float | None = None
+
+    SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
+
+    def __post_init__(self):
+        if self.scaling not in self.SCALINGS:
+            raise UserError(
+                f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
+            )
+        if self.factor is not None and not self.factor >= 1:
+            raise UserError(f"rope factor = {self.factor} must be at least 1")
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """Angles per position [d/2] in float64, and what multiplies every score, at this length."""
+        d, s = self.head_size, max(1.0, length / self.trained_length)
+        pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
+        factor = s if self.factor is None else self.factor
+        if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
+            return self.theta**-pairs / factor, 1.0
+        if self.scaling == "ntk":  # bloc97: the slowest pair is interpolated by s, the fastest kept
+            return (self.theta * factor ** (d / (d - 2))) ** -pairs, 1.0
+        if self.scaling == "dynamic_ntk":  # emozilla: the same with the current length's own s
+            alpha = 1.0 if self.factor is None else self.factor
+            grown = alpha * s - (alpha - 1) if s > 1 else 1.0
+            return (self.theta * grown ** (d / (d - 2))) ** -pairs, 1.0
+        if self.scaling == "yarn":
+            return self._yarn(pairs, factor)
+        return self.theta**-pairs, 1.0
+
+    def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
+        """YaRN (Peng et al. 2023): pairs that turn more than 32 times (beta_fast) in the training
+        length stay, those below once (beta_slow) are interpolated, with a ramp between. Its factor
+        0.1 ln s + 1 is on q and on k, so its square is on the scores."""
+
+        def pair_that_turns(times):
+            turn = self.trained_length / (times * 2 * math.pi)
+            return self.head_size * math.log(turn) / (2 * math.log(self.theta))
+
+        last = self.head_size // 2 - 1
+        low = max(math.floor(pair_that_turns(32)), 0)
+        high = min(math.ceil(pair_that_turns(1)), last)
+        index = torch.arange(len(pairs), dtype=torch.float64)
+        ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+        frequencies = self.theta**-pairs
+        return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2]."""
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class KVCache:
+    """Keys (after RoPE) and values of up to `size` positions, for every layer."""
+
+    def __init__(self, size: int):
+        self.size, self.length = size, 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, H, new, d] behind what is there; returns all, [B, H, length + new, d]."""
+        if layer not in self.keys:
+            B, H, _, d = k.shape
+            self.keys[layer] = k.new_empty(B, H, self.size, d)
+            self.values[layer] = v.new_empty(B, H, self.size, d)
+        end = self.length + k.shape[2]
+        self.keys[layer][:, :, self.length : end] = k
+        self.values[layer][:, :, self.length : end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+def build_norm(config) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.attention = build_attention(config)
+
+    def forward(self, x: Tensor, rope, cache: KVCache | None, layer: int) -> Tensor:
+        B, L, C = x.shape
+        cos, sin, score_scale = rope
+        q, k, v = self.c_attn(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # [B, H, L, d]
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        y = self.attention(q, k, v, score_scale)
+        return self.c_proj(y.transpose(1, 2).reshape(B, L, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden = config.mlp_hidden or 4 * config.n_embd
+        self.swiglu = config.mlp == "swiglu"
+        self.c_fc = nn.Linear(config.n_embd, hidden * (2 if self.swiglu else 1), bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c_fc(x)
+        if self.swiglu:
+            gate, x = x.chunk(2, dim=-1)
+            return self.c_proj(F.silu(gate) * x)
+        return self.c_proj(F.gelu(x, approximate="tanh"))  # GPT-2's own approximation
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1, self.attn = build_norm(config), SelfAttention(config)
+        self.ln_2, self.mlp = build_norm(config), MLP(config)
+
+    def forward(self, x: Tensor, rope, cache: KVCache | None, layer: int) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rope, cache, layer)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Trunk(nn.Module):
+    """Blocks and the last norm: embeddings [B, L, n_embd] to hidden states of the same shape."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        share_parameters([block.attn.attention for block in self.blocks])
+        self.ln_f = build_norm(config)
+        head_size = config.n_embd // config.n_head
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.set_rope(Rope(head_size, config.block_size, config.rope_theta), config.block_size)
+
+    def set_rope(self, rope: Rope, length: int) -> None:
+        """Prepare the rotations of positions 0 to length - 1, scaled as this length needs."""
+        frequencies, self.score_scale = rope.frequencies(length)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
+        like = self.ln_f.weight
+        kind = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
+        self.cos, self.sin = angles.cos().to(**kind), angles.sin().to(**kind)
+        self.rope, self.rope_length = rope, length
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        start = cache.length if cache else 0
+        length = cache.size if cache else x.shape[1]
+        if length != self.rope_length:
+            self.set_rope(self.rope, length)
+        end = start + x.shape[1]
+        rope = self.cos[start:end], self.sin[start:end], self.score_scale
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, cache, layer)
+        if cache:
+            cache.length = end
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """Token embedding, trunk and head."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.n_vocab = config.n_vocab
+        rows = -(-self.n_vocab // 128) * 128  # padded for speed; the padding is never predicted
+        self.wte = nn.Embedding(rows, config.n_embd)
+        self.trunk = Trunk(config)
+        self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """GPT-2's: normal(0, 0.02), less on the way into the residual stream; biases are 0."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(depth))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.wte.weight, std=0.02)
+        for table in (self.wte, self.lm_head):
+            nn.init.zeros_(table.weight[self.n_vocab :])
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None):
+        """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats."""
+        x = self.trunk(self.wte(idx), cache)
+        if targets is None:
+            return self.logits(x)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if x.device.type == "cpu" and len(x) >= LOGIT_ROWS and self.n_vocab > self.config.n_embd:
+            if hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling():
+                # Never holds all logits, and measured faster on CPU than the two steps below.
+                chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=LOGIT_ROWS)
+                head = self.lm_head.weight[: self.n_vocab]
+                return F.linear_cross_entropy(x, head, targets, options=chunks)
+        return F.cross_entropy(self.logits(x), targets)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [.., n_vocab] of hidden states [.., n_embd]."""
+        return self.lm_head(x)[..., : self.n_vocab]
+
+    @torch.no_grad()
+    def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Loss in nats of every target, [B, L] in float32, with LOGIT_ROWS logits held at once."""
+        x = self.trunk(self.wte(idx)).flatten(0, 1)
+        losses = [
+            F.cross_entropy(self.logits(rows).float(), t, reduction="none")
+            for rows, t in zip(
+                x.split(LOGIT_ROWS), targets.flatten().split(LOGIT_ROWS), strict=True
+            )
+        ]
+        return torch.cat(losses).view(targets.shape)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
+
+        Temperature 0 takes the likeliest token. A RoPE scaling that depends on the length is fixed
+        by the final one, so that cached keys stay right. Raises UserError for an empty prompt.
+        """
+        if idx.shape[1] == 0:
+            raise UserError("the prompt is empty: generation starts from at least one token")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
+        cache, new = KVCache(idx.shape[1] + max_new_tokens), idx
+        for _ in range(max_new_tokens):
+            x = self.trunk(self.wte(new), cache)
+            logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k is not None and top_k < self.n_vocab:
+                    least = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -math.inf)
+                chances = (logits / temperature).softmax(-1)
+                new = torch.multinomial(chances, 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def scale_rope(self, scaling: str, factor: float | None = None, theta: float | None = None):
+        """Use another RoPE scaling from now on (evaluation): see Rope. Returns self."""
+        rope = self.trunk.rope
+        rope = replace(rope, scaling=scaling, factor=factor, theta=theta or self.config.rope_theta)
+        self.trunk.set_rope(rope, self.trunk.rope_length)
+        return self
+
+    def parameter_groups(self) -> list[dict]:
+        """Parameters with weight decay (2 or more dimensions) and without."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2]},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def count_parameters(self) -> int:
+        """Learnable numbers, the embedding's padding left out, tied weights counted once."""
+        count = sum(p.numel() for p in self.parameters())
+        tables = 1 if self.config.tie_embeddings else 2
+        return count - tables * (self.wte.num_embeddings - self.n_vocab) * self.config.n_embd
+
+    def flops_per_token(self) -> float:
+        """Of a training step: 6 per weight of a matrix product (2 forward, 4 backward), and the
+        causal half of softmax attention's products, whatever the variant, so that runs compare."""
+        c = self.config
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
+        attention = 6 * c.n_layer * c.n_embd * c.block_size  # 3 x 2 products x 2 L C / 2
+        return 6 * (matrices - padding) + attention
