@@ -30,8 +30,11 @@ from torch.utils.checkpoint import checkpoint
 DEAD = 1e-30
 # A row whose largest n A - 1 is not above this counts as tied: rounding would pick its winner.
 TIED = 16 * torch.finfo(torch.float32).eps
-# With more scores than this (B x H x Lq x Lk) at once, rows are computed block by block.
+# Scores (B x H x Lq x Lk) computed at once: on a CPU, as many as stay in its cache.
 BLOCK_SCORES = 2**25
+BLOCK_SCORES_CPU = 2**20
+# With more scores than this in a layer, the backward pass recomputes them instead of keeping them.
+KEEP_SCORES = 2**22
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ VARIANTS: dict[str, Variant] = {
     # LSSAR Table A4
     "softmax_inverse": Variant(EXP, after=lambda A, r: -A),
     "softmax_recentred": Variant(EXP, after=recentre),
-    "softmax_recentred_l1": Variant(EXP, after=lambda A, r: l1_normalise(recentre(A, r))),
+    "softmax_recentred_l1": Variant(EXP, after=lambda A, r: l1_normalise(recentre(A, r), True)),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
     "linear": Variant(IDENTITY, norm=one),
     "exp": Variant(EXP, norm=one),
@@ -181,14 +184,10 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0) -> Tensor:
         """`score_scale` multiplies every score (YaRN's attention factor, squared)."""
-        (B, H, Lq, _), Lk = q.shape, k.shape[2]
         with torch.autocast(q.device.type, enabled=False):
             if self.variant.is_softmax(self.p):
                 return self._softmax(q, k, v, score_scale)
-            block = max(1, BLOCK_SCORES // (B * H * Lk))
-            if block >= Lq:
-                return self._product(q, k, v, self._length(k), score_scale)
-            return self._blocked(q, k, v, score_scale, block)
+            return self._blocked(q, k, v, score_scale)
 
     def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
@@ -205,10 +204,11 @@ class Attention(nn.Module):
             z = z + row.bias(r)
         hidden = torch.arange(k.shape[2], device=k.device) >= r.n  # [Lq, Lk]
         z = z.masked_fill(hidden, row.phi.zero)
-        if row.norm is None and row.phi.shift is not None:
+        # unit q and k bound the scores by their scale: no row is out of range as a whole
+        if row.norm is None and row.phi.shift is not None and not row.l2_normalise:
             z = z + row.phi.shift(z.detach().amax(-1, keepdim=True))
         A = row.phi.function(z)
-        A = l1_normalise(A) if row.norm is None else A / row.norm(r)
+        A = l1_normalise(A, row.phi.signed) if row.norm is None else A / row.norm(r)
         if self.p is not None:
             A = sharpen(A, r.n, self.p)
         return A if row.after is None else row.after(A, r)
@@ -234,18 +234,28 @@ class Attention(nn.Module):
     def _product(self, q, k, v, length: int, score_scale: float) -> Tensor:
         return self._weights(q, k, length, score_scale).to(v.dtype) @ v
 
-    def _blocked(self, q, k, v, score_scale: float, block: int) -> Tensor:
-        """Block by block over the queries, each of which sees no key after its own last one; the
-        backward pass recomputes a block's weights instead of keeping them."""
-        out, before, length = [], k.shape[2] - q.shape[2], self._length(k)
-        for queries in q.split(block, dim=2):
-            before += queries.shape[2]
-            args = (queries, k[:, :, :before], v[:, :, :before], length, score_scale)
-            if torch.is_grad_enabled():
-                out.append(checkpoint(self._product, *args, use_reentrant=False))
-            else:
-                out.append(self._product(*args))
-        return torch.cat(out, dim=2)
+    def _blocked(self, q, k, v, score_scale: float) -> Tensor:
+        """A few sequences at a time, or one in blocks of queries: no more than the block's weights
+        exist at once. A block of queries needs no key after its own last one."""
+        (B, H, Lq, _), Lk = q.shape, k.shape[2]
+        length, most = self._length(k), BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES
+        queries = max(1, most // (H * Lk))
+        sequences = max(1, queries // Lq)
+        recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
+        out = []
+        for qs, ks, vs in zip(
+            q.split(sequences), k.split(sequences), v.split(sequences), strict=True
+        ):
+            blocks, seen = [], Lk - Lq
+            for block in qs.split(queries, dim=2):
+                seen += block.shape[2]
+                args = (block, ks[:, :, :seen], vs[:, :, :seen], length, score_scale)
+                if recompute:
+                    blocks.append(checkpoint(self._product, *args, use_reentrant=False))
+                else:
+                    blocks.append(self._product(*args))
+            out.append(torch.cat(blocks, dim=2))
+        return torch.cat(out)
 
     def _softmax(self, q, k, v, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
@@ -263,10 +273,11 @@ def l2_normalise(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
 
 
-def l1_normalise(A: Tensor) -> Tensor:
+def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
     """Rows divided by their sum of absolute values; a dead row becomes 0 and has no gradient."""
-    norm = A.abs().sum(-1, keepdim=True)
-    return A / norm.masked_fill(norm <= DEAD, math.inf)
+    norm = (A.abs() if signed else A).sum(-1, keepdim=True)
+    # times the reciprocal: autograd's division takes three more passes over the matrix
+    return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
 
 
 def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
@@ -279,7 +290,7 @@ def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
     tied = x.detach().amax(-1, keepdim=True) - 1 <= TIED
     x = (x - ((n > 3) & ~tied).to(x.dtype)).relu()
     top = x.detach().amax(-1, keepdim=True)
-    return l1_normalise((x / top.masked_fill(top == 0, math.inf)).pow(p))
+    return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
 
 
 def build_attention(config) -> Attention:

@@ -1,3 +1,3 @@
-# LSSAR Table 1, "LSSAR", p = 15: 3.1905 at 1K, 3.1930 at 2K, 3.2291 at 4K, 3.3171 at 8K
+# LSSAR Table 1, LSSAR, p = 15: 1K 3.1905, 2K 3.1930, 4K 3.2291, 8K 3.3171
 attention = "lssar"
 p = 15

@@ -1,2 +1,2 @@
-# LSSAR Table 1, "Sigmoid (b = -log N, l1-norm)": 3.1849 at 1K, 4.3470 at 2K, 5.5544 at 4K, 6.1846 at 8K
+# LSSAR Table 1, Sigmoid (b = -log N, l1-norm): 1K 3.1849, 2K 4.3470, 4K 5.5544, 8K 6.1846
 attention = "sigmoid_logn_l1"

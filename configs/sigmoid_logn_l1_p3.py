@@ -1,3 +1,3 @@
-# LSSAR Table 1, "Sigmoid (b = -log N, l1-norm)", re-weighted (p = 3): 3.1841 at 1K, 3.7387 at 2K, 4.9286 at 4K, 5.7450 at 8K
+# LSSAR Table 1, Sigmoid (b = -log N, l1-norm), p = 3: 1K 3.1841, 2K 3.7387, 4K 4.9286, 8K 5.7450
 attention = "sigmoid_logn_l1"
 p = 3

@@ -1,2 +1,2 @@
-# LSSAR Table 1, "Softmax": 3.1911 at 1K, 4.1662 at 2K, 5.4513 at 4K, 6.2823 at 8K
+# LSSAR Table 1, Softmax: 1K 3.1911, 2K 4.1662, 4K 5.4513, 8K 6.2823
 attention = "softmax"

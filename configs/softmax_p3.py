@@ -1,3 +1,3 @@
-# LSSAR Table 1, "Softmax", re-weighted (p = 3): 3.1879 at 1K, 4.0277 at 2K, 5.2842 at 4K, 6.2339 at 8K
+# LSSAR Table 1, Softmax, p = 3: 1K 3.1879, 2K 4.0277, 4K 5.2842, 8K 6.2339
 attention = "softmax"
 p = 3

@@ -1,2 +1,2 @@
-# SSMax (c): softmax of log(n) z, no scaling parameter (curves in Figs. 4 to 8, no table)
+# SSMax (c): softmax of log(n) z, no scaling parameter (curves: Figs. 4 to 8)
 attention = "ssmax_fixed"

@@ -1,0 +1,305 @@
+"""Documents to shards: tokenise on all cores, write whole shards, go on where a kill stopped it.
+
+The tokens of a stream of documents, each with end-of-text before it, are cut into shards of exactly
+`shard_size`, the last one shorter. With each shard `progress.json` notes at which token of which
+document the next one starts. Nothing else decides what follows, neither timing nor how the work was
+shared, so a set made in many attempts equals, bit for bit, one made in a single run.
+"""
+
+import fcntl
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data import shards
+from data.tokenizer import get_tokenizer, split_text
+from errors import UserError
+
+SHARD_SIZE = 100_000_000
+# Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.
+TASK_CHARS = 1 << 19
+# Tasks that wait for each worker: enough that writing a shard leaves none idle.
+TASKS_PER_WORKER = 4
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents in a fixed order, and the splits that their shards belong to.
+
+    documents: `documents(start)` gives the texts from document number `start` on.
+    count: how many documents there are.
+    split: `split(k)` is the split of the stream's shard number k, "train" or "val".
+    """
+
+    documents: Callable[[int], Iterable[str]]
+    count: int
+    split: Callable[[int], str]
+
+
+def build(out_dir, prefix, streams, tokenizer, shard_size, workers, source, fingerprint):
+    """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
+
+    Called again it goes on from the last whole shard, or says that all is done.
+
+    Args:
+        streams: list of `Stream`, one after another; a shard never holds two of them.
+        tokenizer: name of the tokenizer.
+        shard_size: tokens of a shard.
+        workers: processes that tokenise; 1 does it in this one.
+        source: words for meta.json that say where the documents come from.
+        fingerprint: a string that differs when the documents do.
+
+    Raises:
+        UserError: the folder holds a set, whole or begun, of other documents or settings, or shards
+            of unknown origin; another process is making it; or the tokens leave a split empty.
+    """
+    if not 0 < shard_size < 2**31:
+        raise UserError(f"shard_size {shard_size}: a shard holds 1 to {2**31 - 1} tokens")
+    if workers < 1:
+        raise UserError(f"workers {workers}: at least one is needed")
+    out_dir = Path(out_dir)
+    settings = {
+        "tokenizer": tokenizer,
+        "shard_size": shard_size,
+        "fingerprint": fingerprint,
+        "source": source,
+    }
+    with claim(out_dir, settings) as meta:
+        state = "already done"
+        if meta is None:
+            meta, state = _make(out_dir, prefix, streams, settings, workers), "done"
+            shards.write_meta(out_dir, meta)
+        for shard in meta["shards"]:
+            shards.read_shard(out_dir / shard["name"])
+        (out_dir / shards.PROGRESS).unlink(missing_ok=True)
+    print(f"{out_dir}: {state}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
+
+
+@contextmanager
+def claim(out_dir, settings):
+    """Hold the folder alone while making the set of these settings; gives its meta.json or None.
+
+    Args:
+        settings: dict of `tokenizer`, `shard_size`, `fingerprint` and `source`, as in meta.json.
+
+    Raises:
+        UserError: another process holds the folder, or there are shards in it of another origin.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with open(out_dir / ".lock", "w") as lock:
+        try:  # the system lets go of the lock when the process ends, in whatever way
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{out_dir}: another process is making this set") from error
+        meta = shards.read_meta(out_dir)
+        if any(out_dir.glob("*.bin")):
+            _require_same(out_dir, meta or shards.read_json(out_dir / shards.PROGRESS), settings)
+        yield meta
+
+
+def all_cores():
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+class _Writer:
+    """The shards of a folder that are whole, and progress.json that lists them."""
+
+    def __init__(self, out_dir, prefix, settings):
+        self.out_dir, self.prefix, self.settings = out_dir, prefix, settings
+        progress = shards.read_json(out_dir / shards.PROGRESS)
+        self.done = list(takewhile(self._is_whole, progress["shards"] if progress else []))
+        self._save()
+
+    def add(self, stream, split, tokens, following):
+        """Write one more shard. `following`: stream, document and token in it that come next."""
+        name = f"{self.prefix}_{split}_{len(self.done):06d}.bin"
+        sha256 = shards.write_shard(self.out_dir / name, tokens)
+        self.done.append(
+            {
+                "name": name,
+                "tokens": len(tokens),
+                "sha256": sha256,
+                "split": split,
+                "stream": stream,
+                "following": following,
+            }
+        )
+        self._save()
+
+    def discard(self):
+        """Delete all shards and progress.json."""
+        for shard in self.done:
+            (self.out_dir / shard["name"]).unlink()
+        (self.out_dir / shards.PROGRESS).unlink()
+
+    def _is_whole(self, shard):
+        try:
+            return len(shards.read_shard(self.out_dir / shard["name"])) == shard["tokens"]
+        except UserError:
+            return False
+
+    def _save(self):
+        shards.write_json(self.out_dir / shards.PROGRESS, self.settings | {"shards": self.done})
+
+
+def _make(out_dir, prefix, streams, settings, workers):
+    """Write all shards that are missing; returns the content of meta.json."""
+    writer = _Writer(out_dir, prefix, settings)
+    documents = sum(stream.count for stream in streams)
+    written = sum(shard["tokens"] for shard in writer.done)
+    if written:
+        print(f"{out_dir}: {len(writer.done)} shards are there; going on after them")
+    with tqdm(initial=written, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
+        first, document, offset = writer.done[-1]["following"] if writer.done else (0, 0, 0)
+        for number in range(first, len(streams)):
+            before = sum(stream.count for stream in streams[:number])
+
+            def show(n, at, before=before):
+                bar.update(n)
+                # The tokens to come are not known, but the documents are.
+                bar.total = int(bar.n * documents / (before + at))
+
+            _write_stream(writer, number, streams[number], document, offset, workers, show)
+            document = offset = 0
+
+    splits = {shard["split"] for shard in writer.done}
+    tokens = sum(shard["tokens"] for shard in writer.done)
+    if splits != {"train", "val"}:
+        writer.discard()
+        raise UserError(
+            f"{out_dir}: {tokens:,} tokens fill only {' and '.join(splits) or 'no'} shards; both "
+            f"train and val are needed: give more text or a smaller --shard_size than "
+            f"{settings['shard_size']:,}"
+        )
+    return settings | {
+        "vocab_size": get_tokenizer(settings["tokenizer"]).n_vocab,
+        "documents": documents,
+        "tokens": tokens,
+        "shards": [
+            {key: shard[key] for key in ("name", "tokens", "sha256")} for shard in writer.done
+        ],
+    }
+
+
+def _write_stream(writer, number, stream, document, offset, workers, show):
+    """Write a stream's shards, from token `offset` of its document number `document` on."""
+    shard_size = writer.settings["shard_size"]
+    buffer, filled = np.empty(shard_size, dtype=np.uint16), 0
+    index = sum(shard["stream"] == number for shard in writer.done)
+    # The document in progress, and how many of its tokens have come by.
+    at, into = document - 1, 0
+    tasks = _tasks(stream.documents(document))
+    for tokens, starts in _tokenise(tasks, writer.settings["tokenizer"], workers):
+        taken = min(offset, len(tokens))
+        offset -= taken
+        new = len(tokens) - taken
+        while taken < len(tokens):
+            n = min(len(tokens) - taken, shard_size - filled)
+            buffer[filled : filled + n] = tokens[taken : taken + n]
+            filled, taken = filled + n, taken + n
+            if filled == shard_size:
+                begun = int(np.searchsorted(starts, taken, side="right"))
+                inside = taken - int(starts[begun - 1]) if begun else into + taken
+                writer.add(number, stream.split(index), buffer, (number, at + begun, inside))
+                index, filled = index + 1, 0
+        at += len(starts)
+        into = len(tokens) - int(starts[-1]) if len(starts) else into + len(tokens)
+        show(new, at + 1)
+    if filled:
+        writer.add(number, stream.split(index), buffer[:filled], (number + 1, 0, 0))
+
+
+def _tasks(texts):
+    """Group texts into tasks of about TASK_CHARS: lists of (starts a document, piece of text)."""
+    task, chars = [], 0
+    for text in texts:
+        for number, piece in enumerate(split_text(text, TASK_CHARS)):
+            task.append((number == 0, piece))
+            chars += len(piece)
+            if chars >= TASK_CHARS:
+                yield task
+                task, chars = [], 0
+    if task:
+        yield task
+
+
+def _encode(tokenizer, task):
+    """A task's tokens, uint16 [n], and where in them documents start, int64 [documents]."""
+    tokenizer = get_tokenizer(tokenizer)
+    parts, starts, n = [], [], 0
+    for starts_document, text in task:
+        if starts_document:
+            starts.append(n)
+            parts.append(np.array([tokenizer.eot], dtype=np.uint16))
+            n += 1
+        parts.append(tokenizer.encode_array(text))
+        n += len(parts[-1])
+    return np.concatenate(parts), np.array(starts, dtype=np.int64)
+
+
+def _tokenise(tasks, tokenizer, workers):
+    """`_encode` of each task, in order; at most TASKS_PER_WORKER a worker are in memory."""
+    encode = partial(_encode, tokenizer)
+    if workers == 1:
+        yield from map(encode, tasks)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
+    pending = deque()
+    try:
+        for task in tasks:
+            pending.append(pool.submit(encode, task))
+            if len(pending) == workers * TASKS_PER_WORKER:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a tokenising process was killed, perhaps for want of memory: run the same command "
+            f"again to go on, if need be with --workers less than {workers}"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker():
+    """Leave Ctrl-C to the parent, and do not outlive it, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def follow():
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _require_same(out_dir, found, settings):
+    """Refuse to go on with a set of other documents or settings; `source` is only words."""
+    remedy = "use another --out_dir, or delete the folder to make it anew"
+    if found is None:
+        raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
+    for key in ("tokenizer", "shard_size"):
+        if found.get(key) != settings[key]:
+            raise UserError(
+                f"{out_dir}: made with {key} {found.get(key)}, not {settings[key]}; {remedy}"
+            )
+    if found.get("fingerprint") != settings["fingerprint"]:
+        raise UserError(
+            f"{out_dir}: made from other documents ({found.get('source')}) than those given now "
+            f"({settings['source']}); {remedy}"
+        )

@@ -1,0 +1,65 @@
+"""Documents of parquet files with a column `text`, from any one on without reading the others."""
+
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from errors import UserError
+
+COLUMN = "text"
+ROWS_AT_ONCE = 64
+
+
+def count_documents(file, open_file=open):
+    """Number of rows of a file, as its footer tells. Arguments and errors as `read_documents`."""
+    with _open(file, open_file) as parquet:
+        return parquet.metadata.num_rows
+
+
+def read_documents(files, start=0, open_file=open):
+    """The texts of all rows of `files` in order, from row `start` (counted over all files) on.
+
+    Args:
+        files: paths.
+        open_file: how to open a path for reading bytes: `open`, or a file system's.
+
+    Raises:
+        UserError: a file cannot be read as parquet, has no column of strings called `text`, or has
+            a row without text.
+    """
+    for file in files:
+        with _open(file, open_file) as parquet:
+            row, groups = 0, []
+            for group in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(group).num_rows
+                if not groups and row + rows <= start:
+                    row += rows
+                else:
+                    groups.append(group)
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[COLUMN]):
+                for text in batch.column(0).to_pylist():
+                    if text is None:
+                        raise UserError(f"{file}: row {row} has no {COLUMN}")
+                    if row >= start:
+                        yield text
+                    row += 1
+        start = max(start - row, 0)
+
+
+@contextmanager
+def _open(path, open_file):
+    """The pyarrow file; whatever goes wrong while reading it names the path."""
+    try:
+        with open_file(path, "rb") as raw:
+            parquet = pq.ParquetFile(raw)
+            schema = parquet.schema_arrow
+            kind = schema.field(COLUMN).type if COLUMN in schema.names else None
+            if kind not in (pa.string(), pa.large_string()):
+                names = ", ".join(schema.names)
+                raise UserError(f"{path}: needs a column {COLUMN!r} of strings; it has {names}")
+            yield parquet
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow's, the system's, or any of a network's libraries
+        raise UserError(f"{path}: cannot be read as parquet: {error}") from error

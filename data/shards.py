@@ -1,0 +1,148 @@
+"""Token shards on disk, in the format of llm.c and modded-nanogpt, and the folder they live in.
+
+A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
+that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, when our
+own commands made it, `meta.json`; `progress.json` is there only while the set is being made.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from errors import UserError
+from files import read_json, replacing, write_json
+
+MAGIC = 20240520
+VERSION = 1
+HEADER = np.dtype("<i4")
+HEADER_INTS = 256
+HEADER_BYTES = HEADER_INTS * HEADER.itemsize
+TOKEN = np.dtype("<u2")
+
+META = "meta.json"
+PROGRESS = "progress.json"
+
+
+def write_shard(path, tokens):
+    """Write tokens [n] (uint16, n >= 1) as one shard, whole or not at all; returns its sha256.
+
+    Raises:
+        ValueError: the tokens are no non-empty one-dimensional uint16 array.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.dtype != np.uint16 or tokens.ndim != 1 or not 0 < len(tokens) < 2**31:
+        raise ValueError(f"a shard is a uint16 array [n], not {tokens.dtype} {tokens.shape}")
+    header = np.zeros(HEADER_INTS, dtype=HEADER)
+    header[:3] = MAGIC, VERSION, len(tokens)
+    digest = hashlib.sha256()
+    # while it is being written its name is hidden and ends in .tmp: no search for shards finds it
+    with replacing(path) as file:
+        for part in (header, np.ascontiguousarray(tokens, dtype=TOKEN)):
+            file.write(part)
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def read_shard(path):
+    """The tokens of a shard: a read-only memory map, uint16 [n].
+
+    Raises:
+        UserError: the file is missing, is no shard of this version, or has not exactly the size
+            that its header tells.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype=HEADER, count=3)
+    except OSError as error:
+        raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
+    if size < HEADER_BYTES:
+        raise UserError(f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}")
+    magic, version, n = (int(value) for value in header)
+    if magic != MAGIC:
+        raise UserError(f"{path}: no token shard: it starts with {magic}, a shard with {MAGIC}")
+    if version != VERSION:
+        raise UserError(f"{path}: shard version {version}, only version {VERSION} can be read")
+    expected = HEADER_BYTES + n * TOKEN.itemsize
+    if n < 1 or size != expected:
+        raise UserError(
+            f"{path}: its header tells of {n} tokens, which make {expected} bytes, but the file "
+            f"has {size}; it is cut short or damaged: delete it and make it again"
+        )
+    return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
+
+
+def list_shards(data_dir, split):
+    """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
+
+    Raises:
+        UserError: there is no such folder, it is still being made, or it has no shard of the split.
+    """
+    data_dir = Path(data_dir)
+    if not data_dir.is_dir():
+        raise UserError(f"{data_dir}: no such folder; {_how_to_make(data_dir)}")
+    if (data_dir / PROGRESS).exists():
+        raise UserError(f"{data_dir}: unfinished; run the command that was making it again")
+    shards = sorted(data_dir.glob(f"*_{split}_*.bin"))
+    if not shards:
+        raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {_how_to_make(data_dir)}")
+    return shards
+
+
+def check_shards(paths, vocab_size):
+    """Open every shard and look at every token.
+
+    Raises:
+        UserError: a shard cannot be read, or holds a token that is not below `vocab_size`.
+    """
+    shards = [(path, read_shard(path)) for path in paths]
+    total = sum(len(tokens) for _, tokens in shards)
+    chunk = 1 << 22
+    with tqdm(total=total, desc="checking shards", unit="tok", unit_scale=True, delay=2) as bar:
+        for path, tokens in shards:
+            for start in range(0, len(tokens), chunk):
+                part = tokens[start : start + chunk]
+                if part.max() >= vocab_size:
+                    at = start + int(np.argmax(part >= vocab_size))
+                    raise UserError(
+                        f"{path}: token {at} is {tokens[at]}, but the vocabulary is 0 to "
+                        f"{vocab_size - 1}; the shard was made with another tokenizer"
+                    )
+                bar.update(len(part))
+
+
+def read_meta(data_dir):
+    """What meta.json says of a folder of shards, or None: published shards come without one.
+
+    Raises:
+        UserError: the file is there and is no JSON.
+    """
+    return read_json(Path(data_dir) / META)
+
+
+def write_meta(data_dir, meta):
+    """Write meta.json, whole or not at all. `meta` is a dict with `tokenizer`, `vocab_size`,
+    `source`, `documents`, `tokens` and `shards` (a list of `name`, `tokens`, `sha256`)."""
+    write_json(Path(data_dir) / META, meta)
+
+
+def sha256_of(path):
+    """Hex sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _how_to_make(data_dir):
+    """The end of a sentence: the command that makes this folder."""
+    command = f"python -m data.text --out_dir {data_dir}"
+    if fineweb := re.match(r"fineweb(_edu)?(\d+B)?", data_dir.name):
+        edu, size = fineweb.groups()
+        command = "python -m data.fineweb"
+        command += " --dataset fineweb-edu" if edu else ""
+        command += f" --name sample-{size}T" if size and size != "10B" else ""
+        if data_dir != Path("data") / data_dir.name:
+            command += f" --out_dir {data_dir}"
+    return f"make it with `{command}`"

@@ -1,0 +1,169 @@
+"""Text to token ids and back: GPT-2's byte-pair encoding, or plain bytes.
+
+`gpt2.bpe` holds GPT-2's merges: `vocab.bpe` of OpenAI's GPT-2 release (github.com/openai/gpt-2,
+modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is ever downloaded.
+"""
+
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
+# The hash by which tiktoken itself checks its download of this file.
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+# GPT-2's pre-tokeniser, in tiktoken's spelling: merges never cross the pieces that it matches.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# Whitespace in the sense of the pattern, which is not quite that of Python's \s.
+LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
+# A space or line break after anything but whitespace.
+SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
+
+
+class GPT2Tokenizer:
+    """GPT-2's 50,257 ids; the end-of-text mark in a text is ordinary text."""
+
+    name = "gpt2"
+    n_vocab = 50257
+    eot = 50256
+
+    def __init__(self):
+        import tiktoken
+
+        self._encoding = tiktoken.Encoding(
+            name="gpt2",
+            explicit_n_vocab=self.n_vocab,
+            pat_str=PATTERN,
+            mergeable_ranks=_read_ranks(MERGES_FILE),
+            special_tokens={END_OF_TEXT: self.eot},
+        )
+
+    def encode(self, text):
+        """str -> list of int."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text):
+        """str -> uint16 array [tokens]; the same ids as `encode`, without a Python int for each."""
+        try:
+            return self._encode(text)
+        except UnicodeEncodeError:
+            return self.encode_array(_repair(text))
+        except ValueError:
+            return self._encode_pieces(text)
+
+    def _encode_pieces(self, text):
+        """The ids of a text with very much whitespace in one place, as uint16 array [tokens].
+
+        The pattern backtracks through whitespace that comes before a word, and there runs out of
+        stack. It would give the last character of it to the word: cutting before that is the same.
+        """
+        cuts = [run.end() - 1 for run in LONG_RUN.finditer(text) if run.end() < len(text)]
+        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return np.concatenate([self._encode(piece) for piece in pieces])
+
+    def _encode(self, text):
+        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+
+    def decode(self, ids):
+        """ids -> str; bytes that are no UTF-8 become U+FFFD, `eot` becomes its mark."""
+        return self._encoding.decode([int(i) for i in ids])
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and an end-of-text id."""
+
+    name = "bytes"
+    n_vocab = 257
+    eot = 256
+
+    def encode(self, text):
+        """str -> list of int."""
+        return list(_utf8(text))
+
+    def encode_array(self, text):
+        """str -> uint16 array [tokens]."""
+        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids):
+        """ids -> str; bytes that are no UTF-8 become U+FFFD, `eot` becomes its mark."""
+        mark = END_OF_TEXT.encode()
+        data = b"".join(mark if i == self.eot else bytes([i]) for i in map(int, ids))
+        return data.decode("utf-8", errors="replace")
+
+
+TOKENIZERS = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
+
+
+@cache
+def get_tokenizer(name):
+    """The tokenizer called `name`: "gpt2" or "bytes".
+
+    It has `name`, `n_vocab`, `eot` (the end-of-text id), `encode(text) -> list[int]`,
+    `encode_array(text) -> uint16 array [tokens]` and `decode(ids) -> str`.
+
+    Raises:
+        UserError: the name is unknown, or GPT-2's merges file is missing or altered.
+    """
+    if name not in TOKENIZERS:
+        raise UserError(f"no tokenizer is called {name!r}; there are: {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[name]()
+
+
+def split_text(text, size):
+    """Cut a text into pieces of about `size` characters whose ids, joined, are the text's own.
+
+    A cut is only made before a space or a line break that follows something other than whitespace.
+    GPT-2's pre-tokeniser always starts a new piece there: whitespace occurs only at the start of a
+    piece or in pieces of nothing else; and as the text before the cut ends in no whitespace, the
+    pattern's look-ahead past whitespace never sees the cut.
+    A text without such places stays whole.
+    """
+    start = 0
+    while len(text) - start > size:
+        cut = SAFE_SPLIT.search(text, start + size)
+        if cut is None:
+            break
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def _read_ranks(path):
+    """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: GPT-2's merges cannot be read: {error.strerror}") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != MERGES_SHA256:
+        raise UserError(
+            f"{path}: sha256 is {found}, that of GPT-2's vocab.bpe is {MERGES_SHA256}; "
+            "restore the file"
+        )
+    # The file writes every byte as a printable character: printable Latin-1 as itself, the others
+    # as the characters from 256 on; the ids of the single bytes are in that same order.
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    ranks = {bytes([b]): rank for rank, b in enumerate(printable + others)}
+    for merge in data.decode("utf-8").splitlines()[1:]:  # the first line is a version comment
+        ranks[bytes(byte_of[c] for c in merge if c != " ")] = len(ranks)
+    return ranks
+
+
+def _utf8(text):
+    """UTF-8 bytes of a text."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return _repair(text).encode("utf-8")
+
+
+def _repair(text):
+    """The text with its surrogates (from JSON escapes) joined, or U+FFFD where they are lone."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,25 @@
+# Sourced by quickstart.sh and test.sh: the repository's folder, and .venv with what a file pins.
+# usage: setup REQUIREMENTS_FILE
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+setup() {
+    local python=${PYTHON:-python3}
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        echo "error: Python 3.11 or newer is needed, and $python is $("$python" -V 2>&1)." >&2
+        echo "       Name another one with: PYTHON=python3.12 bash $0" >&2
+        exit 1
+    fi
+    if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+        echo "error: $python has no venv module. On Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
+    local done=".venv/.installed-$1"
+    if ! cmp -s <(cat requirements*.txt) "$done"; then
+        echo "installing $1 into .venv ..."
+        [ -x .venv/bin/python ] || "$python" -m venv .venv || exit 1
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$1" || exit 1
+        cat requirements*.txt >"$done"
+    fi
+    PATH="$PWD/.venv/bin:$PATH"
+}

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Lint, formatting and every test. usage: bash scripts/test.sh [PYTEST_ARGUMENT ...]
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+setup requirements-dev.txt
+
+ruff check .
+ruff format --check .
+python -m pytest "$@"

@@ -1,0 +1,198 @@
+"""Batches: every window once an epoch, the same for any number of processes, any step any time."""
+
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from data import shards
+from data.loader import TrainLoader, shuffled, validation_batches, validation_tokens
+from errors import UserError
+
+T = 8
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """Three training shards of 101, 8 and 57 tokens, numbered through: 12 + 0 + 7 windows."""
+    first = 0
+    for number, n in enumerate((101, 8, 57), 1):
+        tokens = np.arange(first, first + n, dtype=np.uint16)
+        shards.write_shard(tmp_path / f"x_train_{number:06d}.bin", tokens)
+        first += n
+    val = np.arange(1000, 1050, dtype=np.uint16)
+    shards.write_shard(tmp_path / "x_val_000000.bin", val[:20])
+    shards.write_shard(tmp_path / "x_val_000001.bin", val[20:])
+    return tmp_path
+
+
+WINDOW_STARTS = [*range(0, 96, T), *range(109, 109 + 56, T)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 10, 255, 256, 257, 1000, 65537])
+def test_shuffled_is_a_bijection(n):
+    for seed, epoch in ((0, 0), (0, 1), (1337, 5)):
+        out = shuffled(np.arange(n), n, seed, epoch)
+        assert np.array_equal(np.sort(out), np.arange(n))
+
+
+def test_shuffled_in_parts_and_for_huge_sets():
+    n = 342_000_000
+    index = np.array([0, 1, n // 2, n - 1])
+    out = shuffled(index, n, 1, 2)
+    assert len(set(out.tolist())) == 4 and out.min() >= 0 and out.max() < n
+    for i, place in zip(index, out, strict=True):
+        assert shuffled(np.array([i]), n, 1, 2) == place
+
+
+def test_shuffled_is_fixed_for_ever():
+    """A change of the order would break the resuming of every run begun before it."""
+    assert shuffled(np.arange(10), 10, seed=42, epoch=0).tolist() == [6, 1, 3, 2, 7, 4, 5, 9, 8, 0]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_tiny_orders_are_equally_likely(n):
+    trials = 2400
+    seen = Counter(tuple(shuffled(np.arange(n), n, seed, 0)) for seed in range(trials))
+    expected = trials / len(list(permutations(range(n))))
+    chi2 = sum((seen[p] - expected) ** 2 / expected for p in permutations(range(n)))
+    # 1, 5 and 23 degrees of freedom: beyond these in one of 10,000 draws.
+    assert chi2 < {2: 15.1, 3: 25.7, 4: 55.0}[n], seen
+
+
+def test_orders_are_well_mixed():
+    """No place keeps its number, its neighbour or its order more often than chance has it."""
+    n, epochs = 1000, 50
+    orders = np.stack([shuffled(np.arange(n), n, 7, epoch) for epoch in range(epochs)])
+    fixed = (orders == np.arange(n)).sum(axis=1).mean()
+    assert 0.5 < fixed < 1.5  # 1 expected, standard error 0.14
+    followed = (np.diff(orders, axis=1) == 1).sum(axis=1).mean()
+    assert 0.5 < followed < 1.5
+    correlation = np.corrcoef(np.vstack([np.arange(n), orders]))
+    off_diagonal = correlation[~np.eye(epochs + 1, dtype=bool)]
+    assert abs(off_diagonal).max() < 0.16  # five standard deviations
+
+
+def test_y_is_x_shifted_and_windows_are_whole(data_dir):
+    x, y = TrainLoader(data_dir, T, batch_size=4, seed=0).batch(3)
+    assert x.shape == y.shape == (4, T) and x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous() and y.is_contiguous()
+    assert torch.equal(y, x + 1)  # the shards hold consecutive numbers
+    assert set(x[:, 0].tolist()) <= set(WINDOW_STARTS)
+
+
+def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
+    loader = TrainLoader(data_dir, T, batch_size=4, seed=0)
+    assert (loader.n_windows, loader.tokens) == (19, 166)
+    # 19 batches of 4 are 4 epochs of 19, and most epochs end inside a batch.
+    starts = np.concatenate([loader.batch(step)[0][:, 0].numpy() for step in range(19)])
+    epochs = starts.reshape(4, 19)
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == WINDOW_STARTS
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 4
+    other = TrainLoader(data_dir, T, batch_size=4, seed=1)
+    assert not torch.equal(other.batch(0)[0], loader.batch(0)[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size):
+    whole = TrainLoader(data_dir, T, batch_size=16, seed=3)
+    ranks = [
+        TrainLoader(data_dir, T, 16, seed=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for step in (0, 1, 2, 100):
+        x, y = whole.batch(step)
+        parts = [loader.batch(step) for loader in ranks]
+        assert all(len(part[0]) == 16 // world_size for part in parts)
+        assert torch.equal(torch.cat([part[0] for part in parts]), x)
+        assert torch.equal(torch.cat([part[1] for part in parts]), y)
+
+
+def test_any_step_at_any_time(data_dir):
+    straight = TrainLoader(data_dir, T, batch_size=4, seed=5)
+    expected = {step: straight.batch(step)[0] for step in range(30)}
+    jumping = TrainLoader(data_dir, T, batch_size=4, seed=5)
+    for step in (7, 8, 9, 3, 3, 4, 29, 0, 1, 1):
+        assert torch.equal(jumping.batch(step)[0], expected[step]), step
+    resumed = TrainLoader(data_dir, T, batch_size=4, seed=5)
+    assert torch.equal(resumed.batch(17)[0], expected[17])
+
+
+def test_the_next_step_is_read_ahead(data_dir):
+    loader = TrainLoader(data_dir, T, batch_size=4, seed=5)
+    reads, read = [], loader._read
+    loader._read = lambda step: reads.append(step) or read(step)
+    loader.batch(0)
+    loader._next_batch.result()
+    assert reads == [0, 1]
+    loader.batch(1)
+    loader._next_batch.result()
+    assert reads == [0, 1, 2]
+
+
+def test_where_names_the_shard_and_the_place(data_dir):
+    loader = TrainLoader(data_dir, T, batch_size=8, seed=0, rank=1, world_size=2)
+    x, _ = loader.batch(5)
+    places = loader.where(5)
+    assert len(places) == 4 and len({path for path, _ in places}) > 1
+    for row, (path, offset) in zip(x, places, strict=True):
+        assert shards.read_shard(path)[offset : offset + T].tolist() == row.tolist()
+
+
+def test_too_little_or_indivisible_is_refused(data_dir):
+    TrainLoader(data_dir, T, batch_size=19, seed=0)
+    with pytest.raises(UserError, match=rf"{data_dir}: 166 training tokens .* at least 161 tokens"):
+        TrainLoader(data_dir, T, batch_size=20, seed=0)
+    with pytest.raises(UserError, match="batch of 6 .* 4 processes: .* multiple of 4"):
+        TrainLoader(data_dir, T, batch_size=6, seed=0, world_size=4)
+    with pytest.raises(UserError, match="no such folder"):
+        TrainLoader(data_dir / "none", T, batch_size=1, seed=0)
+
+
+def test_validation_tokens(data_dir):
+    assert validation_tokens(data_dir, 5).tolist() == list(range(1000, 1006))
+    assert validation_tokens(data_dir, 30).tolist() == list(range(1000, 1031))  # over two shards
+    assert validation_tokens(data_dir, 10**9).tolist() == list(range(1000, 1050))
+    assert validation_tokens(data_dir, 5).dtype == np.uint16
+
+
+def test_validation_batches_in_order(data_dir):
+    batches = list(validation_batches(data_dir, T, max_tokens=43, batch_size=2))
+    assert [len(x) for x, _ in batches] == [2, 2, 1]  # 43 tokens are 5 whole windows
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert x.dtype == torch.int64 and torch.equal(y, x + 1)
+    assert x.flatten().tolist() == list(range(1000, 1040))
+    # All there are: 49 tokens have a successor.
+    assert sum(len(x) for x, _ in validation_batches(data_dir, T, 10**9, 4)) == 6
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_validation_is_shared_by_windows(data_dir, world_size):
+    rows = [
+        [row for x, _ in validation_batches(data_dir, T, 48, 2, r, world_size) for row in x[:, 0]]
+        for r in range(world_size)
+    ]
+    for rank, starts in enumerate(rows):
+        assert [int(s) for s in starts] == list(range(1000, 1048, T))[rank::world_size]
+
+
+def test_too_few_validation_tokens_are_refused(data_dir):
+    with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens .* takes 65"):
+        validation_batches(data_dir, 64, max_tokens=1000, batch_size=1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_batches_on_a_gpu(data_dir):
+    host = TrainLoader(data_dir, T, batch_size=4, seed=0)
+    loader = TrainLoader(data_dir, T, batch_size=4, seed=0, device="cuda")
+    for step in range(5):
+        x, y = loader.batch(step)
+        assert x.is_cuda and y.is_cuda
+        assert torch.equal(x.cpu(), host.batch(step)[0])
+    assert loader._next_batch.result()[0].is_pinned()
+    x, _ = next(validation_batches(data_dir, T, 48, 2, device="cuda"))
+    assert x.is_cuda and x[0].tolist() == list(range(1000, 1008))

@@ -1,0 +1,543 @@
+"""The commands that make shards: the tokens, kills and resumes, splits, refusals."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import build, fineweb, shards, text
+from data.parquet import count_documents, read_documents
+from data.tokenizer import get_tokenizer
+from errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_documents(n, longest=400, seed=0):
+    rng = random.Random(seed)
+    words = "the a of cat, dog. 12 naïve \n\n  don't 東京 __init__(self): running".split(" ")
+    return [" ".join(rng.choices(words, k=rng.randrange(1, longest))) for _ in range(n)]
+
+
+def write_parquet(path, documents, rows=7, column="text"):
+    pq.write_table(pa.table({"id": range(len(documents)), column: documents}), path, rows)
+    return path
+
+
+def expected_tokens(documents, tokenizer="gpt2"):
+    """End-of-text and the ids of each document, one after another: uint16 [n]."""
+    tok = get_tokenizer(tokenizer)
+    return np.array([i for d in documents for i in [tok.eot, *tok.encode(d)]], dtype=np.uint16)
+
+
+def contents(folder):
+    """Name and content of everything in a folder that matters."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must refuse: exit code 2 and one sentence, which is returned."""
+
+    def run(main, *argv):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(arg) for arg in argv])
+        assert stop.value.code == 2
+        lines = capsys.readouterr().err.strip().split("\n")
+        assert lines[-1].startswith("error: ")
+        return lines[-1]
+
+    return run
+
+
+# --- FineWeb ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents, and the folder of two parquet files that holds them."""
+    documents = make_documents(60) + ["", "x"] + make_documents(30, seed=1)
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    write_parquet(folder / "000_00000.parquet", documents[:40])
+    write_parquet(folder / "001_00000.parquet", documents[40:])
+    return documents, folder
+
+
+def run_fineweb(folder, out_dir, *more, shard_size=1000, workers=1):
+    fineweb.main(
+        [f"--parquet={folder}", f"--out_dir={out_dir}", f"--shard_size={shard_size}"]
+        + [f"--workers={workers}", *more]
+    )
+    return contents(out_dir)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fineweb_shards(corpus, tmp_path, workers, capsys):
+    documents, folder = corpus
+    out = tmp_path / "out"
+    run_fineweb(folder, out, workers=workers)
+    tokens = expected_tokens(documents)
+    names = [
+        f"fineweb_{'train' if k else 'val'}_{k:06d}.bin" for k in range(-(-len(tokens) // 1000))
+    ]
+    assert sorted(p.name for p in out.glob("*.bin")) == sorted(names)
+    for k, name in enumerate(names):
+        assert np.array_equal(shards.read_shard(out / name), tokens[k * 1000 : (k + 1) * 1000])
+    meta = shards.read_meta(out)
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50257)
+    assert (meta["documents"], meta["tokens"]) == (len(documents), len(tokens))
+    assert meta["source"] == str(folder)
+    assert [s["name"] for s in meta["shards"]] == names
+    assert all(s["sha256"] == shards.sha256_of(out / s["name"]) for s in meta["shards"])
+    assert sorted(p.name for p in out.iterdir() if p.suffix != ".bin") == [".lock", "meta.json"]
+    assert f"done, {len(tokens):,} tokens" in capsys.readouterr().out
+
+
+def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
+    _, folder = corpus
+    out = tmp_path / "out"
+    before = run_fineweb(folder, out)
+    times = {p: p.stat().st_mtime_ns for p in out.glob("*.bin")}
+    capsys.readouterr()
+    assert run_fineweb(folder, out) == before
+    assert "already done" in capsys.readouterr().out
+    assert times == {p: p.stat().st_mtime_ns for p in out.glob("*.bin")}
+
+    base = ("--parquet", folder, "--out_dir", out)
+    assert "shard_size 1000, not 999" in refused(fineweb.main, *base, "--shard_size", 999)
+    write_parquet(folder / "002_00000.parquet", ["more"])
+    assert "made from other documents" in refused(fineweb.main, *base, "--shard_size", 1000)
+    (folder / "002_00000.parquet").unlink()
+    path = out / "fineweb_train_000002.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert str(path) in refused(fineweb.main, *base, "--shard_size", 1000)
+
+
+@pytest.mark.parametrize("shard_size", [1, 97, 1000])
+def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size):
+    """Stopped once after each shard, at whatever place of a document or task that falls."""
+    monkeypatch.setattr(build, "TASK_CHARS", 60)  # most documents are split, some share a task
+    sizes = {1: (4, 8), 97: (12, 80), 1000: (12, 400)}[shard_size]
+    documents = ["", *make_documents(*sizes, seed=shard_size), "", "", "end"]
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    write_parquet(folder / "x.parquet", documents, rows=3)
+    whole = run_fineweb(folder, tmp_path / "whole", shard_size=shard_size)
+    tokens = np.concatenate([shards.read_shard(p) for p in ordered(tmp_path / "whole")])
+    assert np.array_equal(tokens, expected_tokens(documents))
+
+    out = tmp_path / "out"
+    stop_after_each_shard(monkeypatch, lambda: run_fineweb(folder, out, shard_size=shard_size))
+    assert contents(out) == whole
+
+
+def stop_after_each_shard(monkeypatch, make):
+    """Call `make` until it is done, letting it write only one shard each time."""
+    write_shard, stops = shards.write_shard, 0
+
+    def write_one(path, part):
+        assert not path.exists()
+        if written:
+            raise KeyError("stopped")
+        written.append(path)
+        return write_shard(path, part)
+
+    monkeypatch.setattr(shards, "write_shard", write_one)
+    while True:
+        written = []
+        try:
+            make()
+        except KeyError:
+            stops += 1
+            with pytest.raises(UserError, match="unfinished"):
+                shards.list_shards(written[0].parent, "val")
+        else:
+            break
+    assert stops > 2
+
+
+def ordered(folder):
+    return sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
+
+
+def test_resume_after_a_stop_between_shard_and_note(corpus, tmp_path, monkeypatch):
+    """The shard is there but progress.json knows nothing of it, and a half-written one lies by."""
+    _, folder = corpus
+    whole = run_fineweb(folder, tmp_path / "whole")
+    out, write_json = tmp_path / "out", shards.write_json
+
+    def stop_at_third(path, value):
+        if len(value["shards"]) == 3:
+            raise KeyError("stopped")
+        write_json(path, value)
+
+    monkeypatch.setattr(shards, "write_json", stop_at_third)
+    with pytest.raises(KeyError):
+        run_fineweb(folder, out)
+    assert len(list(out.glob("*.bin"))) == 3
+    (out / ".fineweb_train_000003.bin.tmp").write_bytes(b"half")
+    (out / "fineweb_train_000001.bin").write_bytes(b"damaged since")
+    monkeypatch.setattr(shards, "write_json", write_json)
+    assert run_fineweb(folder, out) == whole
+
+
+def test_killed_and_resumed(tmp_path):
+    """kill -9, twice, and then to the end: the same shards, and no process left behind."""
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    documents = make_documents(3000, longest=800)
+    write_parquet(folder / "x.parquet", documents, rows=100)
+    whole = run_fineweb(folder, tmp_path / "whole", shard_size=8000)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "data.fineweb", f"--parquet={folder}", f"--out_dir={out}"]
+    command += ["--shard_size=8000", "--workers=2"]
+    for kill_at in (2, len(whole) // 3):
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 30
+        while len(list(out.glob("*.bin"))) < kill_at and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.002)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+        assert not (out / shards.META).exists()
+        assert len(children) >= 2
+        while (alive := [c for c in children if is_running(c)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive
+    assert kill_at <= len(shards.read_json(out / shards.PROGRESS)["shards"]) + 1 < len(whole)
+    refusal = subprocess.run(
+        [*command, "--shard_size=9000"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert refusal.returncode == 2 and "shard_size 8000, not 9000" in refusal.stderr
+    finish = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finish.returncode == 0, finish.stderr
+    assert "shards are there; going on after them" in finish.stdout
+    assert contents(out) == whole
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_dead_worker_is_reported(corpus, tmp_path, monkeypatch, refused):
+    _, folder = corpus
+    monkeypatch.setattr(build, "partial", lambda f, _: exit_now)
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out", "--workers", 2)
+    assert "was killed" in line and "--workers less than 2" in line
+
+
+def exit_now(task):
+    os._exit(9)
+
+
+def test_two_makers_of_one_set_are_refused(corpus, tmp_path, refused):
+    _, folder = corpus
+    settings = {"tokenizer": "gpt2", "shard_size": 1, "fingerprint": "", "source": ""}
+    with build.claim(tmp_path / "out", settings):
+        line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out")
+    assert "another process is making this set" in line
+
+
+def test_fineweb_refusals(corpus, tmp_path, refused):
+    _, folder = corpus
+    out = tmp_path / "out"
+    base = ("--out_dir", out, "--workers", 1, "--parquet")
+    assert "fill only val shards" in refused(fineweb.main, *base, folder)
+    assert not list(out.glob("*.bin")) and not (out / shards.PROGRESS).exists()
+    assert f"{tmp_path / 'none'}: no parquet" in refused(fineweb.main, *base, tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "empty: no parquet file" in refused(fineweb.main, *base, tmp_path / "empty")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    broken = refused(fineweb.main, *base, tmp_path / "broken.parquet")
+    assert "broken.parquet: cannot be read as parquet" in broken
+    other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
+    assert "needs a column 'text' of strings; it has id, content" in refused(
+        fineweb.main, *base, other
+    )
+    null = write_parquet(tmp_path / "null.parquet", ["a", "b", None])
+    assert "null.parquet: row 2 has no text" in refused(fineweb.main, *base, null)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    shards.write_shard(foreign / "fineweb_train_000007.bin", np.array([1], dtype=np.uint16))
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", foreign)
+    assert "foreign: holds shards that this command did not make" in line
+    assert "workers 0" in refused(fineweb.main, *base, folder, "--workers", 0)
+    assert "shard_size 0" in refused(fineweb.main, *base, folder, "--shard_size", 0)
+    assert "sample-10BT only" in refused(fineweb.main, "--ready", "--dataset", "fineweb-edu")
+    assert "ready_shards 104: there are 1 to 103" in refused(
+        fineweb.main, "--ready", "--ready_shards", 104, "--out_dir", out
+    )
+
+
+def test_parquet_from_any_document_on(corpus):
+    documents, folder = corpus
+    files = sorted(folder.iterdir())
+    assert [count_documents(file) for file in files] == [40, len(documents) - 40]
+    for start in range(len(documents) + 2):
+        assert list(read_documents(files, start)) == documents[start:]
+
+
+def test_documents_are_those_of_the_datasets_library(corpus, tmp_path):
+    """What `datasets` streams from the same files, and what a file system of fsspec opens."""
+    import fsspec
+    from datasets import load_dataset
+
+    documents, folder = corpus
+    files = [str(file) for file in sorted(folder.iterdir())]
+    streamed = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    assert [row["text"] for row in streamed] == documents
+    system = fsspec.filesystem("local")
+    assert list(read_documents(files, 45, system.open)) == documents[45:]
+
+
+def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, monkeypatch, capsys):
+    """The hub is played by a folder; what is tested is that all ways read it alike."""
+    import huggingface_hub
+
+    _, folder = corpus
+    root = tmp_path / "hub"
+    (root / "sample").mkdir(parents=True)
+    (root / "sample" / "10BT").symlink_to(folder)
+
+    class Hub:
+        def __init__(self, **_):
+            pass
+
+        def list_repo_tree(self, repo, path, repo_type):
+            assert (repo, repo_type) == ("HuggingFaceFW/fineweb-edu", "dataset")
+            for file in sorted((root / path).iterdir(), reverse=True):
+                size = file.stat().st_size
+                yield huggingface_hub.hf_api.RepoFile(
+                    path=f"{path}/{file.name}", size=size, oid="0"
+                )
+
+        def open(self, path, mode):
+            opened.append(path)
+            return open(root / path.removeprefix("datasets/HuggingFaceFW/fineweb-edu/"), mode)
+
+    opened = []
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", Hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: root)
+    monkeypatch.setattr(fineweb, "reach_hub", lambda: None)
+    more = ["--dataset=fineweb-edu", "--shard_size=1000", "--workers=1"]
+    local = run_fineweb(folder, tmp_path / "local", "--dataset=fineweb-edu")
+    assert "fineweb_edu_val_000000.bin" in local
+    for name, option in (("streamed", ["--streaming"]), ("downloaded", [])):
+        fineweb.main([f"--out_dir={tmp_path / name}", *more, *option])
+        made = contents(tmp_path / name)
+        assert bool(opened) == (name == "streamed")
+        opened.clear()
+        meta, local_meta = (json.loads(c["meta.json"]) for c in (made, local))
+        assert meta.pop("source") == "HuggingFaceFW/fineweb-edu sample-10BT"
+        assert meta.items() <= local_meta.items()
+        assert made | {"meta.json": None} == local | {"meta.json": None}
+
+    # What is done needs no network.
+    def unreachable():
+        raise AssertionError("asked the hub")
+
+    monkeypatch.setattr(fineweb, "reach_hub", unreachable)
+    fineweb.main([f"--out_dir={tmp_path / 'streamed'}", *more])
+    assert "already done" in capsys.readouterr().out
+
+
+def test_ready_shards(tmp_path, monkeypatch, capsys, refused):
+    import huggingface_hub
+
+    def download(repo, name, repo_type, local_dir):
+        assert (repo, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
+        asked.append(name)
+        if name == fails:
+            raise OSError("connection lost")
+        shards.write_shard(local_dir / name, np.arange(len(name), dtype=np.uint16))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(fineweb, "reach_hub", lambda: None)
+    asked, fails, out = [], "fineweb_train_000002.bin", tmp_path / "out"
+    ready = ("--ready", "--ready_shards", 2, "--out_dir", out)
+    assert "fineweb_train_000002.bin: connection lost" in refused(fineweb.main, *ready)
+    with pytest.raises(UserError, match="unfinished"):
+        shards.list_shards(out, "train")
+    asked, fails = [], None
+    fineweb.main([str(arg) for arg in ready])
+    assert asked == ["fineweb_train_000002.bin"]
+    assert [p.name for p in shards.list_shards(out, "train")] == [
+        "fineweb_train_000001.bin",
+        "fineweb_train_000002.bin",
+    ]
+    meta = shards.read_meta(out)
+    assert meta["tokens"] == 22 + 24 + 24 and len(meta["shards"]) == 3
+    asked = []
+    fineweb.main([str(arg) for arg in ready])
+    assert not asked and "already done" in capsys.readouterr().out
+    # A damaged shard is fetched anew.
+    (out / "fineweb_val_000000.bin").write_bytes(b"short")
+    fineweb.main([str(arg) for arg in ready])
+    assert asked == ["fineweb_val_000000.bin"]
+    file = write_parquet(tmp_path / "x.parquet", ["a"])
+    line = refused(fineweb.main, "--parquet", file, "--out_dir", out)
+    assert "made from other documents (kjj0/fineweb10B-gpt2)" in line
+
+
+def test_no_network_is_said_at_once(tmp_path):
+    # Nothing listens on the discard port of this machine.
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-m", "data.fineweb", f"--out_dir={tmp_path / 'x'}"]
+    for option in ([], ["--streaming"], ["--ready"]):
+        start = time.monotonic()
+        run = subprocess.run([*command, *option], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert run.returncode == 2
+        assert run.stderr.startswith("error: cannot reach http://127.0.0.1:9")
+        assert run.stderr.count("\n") == 1
+        assert time.monotonic() - start < 15
+
+
+# --- any text -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Text of every kind; hidden and other files that are not to be read."""
+    root = tmp_path / "texts"
+    (root / "deep" / ".hidden").mkdir(parents=True)
+    for k in range(21):
+        (root / f"{k:02d}.txt").write_text(f"text {k}\n")
+    (root / "deep" / "a.md").write_bytes(b"# A\r\nb\r\n")
+    (root / "deep" / "b.py").write_text("x = 1\n")
+    (root / "deep" / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "x": 1}\n')
+    write_parquet(root / "deep" / "d.parquet", ["first", "second", ""])
+    (root / "deep" / "empty.txt").write_text("")
+    (root / "deep" / ".hidden" / "h.txt").write_text("hidden")
+    (root / "deep" / "e.html").write_text("<p>")
+    return root
+
+
+def run_text(*argv):
+    text.main([*map(str, argv), "--workers=1"])
+
+
+def documents_of(out, split, tokenizer="bytes"):
+    tok = get_tokenizer(tokenizer)
+    tokens = np.concatenate([shards.read_shard(p) for p in shards.list_shards(out, split)])
+    assert tokens[0] == tok.eot
+    return [
+        tok.decode(part[1:]) for part in np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_text_of_every_kind(folder, tmp_path, tokenizer):
+    out = tmp_path / "out"
+    run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
+    train, val = (documents_of(out, split, tokenizer) for split in ("train", "val"))
+    everything = [f"text {k}\n" for k in range(21)]
+    everything += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
+    assert sorted(train + val) == sorted(everything)
+    names = {p.name for p in out.glob("*.bin")}
+    assert names == {"text_val_000000.bin", "text_train_000001.bin"}
+    meta = shards.read_meta(out)
+    assert meta["tokenizer"] == tokenizer and meta["documents"] == 27
+    assert meta["source"] == str(folder)
+
+
+def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
+    chosen = []
+    for copy in ("texts", "moved"):
+        if copy == "moved":
+            folder = folder.rename(tmp_path / copy)
+        sources = text.inspect(text.list_files([folder]))
+        train, val = text.choose_validation(sources)
+        assert len(sources) == 25 and len(val) == 2
+        assert not {s.name for s in train} & {s.name for s in val}
+        chosen.append([s.name for s in val])
+    assert chosen[0] == chosen[1] == ["18.txt", "20.txt"]
+    train, val = text.choose_validation(sources[:2])
+    assert (len(train), len(val)) == (1, 1)
+
+
+def test_named_validation_files(folder, tmp_path):
+    out = tmp_path / "out"
+    run_text(folder, "--val", folder / "deep" / "c.jsonl", folder / "00.txt", "--out_dir", out)
+    assert documents_of(out, "val") == ["text 0\n", "one", "two"]
+    assert len(documents_of(out, "train")) == 24
+
+
+def test_text_called_again(folder, tmp_path, capsys, refused):
+    out = tmp_path / "out"
+    run_text(folder, "--out_dir", out)
+    before = contents(out)
+    run_text(folder, "--out_dir", out)
+    assert "already done" in capsys.readouterr().out
+    (folder / "00.txt").write_text("text 9\n")  # of the same size
+    assert "made from other documents" in refused(text.main, folder, "--out_dir", out)
+    (folder / "00.txt").write_text("text 0\n")
+    (folder / "later.txt").write_text("later")
+    assert "made from other documents" in refused(text.main, folder, "--out_dir", out)
+    line = refused(text.main, folder, "--out_dir", out, "--tokenizer", "gpt2")
+    assert "made with tokenizer bytes, not gpt2" in line
+    assert contents(out) == before
+
+
+def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run_text(folder, "--out_dir", whole, "--shard_size", 7)
+    stop_after_each_shard(
+        monkeypatch, lambda: run_text(folder, "--out_dir", out, "--shard_size", 7)
+    )
+    assert contents(out) == contents(whole)
+
+
+def test_text_refusals(folder, tmp_path, refused):
+    out = ("--out_dir", tmp_path / "out")
+    assert "none: no such file or folder" in refused(text.main, tmp_path / "none", *out)
+    assert "e.html: files must end in" in refused(text.main, folder / "deep" / "e.html", *out)
+    assert "empty.txt: no text in any" in refused(text.main, folder / "deep" / "empty.txt", *out)
+    (tmp_path / "void").mkdir()
+    assert "void: no text in any .txt .md" in refused(text.main, tmp_path / "void", *out)
+    line = refused(text.main, folder / "00.txt", *out)
+    assert "00.txt: a single file cannot serve for both" in line and "--val" in line
+    (folder / "bad.txt").write_bytes(b"ab\xff")
+    line = refused(text.main, folder, *out)
+    assert "bad.txt: not UTF-8 text: invalid start byte at byte 2" in line
+    (folder / "bad.txt").unlink()
+    for content, message in (
+        ('{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),
+        ('{"text": "a"}\n{broken', "line 2 has no JSON field"),
+        ('{"text": 5}', '"text" is 5, not a string'),
+    ):
+        (folder / "bad.jsonl").write_text(content)
+        assert f"bad.jsonl: {message}" in refused(text.main, folder, *out).replace(": line 1", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_standard_library_without_its_tests():
+    names = [name for name, _ in text.list_stdlib()]
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages"}
+
+
+def test_unreadable_files_of_the_standard_library_are_counted(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"# fine\n")
+    sources = text.inspect(text.list_files([tmp_path]), skip_unreadable=True)
+    assert [source.name for source in sources] == ["b.py"]
+    assert "skipped 1 files that are not UTF-8" in capsys.readouterr().out
