@@ -204,8 +204,7 @@ class Attention(nn.Module):
             z = z + row.bias(r)
         hidden = torch.arange(k.shape[2], device=k.device) >= r.n  # [Lq, Lk]
         z = z.masked_fill(hidden, row.phi.zero)
-        # unit q and k bound the scores by their scale: no row is out of range as a whole
-        if row.norm is None and row.phi.shift is not None and not row.l2_normalise:
+        if row.norm is None and row.phi.shift is not None:
             z = z + row.phi.shift(z.detach().amax(-1, keepdim=True))
         A = row.phi.function(z)
         A = l1_normalise(A, row.phi.signed) if row.norm is None else A / row.norm(r)
@@ -260,6 +259,8 @@ class Attention(nn.Module):
     def _softmax(self, q, k, v, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
         scale = score_scale * self.variant.scale(self._rows(q, k, self._length(k)))
+        if self.variant.l2_normalise:
+            q, k = l2_normalise(q), l2_normalise(k)
         if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
             q, scale = (q * scale).to(v.dtype), 1.0
         # is_causal would count queries from the first key; with a cache they are the last ones

@@ -161,7 +161,7 @@ def load_config(arguments: list[str]) -> Config:
             values |= read_file(argument)
             names.append(Path(argument).stem)
     values |= overrides
-    if not values.get("out_dir"):
+    if values.get("out_dir", "") == "":
         values["out_dir"] = "out/" + ("_".join(names) or "softmax")
     config = Config(**values)
     return config.replace(out_dir=fill(config))
@@ -192,7 +192,8 @@ def known(key: str, where: str) -> None:
 
 def take_value(key: str, arguments: list[str]) -> str:
     """The value of a `--key` written without `=`: the next argument, or True for a bool alone."""
-    if bool in kinds(key) and (not arguments or arguments[0].capitalize() not in ("True", "False")):
+    words = ("True", "False", "None") if bool in kinds(key) else ()
+    if words and (not arguments or arguments[0].capitalize() not in words):
         return "True"
     if not arguments:
         raise UserError(f"--{key} needs a value: --{key}={getattr(Config, key)}")
@@ -208,18 +209,16 @@ def parse(key: str, text: str):
     """A command line's text as a value; what it cannot be read as is left for the type check."""
     if str in kinds(key):
         return text
-    if bool in kinds(key) and text.capitalize() in ("True", "False"):
-        return text.capitalize() == "True"
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return ast.literal_eval(text.capitalize() if bool in kinds(key) else text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
 def fill(config: Config) -> str:
     try:
         return config.out_dir.format(**config.as_dict())
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}; "
             f"{error} is none"
@@ -262,6 +261,8 @@ def check(config: Config) -> None:
         raise UserError(
             f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE turns pairs"
         )
+    if config.gamma <= 0:
+        raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
     if config.n_vocab < VOCABULARY[config.tokenizer]:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {VOCABULARY[config.tokenizer]} ids of "

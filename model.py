@@ -35,20 +35,23 @@ class Rope:
             )
         if self.factor is not None and not self.factor >= 1:
             raise UserError(f"rope factor = {self.factor} must be at least 1")
+        if not self.theta > 1:
+            raise UserError(f"rope theta = {self.theta} must be above 1")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angles per position [d/2] in float64, and what multiplies every score, at this length."""
         d, s = self.head_size, max(1.0, length / self.trained_length)
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
+        power = d / max(d - 2, 1)  # with a single pair any base is the same
         factor = s if self.factor is None else self.factor
         if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
             return self.theta**-pairs / factor, 1.0
         if self.scaling == "ntk":  # bloc97: the slowest pair is interpolated by s, the fastest kept
-            return (self.theta * factor ** (d / (d - 2))) ** -pairs, 1.0
+            return (self.theta * factor**power) ** -pairs, 1.0
         if self.scaling == "dynamic_ntk":  # emozilla: the same with the current length's own s
             alpha = 1.0 if self.factor is None else self.factor
             grown = alpha * s - (alpha - 1) if s > 1 else 1.0
-            return (self.theta * grown ** (d / (d - 2))) ** -pairs, 1.0
+            return (self.theta * grown**power) ** -pairs, 1.0
         if self.scaling == "yarn":
             return self._yarn(pairs, factor)
         return self.theta**-pairs, 1.0
@@ -62,9 +65,8 @@ class Rope:
             turn = self.trained_length / (times * 2 * math.pi)
             return self.head_size * math.log(turn) / (2 * math.log(self.theta))
 
-        last = self.head_size // 2 - 1
         low = max(math.floor(pair_that_turns(32)), 0)
-        high = min(math.ceil(pair_that_turns(1)), last)
+        high = min(math.ceil(pair_that_turns(1)), self.head_size - 1)
         index = torch.arange(len(pairs), dtype=torch.float64)
         ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
         frequencies = self.theta**-pairs
@@ -171,6 +173,12 @@ class Trunk(nn.Module):
         self.cos, self.sin = angles.cos().to(**kind), angles.sin().to(**kind)
         self.rope, self.rope_length = rope, length
 
+    def _apply(self, fn, recurse=True):
+        # to another device or dtype: rotations are made anew, not rounded from the old ones
+        super()._apply(fn, recurse)
+        self.set_rope(self.rope, self.rope_length)
+        return self
+
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         start = cache.length if cache else 0
         length = cache.size if cache else x.shape[1]
@@ -219,12 +227,13 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
-        if x.device.type == "cpu" and len(x) >= LOGIT_ROWS and self.n_vocab > self.config.n_embd:
-            if hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling():
-                # Never holds all logits, and measured faster on CPU than the two steps below.
-                chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=LOGIT_ROWS)
-                head = self.lm_head.weight[: self.n_vocab]
-                return F.linear_cross_entropy(x, head, targets, options=chunks)
+        chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
+        large = len(x) >= LOGIT_ROWS and self.n_vocab > self.config.n_embd
+        if chunked and large and x.is_cpu and torch.is_grad_enabled():
+            # Never holds all logits, and on a CPU measured faster than the two steps below.
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOGIT_ROWS)
+            head = self.lm_head.weight[: self.n_vocab]
+            return F.linear_cross_entropy(x, head, targets, options=options)
         return F.cross_entropy(self.logits(x), targets)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -278,8 +287,8 @@ class GPT(nn.Module):
 
     def scale_rope(self, scaling: str, factor: float | None = None, theta: float | None = None):
         """Use another RoPE scaling from now on (evaluation): see Rope. Returns self."""
-        rope = self.trunk.rope
-        rope = replace(rope, scaling=scaling, factor=factor, theta=theta or self.config.rope_theta)
+        theta = self.config.rope_theta if theta is None else theta
+        rope = replace(self.trunk.rope, scaling=scaling, factor=factor, theta=theta)
         self.trunk.set_rope(rope, self.trunk.rope_length)
         return self
 

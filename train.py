@@ -7,12 +7,14 @@ settings of the global batch and the seed, not on the number of processes or mic
 import contextlib
 import json
 import math
+import netrc
 import os
 import resource
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -349,8 +351,17 @@ class Log:
                 self.wandb.finish()
 
 
+def wandb_key(url: str) -> bool:
+    """Whether a key is set, in the environment or by `wandb login`; asks no network."""
+    try:
+        stored = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname)
+    except (OSError, netrc.NetrcParseError):
+        stored = None
+    return bool(os.environ.get("WANDB_API_KEY") or stored)
+
+
 def start_wandb(run: Path, config: Config, wandb_id: str | None):
-    """A wandb run, or None where it is disabled or not installed; waits 10 s for a network."""
+    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network."""
     if config.wandb_mode == "disabled":
         return None
     try:
@@ -364,8 +375,8 @@ def start_wandb(run: Path, config: Config, wandb_id: str | None):
         return None
     mode = config.wandb_mode
     if mode == "auto":
-        mode = "online" if wandb.api.api_key else "offline"
-    settings = wandb.Settings(init_timeout=10, silent=True)
+        mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
+    settings = wandb.Settings(init_timeout=8, silent=True)
     arguments = dict(
         project=config.wandb_project, name=run.name, dir=run, id=wandb_id, resume="allow",
         config=config.as_dict(), settings=settings,
@@ -376,7 +387,9 @@ def start_wandb(run: Path, config: Config, wandb_id: str | None):
         print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
         mode, started = "offline", wandb.init(mode="offline", **arguments)
     if mode == "offline":
-        print(f"wandb keeps this run offline; upload it with: wandb sync {started.dir}/..")
+        print(
+            f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
+        )
     return started
 
 

@@ -1,0 +1,214 @@
+"""What a training step and an evaluation step cost, as ratios to softmax in the same run.
+
+python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
+python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
+
+The columns are those of the LSSAR paper's Table A7, whose figures are printed beside. Every row is
+a process of its own, so that its peak memory is its own; the rows take turns, round by round, so
+that a machine that drifts does so for all. Times are the median over rounds.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from config import load_config
+from errors import UserError, command
+from evaluate import autocast, pick_device, pick_dtype
+from files import write_json
+from model import GPT
+from train import build_optimizers, memory_mb, use_compile
+
+PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]["table_a7"]
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("configs", nargs="+", metavar="CONFIG.py", help="the first is the baseline")
+    parser.add_argument(
+        "--scale", metavar="CONFIG.py", help="a scale for all, e.g. configs/scales/45m.py"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all"
+    )
+    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", help="write the figures to this JSON file")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        raise UserError(f"--rounds {arguments.rounds} must be at least 1")
+    if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
+        raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
+    common = [arguments.scale] if arguments.scale else []
+    common += ["--batch_size=4"] + [f"--{pair}" for pair in arguments.set]
+    rows = {}
+    for path in arguments.configs:
+        config = load_config([path, *common])
+        rows[config.variant_name] = config
+    baseline = next(iter(rows))
+    config = rows[baseline]
+    device = pick_device(config.device)
+    if arguments.nanogpt:
+        rows["nanoGPT"] = config
+    workers = {
+        (name, phase): Worker(row, phase, arguments.nanogpt if name == "nanoGPT" else None)
+        for name, row in rows.items()
+        for phase in ("train", "eval")
+    }
+    times = {key: [] for key in workers}
+    # the first round of each is warm-up: it allocates, compiles and fills caches
+    for _ in tqdm(range(arguments.rounds + 1), desc="rounds"):
+        for key, worker in workers.items():
+            times[key].append(worker.step())
+    figures = {}
+    for name in rows:
+        figures[name] = {}
+        for phase in ("train", "eval"):
+            measured = times[name, phase][1:]
+            figures[name][f"{phase}_ms"] = statistics.median(measured)
+            figures[name][f"{phase}_ms_spread"] = [min(measured), max(measured)]
+            figures[name][f"{phase}_mb"] = workers[name, phase].stop()
+    shape = f"{config.batch_size} x {config.block_size}"
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    environment = checkpoint.environment()
+    print(
+        f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
+        f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
+        f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
+    )
+    print_table(figures, baseline)
+    if arguments.out:
+        settings = {"shape": shape, "dtype": dtype, "rounds": arguments.rounds, **config.as_dict()}
+        write_json(
+            arguments.out,
+            {
+                "environment": environment,
+                "settings": settings,
+                "baseline": baseline,
+                "rows": figures,
+            },
+        )
+        print(f"written: {arguments.out}")
+
+
+class Worker:
+    """A process that takes one step each time it is asked."""
+
+    def __init__(self, config, phase: str, nanogpt: str | None):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        work = (config, phase, nanogpt, torch.get_num_threads(), theirs)
+        self.process = context.Process(target=serve, args=work, daemon=True)
+        self.process.start()
+
+    def ask(self, what: str):
+        self.pipe.send(what)
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            raise UserError("a measured process died; its message is above") from None
+        return answer
+
+    def step(self) -> float:
+        """Milliseconds of one step."""
+        return self.ask("step")
+
+    def stop(self) -> float:
+        """End the process; its peak memory in MB."""
+        memory = self.ask("stop")
+        self.process.join()
+        return memory
+
+
+def serve(config, phase: str, nanogpt: str | None, threads: int, pipe) -> None:
+    torch.set_num_threads(threads)
+    device = pick_device(config.device)
+    step = build_step(config, phase, nanogpt, device)
+    while pipe.recv() == "step":
+        synchronise(device)
+        started = time.perf_counter()
+        step()
+        synchronise(device)
+        pipe.send(1000 * (time.perf_counter() - started))
+    pipe.send(memory_mb(device))
+
+
+def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
+    """A function that takes one training or evaluation step of this config, or of nanoGPT's."""
+    torch.manual_seed(config.seed)
+    dtype = pick_dtype(config.dtype, device)
+    shape = (config.batch_size, config.block_size + 1)
+    tokens = torch.randint(config.n_vocab, shape, device=device)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if nanogpt:
+        spec = importlib.util.spec_from_file_location("nanogpt", Path(nanogpt) / "model.py")
+        sys.modules["nanogpt"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        # its own padded vocabulary, and no dropout, which the recipe here has not
+        sizes = dict(
+            n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, dropout=0.0,
+            block_size=config.block_size, bias=config.bias,
+            vocab_size=-(-config.n_vocab // 64) * 64,
+        )  # fmt: skip
+        model = module.GPT(module.GPTConfig(**sizes)).to(device)
+        optimizers = [
+            model.configure_optimizers(
+                config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type
+            )
+        ]
+    else:
+        model = GPT(config).to(device)
+        optimizers = build_optimizers(model, config)
+    called = torch.compile(model) if use_compile(config, device) else model
+
+    def train():
+        with autocast(device, dtype):
+            out = called(x, y)
+        loss = out[1] if nanogpt else out
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def evaluate():
+        with autocast(device, dtype):
+            model(x, y) if nanogpt else model.token_losses(x, y)
+
+    model.train(phase == "train")
+    return train if phase == "train" else evaluate
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def print_table(figures: dict, baseline: str) -> None:
+    columns = PAPER["columns"]
+    paper = PAPER["rows"]
+    print(
+        f"{'':22}" + "".join(f"{column:>18}" for column in columns) + "   (ratio to the first row)"
+    )
+    for name, row in figures.items():
+        cells = [f"{row[c]:10.1f} ({row[c] / figures[baseline][c]:4.2f})" for c in columns]
+        print(f"{name:22}" + "".join(f"{cell:>18}" for cell in cells))
+        if name in paper and baseline in paper:
+            pairs = zip(paper[name], paper[baseline], strict=True)
+            cells = [f"{mine:10.1f} ({mine / first:4.2f})" for mine, first in pairs]
+            print(f"{'  paper, A100':22}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data.shards import write_meta, write_shard
+
+# A model that trains in a second; tests add what they need.
+SMALL = [
+    "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
+    "--total_batch_size=128", "--batch_size=8", "--max_iters=6", "--warmup_iters=2",
+    "--learning_rate=1e-2", "--eval_interval=3", "--checkpoint_interval=3", "--val_tokens=256",
+    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """A folder of byte shards with something to learn: words of a small vocabulary."""
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    letters = [rng.integers(97, 123, n, np.uint8) for n in rng.integers(2, 7, size=50)]
+    words = [word.tobytes() + b" " for word in letters]
+    for name, n in (
+        ("text_val_000000", 600),
+        ("text_train_000001", 3000),
+        ("text_train_000002", 999),
+    ):
+        text = b"".join(words[i] for i in rng.integers(0, 50, size=n))[:n]
+        tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
+        tokens[0] = 256
+        write_shard(folder / f"{name}.bin", tokens)
+    write_meta(folder, {"tokenizer": "bytes", "vocab_size": 257, "shards": []})
+    return folder
+
+
+@pytest.fixture
+def train(shards, tmp_path, monkeypatch):
+    """Run train.py's main in this process; returns the run's folder."""
+    import train as module
+
+    def run(name, *arguments):
+        out = tmp_path / name
+        argv = ["train.py", *SMALL, f"--data_dir={shards}", f"--out_dir={out}", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        module.main()
+        return out
+
+    return run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Sums in the same order whatever the machine's load, and no fight over two cores."""
+    torch.set_num_threads(1)

@@ -1,0 +1,39 @@
+"""Every attention config of configs/, and small models made from them."""
+
+from pathlib import Path
+
+import torch
+
+from config import Config, load_config
+from model import GPT
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+# Each row of the papers' tables, as a path within configs/. The scales are not attention variants.
+ROWS = [
+    path.relative_to(CONFIGS).as_posix()
+    for folder in (CONFIGS, CONFIGS / "ablations")
+    for path in sorted(folder.glob("*.py"))
+]
+SMALL = (
+    "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --tokenizer=bytes "
+    "--batch_size=1 --total_batch_size=16"
+).split()
+
+
+def small_config(case: str, *more: str) -> Config:
+    """A config file of configs/, with settings behind it if any ('relu_li.py --p=3'), small."""
+    name, *settings = case.split()
+    return load_config([str(CONFIGS / name), *SMALL, *settings, *more])
+
+
+def small_model(case: str, *more: str) -> GPT:
+    """A float64 model whose weights are large enough for attention to be far from uniform."""
+    torch.manual_seed(0)
+    model = GPT(small_config(case, *more)).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(10)
+            elif name.endswith((".s", ".b", ".p_n")):
+                parameter.add_(torch.rand_like(parameter))
+    return model

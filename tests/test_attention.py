@@ -1,0 +1,602 @@
+"""The attention family against a reference written from the formulas, one row at a time."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+import attention
+import config
+from attention import VARIANTS, Phi, Variant, build_attention
+from tests.helpers import ROWS, small_config
+
+EPS = 2.0**-23  # float32
+
+# ---- the reference: one query and the keys it sees, in Python's own float64 ----
+
+
+@dataclass
+class Query:
+    q: list[float]
+    keys: list[list[float]]  # the n keys that it sees
+    L: int  # the training length, or the current one
+    s: float  # of the query's head
+    b: float
+    p_n: float  # at this n
+    factor: float  # on every score
+    gamma: float = 1.0
+
+    @property
+    def n(self):
+        return len(self.keys)
+
+    @property
+    def d(self):
+        return len(self.q)
+
+    def z(self, scale=None, bias=0.0, unit=False):
+        """scale s_ij + bias, for raw q and k or for those of unit length."""
+        scale = 1 / math.sqrt(self.d) if scale is None else scale
+        q, keys = self.q, self.keys
+        if unit:
+            q, keys = to_unit(q), [to_unit(key) for key in keys]
+        return [scale * self.factor * dot(q, key) + bias for key in keys]
+
+
+def dot(x, y):
+    return sum(xi * yi for xi, yi in zip(x, y, strict=True))
+
+
+def to_unit(x):
+    return [xi / math.sqrt(dot(x, x) + 1e-12) for xi in x]
+
+
+def sigmoid(z):
+    return 1 / (1 + math.exp(-z))
+
+
+def softplus(z):
+    return max(z, 0.0) + math.log1p(math.exp(-abs(z)))
+
+
+def gelu(z):
+    return 0.5 * z * math.erfc(-z / math.sqrt(2))
+
+
+def relu(z):
+    return max(z, 0.0)
+
+
+def l1(weights):
+    total = sum(abs(a) for a in weights)
+    return [a / total if total > 0 else 0.0 for a in weights]
+
+
+def softmax(z):
+    return l1([math.exp(zj - max(z)) for zj in z])
+
+
+def reweighted(weights, p):
+    """Algorithm 1, lines 7 to 9, with the decision on ties; weights of one row."""
+    n = len(weights)
+    x = [n * a for a in weights]
+    if n > 3 and max(x) - 1 > 16 * EPS:
+        x = [relu(xj - 1) for xj in x]
+    return l1([xj**p for xj in x])
+
+
+def recentred(weights):
+    n = len(weights)
+    return [a - 1 / n for a in weights] if n > 3 else weights
+
+
+def sigmoid_logn_l1(r):
+    return l1([sigmoid(z) for z in r.z(bias=-math.log(r.n))])
+
+
+def lssa(r):
+    return l1([softplus(z) for z in r.z(math.log(r.d) * math.log(r.n), unit=True)])
+
+
+def activation(phi):
+    return lambda r: l1([phi(z) for z in r.z()])
+
+
+def ssmax(r):
+    return softmax(r.z(r.s * math.log(r.n) / math.sqrt(r.d)))
+
+
+def ssmax_probe(r):
+    return softmax(r.z((r.s * r.p_n + r.b) / math.sqrt(r.d)))
+
+
+REFERENCE = {
+    "softmax.py": lambda r: softmax(r.z()),
+    "sigmoid.py": lambda r: [sigmoid(z) for z in r.z(bias=-math.log(r.L))],
+    "sigmoid_logn.py": lambda r: [sigmoid(z) for z in r.z(bias=-math.log(r.n))],
+    "sigmoid_logn_l1.py": sigmoid_logn_l1,
+    "sigmoid_l1.py": activation(sigmoid),
+    "relu_wortsman.py": lambda r: [relu(z) / r.L for z in r.z()],
+    "relu_li.py": activation(relu),
+    "relu_shen.py": lambda r: [relu(z) / (r.gamma * math.sqrt(r.n / 2)) for z in r.z()],
+    "lssa.py": lssa,
+    "lssar_p3.py": lambda r: reweighted(lssa(r), 3),
+    "lssar_p15.py": lambda r: reweighted(lssa(r), 15),
+    "softmax_p3.py": lambda r: reweighted(softmax(r.z()), 3),
+    "softmax_p15.py": lambda r: reweighted(softmax(r.z()), 15),
+    "sigmoid_logn_l1_p3.py": lambda r: reweighted(sigmoid_logn_l1(r), 3),
+    "sigmoid_logn_l1_p15.py": lambda r: reweighted(sigmoid_logn_l1(r), 15),
+    "ssmax.py": ssmax,
+    "ssmax_fixed.py": lambda r: softmax(r.z(math.log(r.n) / math.sqrt(r.d))),
+    "ssmax_bias.py": lambda r: softmax(r.z((r.s * math.log(r.n) + r.b) / math.sqrt(r.d))),
+    "ablations/softmax_inverse.py": lambda r: [-a for a in softmax(r.z())],
+    "ablations/softmax_recentred.py": lambda r: recentred(softmax(r.z())),
+    "ablations/softmax_recentred_l1.py": lambda r: l1(recentred(softmax(r.z()))),
+    "ablations/linear.py": lambda r: r.z(),
+    "ablations/exp.py": lambda r: [math.exp(z) for z in r.z()],
+    "ablations/linear_l1.py": activation(lambda z: z),
+    "ablations/phi_relu2.py": activation(lambda z: relu(z) ** 2),
+    "ablations/phi_relu6.py": activation(lambda z: min(relu(z), 6.0)),
+    "ablations/phi_gelu.py": activation(gelu),
+    "ablations/phi_softplus.py": activation(softplus),
+    "ablations/phi_mish.py": activation(lambda z: z * math.tanh(softplus(z))),
+    "ablations/ssmax_probe.py": ssmax_probe,
+    # settings that no file has
+    "sigmoid.py --attention_length=current": lambda r: REFERENCE["sigmoid.py"](r),
+    "relu_wortsman.py --attention_length=current": lambda r: REFERENCE["relu_wortsman.py"](r),
+    "relu_shen.py --gamma=3": lambda r: REFERENCE["relu_shen.py"](r),
+    "relu_li.py --p=3": lambda r: reweighted(activation(relu)(r), 3),
+    "ablations/phi_relu6.py --p=1": lambda r: reweighted(REFERENCE["ablations/phi_relu6.py"](r), 1),
+    "ablations/phi_softplus.py --p=2.5": lambda r: reweighted(activation(softplus)(r), 2.5),
+    "ssmax.py --p=3": lambda r: reweighted(ssmax(r), 3),
+    "ablations/ssmax_probe.py --p=3": lambda r: reweighted(ssmax_probe(r), 3),
+}
+CASES = list(REFERENCE)
+P_CASES = [case for case in CASES if small_config(case).p is not None]
+SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py"]
+SOFTMAX_CASES += ["ablations/ssmax_probe.py"]
+SIGNED = ("inverse", "recentred", "linear", "gelu", "mish")
+NO_L1 = ("sigmoid.py", "sigmoid_logn.py", "wortsman", "shen", "recentred.py", "linear.py", "exp.py")
+RELU = [case for case in CASES if "relu" in case]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def among(case, names):
+    return any(name in case for name in names)
+
+
+def is_l1(case):
+    return not among(case, NO_L1)
+
+
+def build(case, *more):
+    """An attention layer; what it learns is no longer at its first values."""
+    attn = build_attention(small_config(case, *more))
+    values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
+    for name, parameter in attn.named_parameters():
+        parameter.data = torch.tensor(values[name])
+    return attn
+
+
+def draw(Lq, Lk, seed=0, B=2, H=2, d=8, size=1.5, dtype=torch.float64):
+    """q [B, H, Lq, d], k and v [B, H, Lk, d]."""
+    g = torch.Generator().manual_seed(seed)
+    return tuple(
+        (size * torch.randn(B, H, L, d, generator=g, dtype=torch.float64)).to(dtype)
+        for L in (Lq, Lk, Lk)
+    )
+
+
+def leaves(*tensors):
+    return tuple(t.detach().clone().requires_grad_() for t in tensors)
+
+
+def reference(case, attn, q, k, factor=1.0):
+    """The weights [B, H, Lq, Lk]; the queries are the last positions."""
+    settings = small_config(case)
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    A = torch.zeros(B, H, Lq, Lk, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for i in range(Lq):
+                n = Lk - Lq + i + 1
+                query = Query(
+                    q=q[b, h, i].tolist(),
+                    keys=k[b, h, :n].tolist(),
+                    L=Lk if settings.attention_length == "current" else settings.block_size,
+                    s=0.0 if attn.s is None else attn.s[h].item(),
+                    b=0.0 if attn.b is None else attn.b[h].item(),
+                    p_n=0.0 if attn.p_n is None else attn.p_n[min(n, len(attn.p_n)) - 1].item(),
+                    factor=factor,
+                    gamma=settings.gamma,
+                )
+                A[b, h, i, :n] = torch.tensor(REFERENCE[case](query), dtype=torch.float64)
+    return A
+
+
+def assert_near(actual, expected, rtol=1e-9, atol=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_finite(*tensors):
+    assert all(t.isfinite().all() for t in tensors)
+
+
+# ---- the formulas ----
+
+
+def test_every_config_has_a_reference():
+    assert {case for case in CASES if "--" not in case} == set(ROWS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_formula(case):
+    attn = build(case).double()
+    shapes = [(L, L) for L in (1, 2, 3, 4, 5, 33)] + [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
+    for Lq, Lk in shapes:
+        q, k, v = draw(Lq, Lk, seed=Lk)
+        expected = reference(case, attn, q, k)
+        assert_near(attn.weights(q, k), expected)
+        assert_near(attn(q, k, v), expected @ v)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_score_scale_multiplies_scores_also_of_unit_vectors(case):
+    attn = build(case).double()
+    q, k, v = draw(4, 6)
+    expected = reference(case, attn, q, k, factor=1.7)
+    assert_near(attn.weights(q, k, score_scale=1.7), expected)
+    assert_near(attn(q, k, v, 1.7), expected @ v)
+
+
+def test_learnables_start_at_their_settings():
+    attn = build_attention(small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"))
+    assert attn.s.tolist() == pytest.approx([0.2, 0.2]) and attn.b.tolist() == [3, 3]
+    assert attn.p_n.tolist() == [1] * 16
+    assert {case for case in ROWS if [*build(case).parameters()]} == {
+        "ssmax.py", "ssmax_bias.py", "ablations/ssmax_probe.py"
+    }  # fmt: skip
+
+
+def test_lssar_rows_1_to_4_by_hand():
+    """d = 2; the keys' cosines with every query are 1, 0.6, 0 and -1."""
+    k = torch.tensor([[1, 0], [0.6, 0.8], [0, 1], [-1, 0]], dtype=torch.float64)
+    q = torch.tensor([[2, 0]], dtype=torch.float64).expand(4, 2)
+    attn = build("lssar_p3.py", "--n_embd=4")
+    A = attn.weights(q[None, None], 5 * k[None, None])[0, 0]
+    # log 2 log n = 0, 0.480453, 0.761500, 0.960906; softplus of that times the cosines:
+    #   n = 2: 0.961955, 0.847635; no offset yet, the cubes share the row: 0.890160, 0.609020
+    #   n = 3: 1.144696, 0.947468, 0.693147; cubes: 1.499933, 0.850530, 0.333025
+    #   n = 4: 1.284833, 1.022406, 0.693147, 0.323927; sum 3.324313
+    #          4 A - 1 = 0.545983, 0.230217, -0.165966, -0.610233; cubes: 0.162756, 0.012201
+    hand = [
+        [1, 0, 0, 0],
+        [0.593765, 0.406235, 0, 0],
+        [0.558947, 0.316952, 0.124101, 0],
+        [0.930261, 0.069739, 0, 0],
+    ]
+    assert_near(A, torch.tensor(hand, dtype=torch.float64), atol=1e-6)
+
+
+def test_the_offset_counts_keys_and_not_queries():
+    attn = build("lssar_p3.py")
+    for n, zeros in ((3, False), (4, True), (9, True)):
+        q, k, _ = draw(1, n, B=1)
+        assert (attn.weights(q, k) == 0).any() == zeros
+
+
+@pytest.mark.parametrize("case", SOFTMAX_CASES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_library_softmax_equals_our_weights(case, dtype, tolerance):
+    attn = build(case).to(dtype)
+    for Lq, Lk in ((7, 7), (1, 1), (1, 7), (3, 7), (33, 40)):
+        q, k, v = leaves(*draw(Lq, Lk, dtype=dtype, size=1))
+        inputs = (q, k, v, *attn.parameters())
+        library, ours = attn(q, k, v, 1.3), attn.weights(q, k, 1.3) @ v
+        assert_near(library, ours, tolerance, tolerance)
+        of_library = torch.autograd.grad(library.sin().sum(), inputs)
+        of_ours = torch.autograd.grad(ours.sin().sum(), inputs)
+        for one, other in zip(of_library, of_ours, strict=True):
+            assert_near(one, other, 10 * tolerance, 10 * tolerance)
+
+
+@pytest.mark.parametrize("case", ["sigmoid_l1.py", "ablations/phi_softplus.py"])
+def test_rows_far_below_zero_keep_their_shares(case):
+    """There sigmoid and softplus are exp, which itself is 0 in float64 from -745."""
+    attn = build(case)
+    q, k, _ = draw(6, 6)
+    q[..., 0], k[..., 0] = 50, -50  # about -880 on every scaled score
+    assert_near(attn.weights(q, k), build("softmax.py").weights(q, k))
+    assert gradcheck(attn.weights, leaves(q[:1, :1], k[:1, :1]))
+
+
+def test_softplus_is_not_linear_above_20():
+    case = "ablations/phi_softplus.py"
+    q, k, _ = draw(20, 20, size=5)
+    assert ((q @ k.mT / math.sqrt(8) - 25).abs() < 5).any()
+    assert_near(build(case).weights(q, k), reference(case, build(case), q, k), rtol=1e-13)
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_is_causal(case):
+    attn = build(case)
+    q, k, v = draw(9, 9, dtype=torch.float32)
+    before = attn(q, k, v)
+    for t in (1, 4, 8):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t:] = -3 * x[:, :, t:] + 1
+        after = attn(*changed)
+        assert torch.equal(after[:, :, :t], before[:, :, :t])
+        assert not torch.equal(after[:, :, t:], before[:, :, t:])
+
+
+# ---- gradients ----
+
+
+def gradient_inputs(case, Lq=5, Lk=5, d=4):
+    attn = build(case, f"--n_embd={2 * d}").double()
+    inputs = leaves(*draw(Lq, Lk, B=1, d=d, seed=3))
+    return attn, inputs + tuple(attn.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case):
+    attn, inputs = gradient_inputs(case, d=2)
+    assert gradcheck(lambda q, k, v, *_: (attn(q, k, v), attn.weights(q, k)), inputs)
+
+
+@pytest.mark.parametrize("case", ["lssar_p3.py", "sigmoid_logn_l1_p3.py", "ssmax_bias.py"])
+def test_weights_are_differentiable_twice(case):
+    attn, (q, k, _, *learnable) = gradient_inputs(case, d=2)
+    assert gradgradcheck(lambda q, k, *_: attn.weights(q, k), (q, k, *learnable))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("Lq", [10, 4])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SOFTMAX_CASES])
+def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
+    """Blocks of 3 queries, or 2 sequences of 4; weights kept for the backward or recomputed."""
+    rows, product = [], attention.Attention._product
+
+    def spy(self, q, *rest):
+        rows.append(q.shape[0] * q.shape[2])
+        return product(self, q, *rest)
+
+    monkeypatch.setattr(attention.Attention, "_product", spy)
+    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 2 * 10 * (3 if Lq == 10 else 8))
+    monkeypatch.setattr(attention, "KEEP_SCORES", 10**9 if keep else 0)
+    attn = build(case).double()
+    q, k, v = leaves(*draw(Lq, 10, B=3))
+    inputs = (q, k, v, *attn.parameters())
+    out, whole = attn(q, k, v), attn.weights(q, k) @ v
+    assert_near(out, whole)
+    assert rows == (3 * [3, 3, 3, 1] if Lq == 10 else [8, 4])
+    weights = draw(Lq, 10, B=3, seed=1)[0]
+    ours = torch.autograd.grad((out * weights).sum(), inputs)
+    theirs = torch.autograd.grad((whole * weights).sum(), inputs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_near(one, other)
+    assert len(rows) == (1 if keep else 2) * (12 if Lq == 10 else 2)
+
+
+# ---- decided edge cases ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", P_CASES)
+def test_tied_rows_stay_uniform_with_bounded_gradients(case, dtype):
+    attn = build(case)
+    for n in (2, 4, 5, 7, 33, 1000):
+        q, k, v = draw(1, n, seed=n, dtype=dtype)
+        k = q.sign() + torch.zeros_like(k)  # equal keys, none at an angle that relu kills
+        q, k, v = leaves(q, k, v)
+        A = attn.weights(q, k)
+        assert_near(A, torch.full_like(A, 1 / n), rtol=1e-5)
+        out = attn(q, k, v)
+        out.backward(torch.ones_like(out))
+        for x in (q, k, v):
+            assert x.grad.abs().max() < 1e3
+
+
+@pytest.mark.parametrize("case", P_CASES)
+def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
+    attn = build(case)
+    q, k, _ = draw(1, 20)
+    k = q.sign() + 1e-9 * k
+    A = attn.weights(q, k)
+    assert_near(A, torch.full_like(A, 1 / 20), rtol=1e-6)
+
+
+@pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
+def test_a_row_is_tied_up_to_16_eps(largest, winner):
+    A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
+    A[..., 3] = 0.1 * (1 + largest)
+    out = attention.sharpen(A, torch.tensor([[10.0]]), 3)
+    assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
+    assert out.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", RELU)
+def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
+    attn = build(case)
+    q, k, v = draw(6, 6, dtype=dtype)
+    k = -q.sign()
+    q = q[:, :, :1] + torch.zeros_like(q)  # every query points away from every key
+    k = -q.sign()
+    q, k, v = leaves(q, k, v)
+    out = attn(q, k, v)
+    assert not out.any() and not attn.weights(q, k).any()
+    out.backward(torch.ones_like(out))
+    assert not (q.grad.any() or k.grad.any() or v.grad.any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_zero_queries_and_keys_are_finite(case, dtype):
+    attn = build(case)
+    q, k, v = draw(6, 6, dtype=dtype)
+    k[:, :, 3] = 0
+    q, k, v = leaves(torch.zeros_like(q), k, v)
+    if dtype == torch.float16 and "lss" in case:
+        pytest.skip("the bound of the gradient, 1e6 times the scale, is beyond float16")
+    out = attn(q, k, v)
+    out.backward(torch.ones_like(out))
+    assert_finite(out, attn.weights(q, k), q.grad, k.grad, v.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "ablations/exp.py"])
+def test_scores_of_ten_thousand_are_finite(case, dtype):
+    attn = build(case)
+    q, k, v = draw(9, 9, dtype=dtype)
+    signs = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 1, 1], dtype=dtype)[:, None]
+    side = math.sqrt(1e4 / 8)
+    q, k, v = leaves(torch.full_like(q, side), side * signs + torch.zeros_like(k), v)
+    assert ((q.float() @ k.float().mT).abs() > 9900).all()
+    out, A = attn(q, k, v), attn.weights(q, k)
+    out.backward(torch.ones_like(out))
+    assert_finite(out, A, q.grad, k.grad, v.grad, *(x.grad for x in attn.parameters()))
+    if is_l1(case) and not among(case, ("relu", *SIGNED)):
+        assert_near(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["lssar_p15.py", "softmax_p15.py", "sigmoid_logn_l1_p15.py"])
+def test_p_of_100_at_2048_keys(case, dtype):
+    attn = build(case, "--p=100")
+    q, k, v = draw(40, 2048, B=1, dtype=dtype)
+    q[:, :, -1] = 4 * k[:, :, 100]  # one winner far ahead: n A is near n
+    q, k, v = leaves(q, k, v)
+    out, A = attn(q, k, v), attn.weights(q, k)
+    out.backward(torch.ones_like(out))
+    assert_finite(out, A, q.grad, k.grad, v.grad)
+    assert_near(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_dtypes(case, dtype):
+    attn = build_attention(small_config(case))
+    q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
+    out, A = attn(q, k, v), attn.weights(q, k)
+    assert out.dtype == dtype
+    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = attn.weights(q.double(), k.double())
+    assert_near(A.double(), exact, rtol=1e-2, atol=1e-4)  # n past 256 counts in every dtype
+    out.backward(torch.ones_like(out))
+    assert_finite(out, q.grad, k.grad, v.grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_autocast_changes_nothing_inside(case):
+    attn = build(case)
+    q, k, v = draw(5, 9, dtype=torch.float32)
+    half = [x.bfloat16() for x in (q, k, v)]
+    plain = attn(q, k, v), attn.weights(q, k), attn(*half), attn.weights(*half[:2])
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attn(q, k, v), attn.weights(q, k), attn(*half), attn.weights(*half[:2])
+    for ours, theirs in zip(inside, plain, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    assert inside[3].dtype == torch.float32
+
+
+# ---- properties ----
+
+few = settings(max_examples=4, deadline=None)
+seeds, lengths = st.integers(0, 2**16), st.integers(1, 40)
+
+
+@pytest.mark.parametrize("case", CASES)
+@few
+@given(seeds, lengths, st.floats(0.1, 5))
+def test_rows_sum_to_one_and_are_not_negative(case, seed, L, size):
+    q, k, _ = draw(L, L, seed, size=size)
+    A = build(case).weights(q, k)
+    assert (A.triu(1) == 0).all()
+    if not among(case, SIGNED):
+        assert (A >= 0).all()
+    if is_l1(case):
+        sums = A.abs().sum(-1)
+        assert_near(sums, (sums > 0).double())
+        assert (sums > 0).all() or among(case, ("relu", "gelu", "mish"))  # 0 far below zero
+
+
+@pytest.mark.parametrize("case", CASES)
+@few
+@given(seeds, lengths)
+def test_permuted_keys_have_permuted_weights(case, seed, L):
+    """The keys that both of two queries see; variants know how many there are, not their order."""
+    attn = build(case)
+    q, k, v = draw(2, L + 1, seed)
+    order = torch.randperm(L, generator=torch.Generator().manual_seed(seed))
+    order = torch.cat((order, torch.tensor([L])))
+    assert_near(attn.weights(q, k[:, :, order]), attn.weights(q, k)[..., order])
+    assert_near(attn(q, k[:, :, order], v[:, :, order]), attn(q, k, v))
+
+
+@few
+@given(seeds, st.integers(2, 40))
+def test_lssar_tends_to_the_largest_score_as_p_grows(seed, L):
+    q, k, _ = draw(1, L, seed)
+    largest = (q / q.norm(dim=-1, keepdim=True)) @ (k / k.norm(dim=-1, keepdim=True)).mT
+    winner = largest.argmax(-1, keepdim=True)
+    shares = [
+        build("lssar_p3.py", f"--p={p}").weights(q, k).gather(-1, winner)
+        for p in (1, 3, 15, 1e3, 1e7)
+    ]
+    for less, more in zip(shares, shares[1:], strict=False):
+        assert (more >= less - 1e-12).all()
+    assert (shares[-1] > 0.999).all()
+
+
+@few
+@given(seeds, st.integers(2, 40))
+def test_ssmax_with_s_of_one_over_log_n_is_softmax(seed, n):
+    attn = build("ssmax.py").double()
+    attn.s.data.fill_(1 / math.log(n))
+    q, k, v = draw(1, n, seed)
+    assert_near(attn.weights(q, k), build("softmax.py").weights(q, k))
+    assert_near(attn(q, k, v), build("softmax.py")(q, k, v))
+
+
+# ---- a variant of the user's own ----
+
+
+def use_variant(monkeypatch, row):
+    monkeypatch.setitem(VARIANTS, "own", row)
+    monkeypatch.setitem(config.CHOICES, "attention", tuple(VARIANTS))
+
+
+@pytest.mark.parametrize("p", [None, 3])
+def test_a_new_phi_works_everywhere(p, monkeypatch):
+    use_variant(monkeypatch, Variant(Phi(lambda z: F.elu(z) + 1)))
+    extra = ["--attention=own"] + ([] if p is None else [f"--p={p}"])
+    attn = build("softmax.py", *extra)
+    q, k, v = leaves(*draw(7, 9))
+    shares = activation(lambda z: z + 1 if z > 0 else math.exp(z))
+    formula = shares if p is None else lambda r: reweighted(shares(r), p)
+    monkeypatch.setitem(REFERENCE, "softmax.py", formula)
+    expected = reference("softmax.py", attn, q, k)
+    assert_near(attn.weights(q, k), expected)
+    assert_near(attn(q, k, v), expected @ v)
+    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 2 * 9 * 3)  # 3 queries at a time
+    assert_near(attn(q, k, v), expected @ v)
+    assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_softmax_of_unit_vectors_is_not_given_raw_ones(scale, monkeypatch):
+    use_variant(monkeypatch, Variant(attention.EXP, lambda r: scale, l2_normalise=True))
+    attn = build("softmax.py", "--attention=own")
+    q, k, v = draw(5, 5)
+    monkeypatch.setitem(REFERENCE, "softmax.py", lambda r: softmax(r.z(scale, unit=True)))
+    expected = reference("softmax.py", attn, q, k)
+    assert_near(attn.weights(q, k), expected)
+    assert_near(attn(q, k, v), expected @ v)

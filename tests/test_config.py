@@ -1,0 +1,346 @@
+"""The settings: defaults, composition, and a sentence for everything that is wrong."""
+
+import dataclasses
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from config import Config, accumulation_steps, help_text, load_config
+from errors import UserError, command
+from tests.helpers import CONFIGS, ROWS
+
+SCALES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/*.py"))
+
+
+def at(name):
+    return str(CONFIGS / name)
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(*arguments):
+    with pytest.raises(UserError) as caught:
+        load_config([*arguments])
+    return str(caught.value)
+
+
+# ---- what comes out ----
+
+
+def test_defaults_are_the_124m_recipe():
+    config = load_config([])
+    recipe = dict(
+        n_layer=12, n_head=12, n_embd=768, block_size=1024, n_vocab=50257, rope_theta=10000,
+        norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True, attention="softmax", p=None,
+        total_batch_size=524288, batch_size=64, max_iters=18865, learning_rate=6e-4,
+        schedule="cosine", warmup_iters=700, min_lr=0, weight_decay=0.1, beta1=0.9, beta2=0.95,
+        adam_eps=1e-8, grad_clip=1, eval_interval=250, val_tokens=10485760, optimizer="adamw",
+        s_init=1, b_init=0, gamma=1, attention_length="train",
+    )  # fmt: skip
+    assert {key: getattr(config, key) for key in recipe} == recipe
+    assert accumulation_steps(config, world_size=8) == 1
+    assert accumulation_steps(config, world_size=1) == 8
+
+
+@pytest.mark.parametrize("name", [*ROWS, *SCALES])
+def test_config_files_load_and_say_what_they_are(name):
+    config = load_config([at(name)])
+    with open(at(name)) as file:
+        first_line = file.readline()
+    source = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)" if name in ROWS else r"\w"
+    assert re.match(f"# ({source})", first_line)
+    assert config.out_dir == "out/" + name.split("/")[-1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_row_goes_with_every_scale(row, scale):
+    config, alone = load_config([at(row), at(scale)]), load_config([at(row)])
+    assert (config.attention, config.p) == (alone.attention, alone.p)
+    assert config.n_embd == load_config([at(scale)]).n_embd
+
+
+def test_scales_are_those_of_the_papers():
+    large, small = load_config([at("scales/355m.py")]), load_config([at("scales/45m.py")])
+    assert (large.n_layer, large.n_embd, large.n_head, large.max_iters) == (24, 1024, 16, 60000)
+    assert (small.n_layer, small.n_embd, small.n_head, small.max_iters) == (6, 512, 8, 9000)
+    paper = load_config([at("scales/ssmax_paper.py")])
+    assert (paper.norm, paper.mlp, paper.mlp_hidden, paper.bias) == (
+        "rmsnorm", "swiglu", 2048, False
+    )  # fmt: skip
+    assert (paper.total_batch_size, paper.max_iters, paper.schedule, paper.warmup_iters) == (
+        2048 * 1024, 200000, "constant", 1000
+    )  # fmt: skip
+
+
+def test_later_files_and_then_the_command_line_win(tmp_path):
+    one = write(tmp_path / "one.py", "max_iters = 1\nseed = 1\nbeta1 = 0.1\n")
+    two = write(tmp_path / "two.py", "max_iters = 2\nseed = 2\n")
+    config = load_config(["--max_iters=3", one, two])
+    assert (config.max_iters, config.seed, config.beta1) == (3, 2, 0.1)
+    assert load_config([two, one]).seed == 1
+    assert load_config([one, "--seed=5", "--seed=6"]).seed == 6
+
+
+@pytest.mark.parametrize(
+    "arguments, key, value",
+    [
+        (["--attention=lssa"], "attention", "lssa"),
+        (["--attention", "lssa"], "attention", "lssa"),
+        (["--max_iters", "7"], "max_iters", 7),
+        (["--learning_rate=1e-3"], "learning_rate", 0.001),
+        (["--p", "3", "--attention=lssar"], "p", 3.0),
+        (["--p=None"], "p", None),
+        (["--p", "None"], "p", None),
+        (["--vocab_size=50304"], "vocab_size", 50304),
+        (["--s_init=-2"], "s_init", -2.0),
+        (["--b_init", "-2"], "b_init", -2.0),
+        (["--resume"], "resume", True),
+        (["--resume", "--seed=1"], "resume", True),
+        (["--resume=true"], "resume", True),
+        (["--bias=False"], "bias", False),
+        (["--bias", "False"], "bias", False),
+        (["--bias", "false", "--seed=1"], "bias", False),
+        (["--compile"], "compile", True),
+        (["--compile=False"], "compile", False),
+        (["--compile=None"], "compile", None),
+        (["--compile", "None"], "compile", None),
+        (["--init_from=123"], "init_from", "123"),
+        (["--data_dir=a=b"], "data_dir", "a=b"),
+        (["--wandb_project=None"], "wandb_project", "None"),
+    ],
+)
+def test_command_line_values(arguments, key, value):
+    found = getattr(load_config(arguments), key)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_bare_bool_leaves_the_config_file_behind_it(tmp_path):
+    path = write(tmp_path / "mine.py", "seed = 3\n")
+    config = load_config(["--resume", path])
+    assert config.resume and config.seed == 3
+
+
+def test_an_int_is_a_float(tmp_path):
+    config = load_config([write(tmp_path / "mine.py", "grad_clip = 2\np = 3\n")])
+    assert (config.grad_clip, config.p) == (2.0, 3.0)
+    assert type(config.grad_clip) is type(config.p) is float
+
+
+def test_config_files_may_compute(tmp_path):
+    text = "import math\n_layers = 3\nn_layer = 2 * _layers\nlearning_rate = math.sqrt(1e-6)\n"
+    config = load_config([write(tmp_path / "mine.py", text)])
+    assert config.n_layer == 6 and config.learning_rate == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, out_dir",
+    [
+        ([], "out/softmax"),
+        ([at("lssar_p15.py")], "out/lssar_p15"),
+        ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
+        ([at("lssar_p15.py"), "--out_dir="], "out/lssar_p15"),
+        (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
+        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}"], "out/p7.0"),
+        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p:g}"], "out/p7"),
+        (["--out_dir=out/{{p}}"], "out/{p}"),
+    ],
+)
+def test_out_dir(arguments, out_dir):
+    assert load_config(arguments).out_dir == out_dir
+
+
+def test_out_dir_of_a_config_file(tmp_path):
+    path = write(tmp_path / "mine.py", "out_dir = 'runs/{seed}'\n")
+    assert load_config([path, "--seed=4"]).out_dir == "runs/4"
+
+
+def test_a_config_is_frozen_checked_and_survives_as_dict():
+    config = load_config([at("lssar_p3.py")])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.p = 15.0
+    assert Config(**config.as_dict()) == config
+    assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
+    assert config.replace(p=2.5).variant_name == "lssar_p2.5"
+    assert load_config([]).variant_name == "softmax"
+    with pytest.raises(UserError, match="p = 0.5"):
+        config.replace(p=0.5)
+    with pytest.raises(UserError, match="n_layer = 0"):
+        Config(n_layer=0)
+
+
+def test_help_has_every_setting_with_its_default_and_a_word():
+    lines = help_text().splitlines()
+    for field in dataclasses.fields(Config):
+        (line,) = [line for line in lines if line.startswith(f"  --{field.name}=")]
+        default, _, words = line.removeprefix(f"  --{field.name}=").partition(" ")
+        assert default == repr(field.default)
+        assert len(words.strip()) > 3
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        # names
+        ("--learing_rate=1", "the command line sets 'learing_rate', which is not a setting; "
+         "did you mean learning_rate?"),
+        ("--n-layer=1", "did you mean n_layer?"),
+        ("--resum", "did you mean resume?"),
+        ("--zzzzz=1", "'zzzzz', which is not a setting; python train.py --help lists them"),
+        ("--replace=1", "'replace', which is not a setting"),
+        ("--n_vocab=1", "'n_vocab', which is not a setting"),
+        ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'? it is one of softmax,"),
+        # types
+        ("--n_layer=2.0", "n_layer = 2.0 is float; it must be int"),
+        ("--n_layer=two", "n_layer = 'two' is str; it must be int"),
+        ("--n_layer=True", "n_layer = True is bool; it must be int"),
+        ("--n_layer=None", "n_layer = None is NoneType; it must be int"),
+        ("--learning_rate=True", "learning_rate = True is bool; it must be float"),
+        ("--learning_rate=fast", "learning_rate = 'fast' is str; it must be float"),
+        ("--p=[3]", "p = [3] is list; it must be float or None"),
+        ("--vocab_size=60000.0", "vocab_size = 60000.0 is float; it must be int or None"),
+        ("--bias=1", "bias = 1 is int; it must be bool"),
+        ("--compile=yes", "compile = 'yes' is str; it must be bool or None"),
+        ("--p={[]:1}", "p = '{[]:1}' is str; it must be float or None"),
+        # ranges
+        ("--n_layer=0", "n_layer = 0 must be at least 1"),
+        ("--p=0.99 --attention=lssar", "p = 0.99 must be at least 1"),
+        ("--batch_size=-1", "batch_size = -1 must be at least 1"),
+        ("--learning_rate=-1e-3", "learning_rate = -0.001 must be at least 0"),
+        ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
+        ("--mlp_hidden=0", "mlp_hidden = 0 must be at least 1"),
+        ("--eval_interval=0", "eval_interval = 0 must be at least 1"),
+        ("--beta1=1", "beta1 = 1.0 must be below 1"),
+        ("--beta2=1.5", "beta2 = 1.5 must be below 1"),
+        ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be"),
+        ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
+        ("--vocab_size=65537", "vocab_size = 65537 does not fit the shards' uint16 tokens"),
+        # choices
+        ("--attention_length=now", "attention_length = 'now'; it is one of train, current"),
+        ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
+        ("--norm=batchnorm", "it is one of layernorm, rmsnorm"),
+        ("--mlp=relu", "mlp = 'relu'; did you mean 'gelu'? it is one of gelu, swiglu"),
+        ("--optimizer=sgd", "optimizer = 'sgd'; it is one of adamw, muon"),
+        ("--schedule=step", "it is one of cosine, constant, trapezoidal"),
+        ("--wandb_mode=on", "it is one of auto, online, offline, disabled"),
+        ("--dtype=bf16", "it is one of auto, float32, bfloat16, float16"),
+        # values that contradict each other
+        ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: --p=3"),
+        ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3): re-weighting "
+         "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
+        ("--attention=relu_wortsman --p=3", "takes no p"),
+        ("--attention=exp --p=3", "takes no p"),
+        ("--attention=linear_l1 --p=3", "takes no p"),
+        ("--attention=phi_gelu --p=3", "takes no p"),
+        ("--attention=phi_mish --p=3", "takes no p"),
+        ("--attention=softmax_inverse --p=3", "takes no p"),
+        ("--attention=softmax_recentred_l1 --p=3", "takes no p"),
+        ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
+        ("--n_head=256", "n_embd / n_head = 3 must be even: RoPE turns pairs"),
+        ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
+        ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
+        ("--resume --init_from=out/a", "resume and init_from exclude each other"),
+        # the command line itself
+        ("softmax", "config file softmax does not exist; settings are written --key=value"),
+        ("-p=3", "config file -p=3 does not exist; settings are written --key=value"),
+        ("configs", "config file configs"),
+        ("--p", "--p needs a value: --p=None"),
+        ("--n_layer", "--n_layer needs a value: --n_layer=12"),
+        ("--", "the command line sets '', which is not a setting"),
+        ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
+        ("--out_dir=out/{}", "out_dir = 'out/{}' may name settings"),
+        ("--out_dir=out/{p", "out_dir = 'out/{p' may name settings"),
+        ("--out_dir=out/{p.q}", "out_dir = 'out/{p.q}' may name settings"),
+        ("--out_dir=out/{p:g}", "out_dir = 'out/{p:g}' may name settings"),
+    ],
+)  # fmt: skip
+def test_refused(arguments, message):
+    assert message in refusal(*arguments.split())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(value, tmp_path):
+    for key in ("p", "s_init", "learning_rate"):
+        with pytest.raises(UserError, match=f"{key} = .* must be a finite number"):
+            Config(attention="lssar", **{"p": 3, key: value})
+    path = write(tmp_path / "mine.py", "learning_rate = float('nan')\n")
+    assert "learning_rate = nan must be a finite number" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
+        ("from math import pi", "{path} sets 'pi', which is not a setting"),
+        ("n_layer = '3'", "n_layer = '3' is str; it must be int"),
+        ("out_dir = None", "out_dir = None is NoneType; it must be str"),
+        ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
+        ("n_layer = undefined", "config file {path} fails: NameError"),
+        ("n_layer == = 3", "config file {path} fails: SyntaxError"),
+        ("attention: lssar", "config file {path} fails: NameError"),
+        ("\0\x07", "config file {path} fails: "),
+    ],
+)
+def test_refused_files(text, message, tmp_path):
+    path = write(tmp_path / "mine.py", text + "\n")
+    assert message.format(path=path) in refusal(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"config file {tmp_path}/none.py does not exist" in refusal(f"{tmp_path}/none.py")
+
+
+@pytest.mark.parametrize(
+    "total, batch, block",
+    [
+        (524288, 48, 1024),
+        (524288, 1024, 1024),
+        (1000, 2, 100),
+        (1000, 3, 100),
+        (1000, 7, 100),
+        (1000, 3, 64),
+        (1000, 64, 64),
+        (1, 1, 2),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_what_a_refused_batch_proposes_works(total, batch, block, world_size):
+    sizes = SimpleNamespace(total_batch_size=total, batch_size=batch, block_size=block)
+    if total % (batch * block * world_size) == 0:
+        assert accumulation_steps(sizes, world_size) == total // (batch * block * world_size)
+        return
+    with pytest.raises(UserError) as caught:
+        accumulation_steps(sizes, world_size)
+    message = str(caught.value)
+    assert f"total_batch_size = {total} is not a multiple of" in message
+    key, values = re.search(r"; (\w+) = ([\d, or]+) would work$", message).groups()
+    for value in re.findall(r"\d+", values):
+        better = SimpleNamespace(**vars(sizes) | {key: int(value)})
+        assert accumulation_steps(better, world_size) >= 1
+
+
+def test_a_batch_that_does_not_divide_is_refused_at_once():
+    message = refusal("--batch_size=48")
+    assert "batch_size x block_size x processes = 48 x 1024 x 1 = 49152" in message
+    assert message.endswith("batch_size = 16, 32, 64, 128 would work")
+    for size in (16, 32, 64, 128):
+        assert load_config([f"--batch_size={size}"]).batch_size == size
+
+
+def test_a_refusal_is_one_sentence_and_exit_code_2(capsys):
+    @command
+    def main():
+        load_config(["--n_layer=0"])
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: n_layer = 0 must be at least 1\n"

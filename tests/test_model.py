@@ -1,0 +1,547 @@
+"""The model: its size and first weights, RoPE, the cache, generation, the loss."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_module
+from config import Config, load_config
+from errors import UserError
+from model import GPT, MLP, KVCache, Rope, rotate
+from tests.helpers import CONFIGS, ROWS, SMALL, small_config, small_model
+
+
+def assert_near(actual, expected, tolerance=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def tokens(B, L, seed=0):
+    return torch.randint(0, 257, (B, L), generator=torch.Generator().manual_seed(seed))
+
+
+def on_meta(config):
+    """A model without memory: its shapes are all there is."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+# ---- size ----
+
+
+@pytest.mark.parametrize(
+    "files, count",
+    [
+        # GPT-2's 124,439,808 without its 1024 x 768 learned positions
+        ([], 123_653_376),
+        (["scales/ssmax_paper.py"], 162_148_608),
+        # ... and s of 12 layers of 12 heads; s and b; s, b and 1024 shared p_n
+        (["ssmax.py", "scales/ssmax_paper.py"], 162_148_608 + 144),
+        (["ssmax_bias.py", "scales/ssmax_paper.py"], 162_148_608 + 288),
+        (["ablations/ssmax_probe.py", "scales/ssmax_paper.py"], 162_148_608 + 288 + 1024),
+        # width x vocabulary + layers x (12 width^2 + 13 width) + 2 width
+        (["scales/tiny.py"], 128 * 257 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),
+        (["scales/45m.py"], 512 * 50257 + 6 * (12 * 512**2 + 13 * 512) + 2 * 512),
+        (["scales/355m.py"], 1024 * 50257 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024),
+    ],
+)
+def test_parameter_count(files, count):
+    model = on_meta(load_config([str(CONFIGS / file) for file in files]))
+    assert model.count_parameters() == count
+    assert model.wte.num_embeddings % 128 == 0
+
+
+def test_flops_of_the_124m_model():
+    matrices = 12 * 12 * 768**2 + 768 * 50257
+    causal_attention = 12 * 768 * 1024  # per layer QK and AV: 2 x 2 x width x half of 1024 keys
+    assert on_meta(Config()).flops_per_token() == 6 * (matrices + causal_attention)
+    untied = on_meta(Config(tie_embeddings=False))
+    assert untied.flops_per_token() == on_meta(Config()).flops_per_token()
+
+
+# ---- weights ----
+
+
+def test_first_weights_are_those_of_gpt2():
+    torch.manual_seed(0)
+    model = GPT(small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4"))
+    for name, x in model.named_parameters():
+        if name.endswith("bias"):
+            assert not x.any()
+        elif "ln_" in name:
+            assert (x == 1).all()
+        else:
+            std = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
+            rows = x[:257] if name == "wte.weight" else x
+            assert rows.std().item() == pytest.approx(std, rel=0.03)
+            assert abs(rows.mean().item()) < std / 20
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
+    model = small_model("softmax.py", f"--tie_embeddings={tied}")
+    assert model.wte.weight.shape == model.lm_head.weight.shape == (384, 16)
+    assert not model.wte.weight[257:].any() and not model.lm_head.weight[257:].any()
+    x = tokens(2, 9)
+    before = model(x), model(x, x), model.token_losses(x, x)
+    with torch.no_grad():
+        model.lm_head.weight[257:] = 100 * torch.randn(127, 16)
+    for one, other in zip((model(x), model(x, x), model.token_losses(x, x)), before, strict=True):
+        assert_near(one, other)
+    assert model(x).shape == (2, 9, 257)
+    assert model.generate(x, 20, temperature=5.0).max() < 257
+    model(x, x).backward()
+    assert not model.lm_head.weight.grad[257:].any()
+
+
+def test_tied_embeddings_are_one_tensor_and_untied_are_two():
+    assert (model := small_model("softmax.py")).lm_head.weight is model.wte.weight
+    untied = small_model("softmax.py", "--tie_embeddings=False")
+    assert not torch.equal(untied.lm_head.weight, untied.wte.weight)
+
+
+def test_without_bias_there_is_none():
+    model = small_model("softmax.py", "--bias=False")
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+
+
+def test_rmsnorm_divides_by_the_root_mean_square():
+    norm = small_model("softmax.py", "--norm=rmsnorm").trunk.ln_f
+    x = torch.randn(3, 16, dtype=torch.float64)
+    assert_near(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+def test_swiglu_gates_one_half_with_the_other():
+    mlp = MLP(small_config("softmax.py", "--mlp=swiglu", "--mlp_hidden=24"))
+    assert mlp.c_fc.weight.shape == (48, 16) and mlp.c_proj.weight.shape == (16, 24)
+    x = torch.randn(3, 16)
+    gate, up = mlp.c_fc(x)[:, :24], mlp.c_fc(x)[:, 24:]
+    assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up), 1e-5)
+
+
+def test_gelu_is_gpt2s_tanh_formula():
+    mlp = MLP(small_config("softmax.py")).double()
+    x = torch.randn(3, 16, dtype=torch.float64)
+    u = mlp.c_fc(x)
+    gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+    assert_near(mlp(x), mlp.c_proj(gelu))
+
+
+def test_p_n_is_one_tensor_for_all_layers():
+    model = small_model("ablations/ssmax_probe.py", "--n_layer=3")
+    first, *others = (block.attn.attention.p_n for block in model.trunk.blocks)
+    assert all(p_n is first for p_n in others)
+    assert sum(parameter is first for parameter in model.parameters()) == 1
+    copy = small_model("ablations/ssmax_probe.py", "--n_layer=3")
+    copy.load_state_dict(model.state_dict())
+    assert copy.trunk.blocks[2].attn.attention.p_n is copy.trunk.blocks[0].attn.attention.p_n
+
+
+@pytest.mark.parametrize("case", [*ROWS, "softmax.py --tie_embeddings=False --norm=rmsnorm"])
+def test_parameter_groups_cover_everything_once(case):
+    model = small_model(case)
+    decayed, others = model.parameter_groups()
+    covered = [id(x) for group in (decayed, others) for x in group["params"]]
+    assert sorted(covered) == sorted(id(x) for x in model.parameters())
+    assert others["weight_decay"] == 0 and "weight_decay" not in decayed
+    assert {x.dim() for x in decayed["params"]} == {2}
+    assert {x.dim() for x in others["params"]} == {1}
+
+
+@pytest.mark.parametrize(
+    "case", [*ROWS, "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False"]
+)
+def test_every_parameter_is_trained(case):
+    model = small_model(case)
+    model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
+    for name, x in model.named_parameters():
+        assert x.grad.isfinite().all() and x.grad.any(), name
+        if name.endswith((".s", ".b")):
+            assert x.grad.all(), name
+        if name.endswith("p_n"):  # row 1 has one key: nothing to weigh
+            assert x.grad[0].abs() < 1e-12 and x.grad[1:].all()
+
+
+# ---- trunk ----
+
+
+def test_the_trunk_maps_embeddings_to_hidden_states():
+    model = small_model("lssar_p3.py")
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    assert model.trunk(x).shape == (2, 7, 16)
+    ids = tokens(2, 7)
+    assert_near(model(ids), model.trunk(model.wte(ids)) @ model.wte.weight[:257].T)
+
+
+def test_a_block_is_gpt2s():
+    """Pre-norm, two residuals, heads side by side in the projections' columns."""
+    model = small_model("softmax.py", "--n_layer=1")
+    trunk, (block,) = model.trunk, model.trunk.blocks
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    u = block.ln_1(x) @ block.attn.c_attn.weight.T + block.attn.c_attn.bias
+    heads = []
+    for h in (0, 8):
+        q, k, v = (u[0, :, part + h : part + h + 8] for part in (0, 16, 32))
+        q, k = turned(q), turned(k)
+        scores = (q @ k.T / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1) > 0, -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    y = x + block.attn.c_proj(torch.cat(heads, dim=-1))[None]
+    assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
+
+
+# ---- RoPE ----
+
+
+def turned(x, theta=10000.0):
+    """RoPE as a product of complex numbers; x [L, d], its pairs (m, m + d/2)."""
+    L, d = x.shape
+    angles = [[t * theta ** (-2 * m / d) for m in range(d // 2)] for t in range(L)]
+    angles = torch.tensor(angles, dtype=torch.float64)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def angles_of(L, d=64, trained=1024, **rope):
+    """cos, sin [L, d/2] in float64."""
+    frequencies, _ = Rope(d, trained, **rope).frequencies(L)
+    angles = torch.arange(L, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def base(frequencies):
+    """The theta that a plain RoPE of these frequencies has; None if it is not a plain one."""
+    pairs = len(frequencies)
+    theta = frequencies[1].item() ** -pairs
+    plain = torch.tensor([theta ** (-m / pairs) for m in range(pairs)], dtype=torch.float64)
+    assert_near(frequencies, plain)
+    return theta
+
+
+def test_rotation_depends_on_the_distance_only_and_keeps_the_norm():
+    q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
+    cos, sin = angles_of(50)
+    q, k = rotate(q.expand(1, 1, 50, 64), cos, sin), rotate(k.expand(1, 1, 50, 64), cos, sin)
+    scores = (q @ k.mT)[0, 0]
+    for distance in range(50):
+        diagonal = scores.diagonal(-distance)
+        assert_near(diagonal, diagonal[:1].expand_as(diagonal))
+    assert scores[:, 0].std() > 0.1
+    assert_near(q.norm(dim=-1), q[:, :, :1].norm(dim=-1).expand(1, 1, 50))
+
+
+def test_rotation_is_the_published_one():
+    x = torch.randn(20, 8, dtype=torch.float64)
+    assert_near(rotate(x[None, None], *angles_of(20, d=8))[0, 0], turned(x))
+    model = small_model("softmax.py")
+    model.trunk(torch.zeros(1, 20, 16, dtype=torch.float64))
+    assert_near(rotate(x[None, None], model.trunk.cos, model.trunk.sin)[0, 0], turned(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotations_are_exact_also_in_a_converted_model(dtype):
+    trunk = GPT(small_config("softmax.py")).to(dtype).trunk
+    for L in (16, 17):  # 16: the length that the model was made with
+        trunk(torch.zeros(1, L, 16, dtype=dtype))
+        cos, _ = angles_of(L, d=8)
+        assert_near(trunk.cos.double(), cos, 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_rotation_keeps_the_dtype_of_its_input():
+    cos, sin = angles_of(1000, d=8)
+    x = torch.randn(1, 1, 1000, 8)
+    half = rotate(x.bfloat16(), cos.float(), sin.float())
+    assert half.dtype == torch.bfloat16
+    assert_near(half.float(), rotate(x, cos.float(), sin.float()), 0.05)
+
+
+@pytest.mark.parametrize(
+    "length, theta", [(2048, 20452), (4096, 41829), (8192, 85550), (16384, 174970)]
+)
+def test_dynamic_ntk_has_its_published_bases(length, theta):
+    frequencies, on_scores = Rope(64, 1024, scaling="dynamic_ntk").frequencies(length)
+    assert round(base(frequencies)) == theta and on_scores == 1
+
+
+def test_dynamic_ntk_with_alpha():
+    frequencies, _ = Rope(64, 1024, scaling="dynamic_ntk", factor=4.0).frequencies(2048)
+    assert base(frequencies) == pytest.approx(10000 * (4 * 2 - 3) ** (64 / 62))
+
+
+@pytest.mark.parametrize("factor, s", [(None, 3.0), (8.0, 8.0)])
+def test_linear_ntk_and_plain_frequencies(factor, s):
+    plain = torch.tensor([10000 ** (-m / 32) for m in range(32)], dtype=torch.float64)
+    linear, on_scores = Rope(64, 1024, scaling="linear", factor=factor).frequencies(3072)
+    assert_near(linear, plain / s)
+    assert on_scores == 1
+    ntk, on_scores = Rope(64, 1024, scaling="ntk", factor=factor).frequencies(3072)
+    assert base(ntk) == pytest.approx(10000 * s ** (64 / 62))
+    assert_near(ntk[-1], plain[-1] / s)  # the slowest pair is interpolated in full
+    assert on_scores == 1
+    assert_near(Rope(64, 1024).frequencies(3072)[0], plain)
+
+
+def yarn(d, theta, trained, s):
+    """Peng et al. 2023 as their code has it: frequencies and the factor on cos and sin."""
+
+    def dimension(rotations):
+        return d * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), d - 1)
+    frequencies = []
+    for m in range(d // 2):
+        extrapolated = theta ** (-2 * m / d)
+        share = min(max((m - low) / (high - low), 0), 1)  # of interpolation
+        frequencies.append(extrapolated / s * share + extrapolated * (1 - share))
+    return torch.tensor(frequencies, dtype=torch.float64), 0.1 * math.log(s) + 1
+
+
+@pytest.mark.parametrize(
+    "d, theta, trained, length, factor",
+    [
+        (64, 10000.0, 1024, 4096, None),
+        (64, 10000.0, 1024, 4096, 16.0),
+        (128, 500000.0, 8192, 16384, None),
+        (32, 10000.0, 128, 1024, None),
+        # every pair turns more than once in the training length: none is interpolated in full
+        (64, 100.0, 1024, 4096, None),
+    ],
+)
+def test_yarn_is_that_of_its_authors(d, theta, trained, length, factor):
+    frequencies, on_scores = Rope(d, trained, theta, "yarn", factor).frequencies(length)
+    expected, on_cos_and_sin = yarn(d, theta, trained, factor or length / trained)
+    assert_near(frequencies, expected)
+    assert on_scores == pytest.approx(on_cos_and_sin**2)
+
+
+def test_yarns_factor_on_q_and_k_is_its_square_on_scores():
+    model = small_model("softmax.py").scale_rope("yarn")
+    x, f = tokens(2, 64), 0.1 * math.log(64 / 16) + 1
+    ours = model(x)
+    model.trunk.cos *= f
+    model.trunk.sin *= f
+    model.trunk.score_scale = 1.0
+    assert_near(model(x), ours)
+    model.trunk.cos /= f
+    model.trunk.sin /= f
+    assert not torch.allclose(model(x), ours)
+
+
+def test_yarns_factor_is_not_lost_in_the_norm_of_unit_vectors():
+    model = small_model("lssa.py").scale_rope("yarn")
+    x, f = tokens(2, 64), 0.1 * math.log(64 / 16) + 1
+    ours = model(x)
+    model.trunk.score_scale = 1.0
+    assert not torch.allclose(model(x), ours)
+    for block in model.trunk.blocks:
+        inner = block.attn.attention.forward
+        block.attn.attention.forward = lambda q, k, v, _, inner=inner: inner(q, k, v, f * f)
+    assert_near(model(x), ours)
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "dynamic_ntk", "yarn"])
+def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
+    model = small_model("lssa.py")
+    for L in (1, 9, 16):
+        x = tokens(2, L)
+        model.scale_rope("none")
+        plain = model(x)
+        assert torch.equal(model.scale_rope(scaling)(x), plain)
+    if scaling != "none":
+        x = tokens(2, 32)
+        longer = model(x)
+        assert not torch.allclose(model.scale_rope("none")(x), longer)
+
+
+def test_a_fixed_factor_acts_at_every_length_but_alpha_only_beyond_training():
+    model, x = small_model("softmax.py"), tokens(2, 16)
+    plain = model.scale_rope("none")(x)
+    assert torch.equal(model.scale_rope("dynamic_ntk", factor=4)(x), plain)
+    for scaling in ("linear", "ntk", "yarn"):
+        assert not torch.allclose(model.scale_rope(scaling, factor=4)(x), plain)
+    assert torch.equal(model.scale_rope("none")(x), plain)
+
+
+def test_theta_can_be_another_in_evaluation():
+    model, other = small_model("softmax.py"), small_model("softmax.py", "--rope_theta=500000")
+    x = tokens(2, 20)
+    plain, expected = model(x), other(x)
+    assert not torch.allclose(plain, expected)
+    assert torch.equal(model.scale_rope("none", theta=500000)(x), expected)
+    assert torch.equal(model.scale_rope("none")(x), plain)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(scaling="ntkk"), "'ntkk'; it is one of none, linear, ntk, dynamic_ntk, yarn"),
+        (dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
+        (dict(scaling="linear", factor=math.nan), "rope factor = nan must be at least 1"),
+        (dict(scaling="none", theta=-1.0), "rope theta = -1.0 must be above 1"),
+    ],
+)
+def test_refused_rope_scalings(arguments, message):
+    with pytest.raises(UserError, match=message):
+        small_model("softmax.py").scale_rope(**arguments)
+
+
+# ---- cache and generation ----
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_cache_changes_nothing(case):
+    model = small_model(case)
+    x = model.wte(tokens(2, 24))  # beyond the training length
+    cache = KVCache(24)
+    pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 10, 1], dim=1)]
+    assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-8)
+    assert cache.length == 24
+
+
+def greedy(model, ids, new):
+    """Without a cache: the whole text again for every token."""
+    for _ in range(new):
+        ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_generation_equals_generation_without_a_cache(case):
+    """Also past the training length, and from a prompt that is longer already."""
+    model = small_model(case, "--tie_embeddings=False")
+    for prompt in (tokens(2, 6), tokens(2, 18)):
+        ids = model.generate(prompt, 14, temperature=0)
+        assert torch.equal(ids, greedy(model, prompt, 14))
+        assert ids.shape == (2, prompt.shape[1] + 14) and torch.equal(ids[:, :6], prompt[:, :6])
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
+def test_generation_fixes_dynamic_ntk_by_the_final_length(case):
+    model, prompt = small_model(case, "--tie_embeddings=False"), tokens(2, 10)
+    ids = model.scale_rope("dynamic_ntk").generate(prompt, 30, temperature=0)
+    model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
+    assert torch.equal(ids, greedy(model, prompt, 30))
+    assert not torch.equal(ids, greedy(model.scale_rope("none"), prompt, 30))
+
+
+def test_generation_leaves_the_model_as_it_was():
+    model = small_model("lssar_p3.py").scale_rope("dynamic_ntk")
+    x = tokens(2, 20)
+    before = model(x)
+    model.generate(x, 10)
+    assert torch.equal(model(x), before)
+    assert torch.equal(model.generate(x, 0), x)
+
+
+def sampled_shares(model, x, n=4000, **settings):
+    g = torch.Generator().manual_seed(1)
+    ids = model.generate(x.expand(n, -1), 1, generator=g, **settings)
+    return ids[:, -1].bincount(minlength=257) / n
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+def test_samples_follow_the_softmax_of_logits_over_temperature(temperature):
+    model, x = small_model("softmax.py"), tokens(1, 3)
+    chances = (model(x)[0, -1] / temperature).softmax(-1)
+    shares = sampled_shares(model, x, temperature=temperature)
+    assert (shares - chances).abs().max() < 5 * math.sqrt(chances.max().item() / 4000)
+
+
+def test_top_k_samples_from_the_k_likeliest():
+    model, x = small_model("softmax.py"), tokens(1, 3)
+    top = model(x)[0, -1].topk(3)
+    shares = sampled_shares(model, x, temperature=3.0, top_k=3)
+    assert set(shares.nonzero().flatten().tolist()) == set(top.indices.tolist())
+    assert_near(shares[top.indices].double(), (top.values / 3).softmax(-1), 0.05)
+    greedily = model.generate(x, 9, temperature=0)
+    assert torch.equal(model.generate(x, 9, top_k=1), greedily)
+    assert model.generate(x, 1, top_k=10**6).shape == (1, 4)
+
+
+def test_the_generator_decides_the_samples():
+    model, x = small_model("softmax.py"), tokens(2, 3)
+    first, again, other = (
+        model.generate(x, 20, temperature=2.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "L, arguments, message",
+    [
+        (0, {}, "the prompt is empty"),
+        (3, dict(temperature=-1), "temperature = -1 must be >= 0"),
+        (3, dict(top_k=0), "top_k = 0"),
+    ],
+)
+def test_refused_generation(L, arguments, message):
+    with pytest.raises(UserError, match=message):
+        small_model("softmax.py").generate(tokens(1, L), 3, **arguments)
+
+
+# ---- loss ----
+
+
+def cross_entropy(model, idx, targets):
+    """Nats of every target, [B, L], from the real ids' logits."""
+    logits = model.trunk(model.wte(idx)) @ model.lm_head.weight[:257].T
+    chosen = logits.gather(-1, targets[..., None])[..., 0]
+    return logits.exp().sum(-1).log() - chosen
+
+
+def test_loss_is_the_mean_cross_entropy():
+    model, x, y = small_model("lssar_p3.py"), tokens(3, 20), tokens(3, 20, seed=1)
+    expected = cross_entropy(model, x, y)
+    assert_near(model(x, y), expected.mean())
+    losses = model.token_losses(x, y)
+    assert losses.shape == (3, 20) and losses.dtype == torch.float32
+    assert_near(losses.double(), expected, 1e-5)
+
+
+def test_an_untrained_model_knows_nothing():
+    torch.manual_seed(0)
+    model = GPT(load_config(SMALL))
+    assert model(tokens(4, 16), tokens(4, 16, seed=1)).item() == pytest.approx(
+        math.log(257), abs=0.02
+    )
+
+
+def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
+    model, x, y = small_model("lssa.py"), tokens(3, 20), tokens(3, 20, seed=1)
+    at_once = model.token_losses(x, y)
+    monkeypatch.setattr(model_module, "LOGIT_ROWS", 7)
+    assert_near(model.token_losses(x, y), at_once, 1e-6)
+
+
+def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
+    chunks, chunked = [], F.linear_cross_entropy
+    monkeypatch.setattr(
+        F, "linear_cross_entropy", lambda *a, **k: chunks.append(len(a[0])) or chunked(*a, **k)
+    )
+    x, y = tokens(5, 14), tokens(5, 14, seed=1)
+
+    def loss_and_gradients():
+        model = small_model("lssar_p3.py")
+        loss = model(x, y)
+        loss.backward()
+        return [loss.detach()] + [parameter.grad for parameter in model.parameters()]
+
+    plain = loss_and_gradients()
+    assert not chunks
+    monkeypatch.setattr(model_module, "LOGIT_ROWS", 32)  # 70 rows: two chunks and a rest
+    for one, other in zip(loss_and_gradients(), plain, strict=True):
+        assert_near(one, other)
+    assert chunks == [70]
+
+
+@pytest.mark.parametrize("L", [8, 128])
+def test_loss_under_autocast_is_near_the_exact_one(L):
+    """With 8 x 128 tokens it is computed in chunks."""
+    model, x, y = small_model("lssar_p3.py").float(), tokens(8, L), tokens(8, L, seed=1)
+    exact = model(x, y).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, losses = model(x, y), model.token_losses(x, y)
+    assert loss.dtype == losses.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact, rel=0.02)
+    assert losses.mean().item() == pytest.approx(exact, rel=0.02)
