@@ -118,6 +118,11 @@ def recentre(A: Tensor, r: Rows) -> Tensor:
     return A - ((keys < r.n) & (r.n > 3)) / r.n
 
 
+def recentre_l1(A: Tensor, r: Rows) -> Tensor:
+    """The same, then l1. A tied row, of which nothing would be left, stays as it is too."""
+    return l1_normalise(torch.where(tied(r.n * A), A, recentre(A, r)), signed=True)
+
+
 VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1. The text's Sigmoid(x - b), b = -log L, is meant as sigmoid(z - log L).
     "softmax": Variant(EXP),
@@ -133,7 +138,7 @@ VARIANTS: dict[str, Variant] = {
     # LSSAR Table A4
     "softmax_inverse": Variant(EXP, after=lambda A, r: -A),
     "softmax_recentred": Variant(EXP, after=recentre),
-    "softmax_recentred_l1": Variant(EXP, after=lambda A, r: l1_normalise(recentre(A, r), True)),
+    "softmax_recentred_l1": Variant(EXP, after=recentre_l1),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
     "linear": Variant(IDENTITY, norm=one),
     "exp": Variant(EXP, norm=one),
@@ -182,17 +187,21 @@ class Attention(nn.Module):
             learnable = name in self.variant.learnable
             self.register_parameter(name, nn.Parameter(first[name]) if learnable else None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0) -> Tensor:
-        """`score_scale` multiplies every score (YaRN's attention factor, squared)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0, length: int | None = None
+    ) -> Tensor:
+        """`score_scale` multiplies every score (YaRN's attention factor, squared); `length` is the
+        current length where it is not that of k: a cache's final one."""
+        length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             if self.variant.is_softmax(self.p):
-                return self._softmax(q, k, v, score_scale)
-            return self._blocked(q, k, v, score_scale)
+                return self._softmax(q, k, v, length, score_scale)
+            return self._blocked(q, k, v, length, score_scale)
 
     def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
         with torch.autocast(q.device.type, enabled=False):
-            return self._weights(q, k, self._length(k), score_scale)
+            return self._weights(q, k, self._length(k.shape[2]), score_scale)
 
     def _weights(self, q: Tensor, k: Tensor, length: int, score_scale: float) -> Tensor:
         row, r = self.variant, self._rows(q, k, length)
@@ -227,18 +236,17 @@ class Attention(nn.Module):
             p_n=None if self.p_n is None else self.p_n[(seen - 1).clamp_max(len(self.p_n) - 1)],
         )
 
-    def _length(self, k: Tensor) -> int:
-        return k.shape[2] if self.current_length else self.trained_length
+    def _length(self, current: int) -> int:
+        return current if self.current_length else self.trained_length
 
     def _product(self, q, k, v, length: int, score_scale: float) -> Tensor:
         return self._weights(q, k, length, score_scale).to(v.dtype) @ v
 
-    def _blocked(self, q, k, v, score_scale: float) -> Tensor:
+    def _blocked(self, q, k, v, length: int, score_scale: float) -> Tensor:
         """A few sequences at a time, or one in blocks of queries: no more than the block's weights
         exist at once. A block of queries needs no key after its own last one."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
-        length, most = self._length(k), BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES
-        queries = max(1, most // (H * Lk))
+        queries = max(1, (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (H * Lk))
         sequences = max(1, queries // Lq)
         recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
         out = []
@@ -256,13 +264,14 @@ class Attention(nn.Module):
             out.append(torch.cat(blocks, dim=2))
         return torch.cat(out)
 
-    def _softmax(self, q, k, v, score_scale: float) -> Tensor:
+    def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
-        scale = score_scale * self.variant.scale(self._rows(q, k, self._length(k)))
+        scale = score_scale * self.variant.scale(self._rows(q, k, length))
         if self.variant.l2_normalise:
             q, k = l2_normalise(q), l2_normalise(k)
         if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
-            q, scale = (q * scale).to(v.dtype), 1.0
+            q, scale = q * scale, 1.0
+        q, k = q.to(v.dtype), k.to(v.dtype)
         # is_causal would count queries from the first key; with a cache they are the last ones
         mask = causal_lower_right(Lq, Lk) if 1 < Lq < Lk else None
         causal = 1 < Lq == Lk
@@ -270,7 +279,8 @@ class Attention(nn.Module):
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """Unit length along the last dimension, with a bounded gradient at zero."""
+    """Unit length along the last dimension, with a bounded gradient at zero; float32 at least."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
 
 
@@ -281,6 +291,11 @@ def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
     return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
 
 
+def tied(x: Tensor) -> Tensor:
+    """Which rows of x = n A, of mean 1, are equal up to rounding: [.., Lq, 1]."""
+    return x.detach().amax(-1, keepdim=True) - 1 <= TIED
+
+
 def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
     """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk] of row sums 1 or 0, n [Lq, 1].
 
@@ -288,8 +303,7 @@ def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
     offset, as rows 1 to 3 do, and stays uniform.
     """
     x = n * A
-    tied = x.detach().amax(-1, keepdim=True) - 1 <= TIED
-    x = (x - ((n > 3) & ~tied).to(x.dtype)).relu()
+    x = (x - ((n > 3) & ~tied(x)).to(x.dtype)).relu()
     top = x.detach().amax(-1, keepdim=True)
     return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
 

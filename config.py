@@ -161,9 +161,9 @@ def load_config(arguments: list[str]) -> Config:
             values |= read_file(argument)
             names.append(Path(argument).stem)
     values |= overrides
-    if values.get("out_dir", "") == "":
-        values["out_dir"] = "out/" + ("_".join(names) or "softmax")
     config = Config(**values)
+    if config.out_dir == "":
+        return config.replace(out_dir="out/" + ("_".join(names) or config.variant_name))
     return config.replace(out_dir=fill(config))
 
 
@@ -220,8 +220,8 @@ def fill(config: Config) -> str:
         return config.out_dir.format(**config.as_dict())
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}; "
-            f"{error} is none"
+            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but "
+            f"this fails: {error}"
         ) from error
 
 
@@ -230,7 +230,7 @@ def check(config: Config) -> None:
     for key in HINTS:
         value = getattr(config, key)
         allowed = kinds(key)
-        if type(value) is int and float in allowed and int not in allowed:
+        if type(value) is int and float in allowed and abs(value) < 2**53:
             object.__setattr__(config, key, value := float(value))
         if type(value) not in allowed:
             wanted = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)

@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # [B, H, L, d]
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        y = self.attention(q, k, v, score_scale)
+        y = self.attention(q, k, v, score_scale, cache.size if cache else None)
         return self.c_proj(y.transpose(1, 2).reshape(B, L, C))
 
 

@@ -600,3 +600,20 @@ def test_softmax_of_unit_vectors_is_not_given_raw_ones(scale, monkeypatch):
     expected = reference("softmax.py", attn, q, k)
     assert_near(attn.weights(q, k), expected)
     assert_near(attn(q, k, v), expected @ v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_of_unit_vectors_is_as_exact_in_half_precision(dtype, monkeypatch):
+    """Lengths whose squares float16 cannot hold, and a zero vector."""
+    use_variant(monkeypatch, Variant(attention.EXP, lambda r: 10.0, l2_normalise=True))
+    attn = build("softmax.py", "--attention=own")
+    q, k, v = draw(5, 5, dtype=dtype)
+    q = 200 * q
+    k[:, :, 1] = 0
+    q, k, v = leaves(q, k, v)
+    out = attn(q, k, v)
+    tolerance = 0.02 if dtype in (torch.float16, torch.bfloat16) else 1e-5
+    exact = attn.weights(q.double(), k.double()) @ v.double()
+    assert_near(out.double(), exact, tolerance, tolerance)
+    out.backward(torch.ones_like(out))
+    assert_finite(q.grad, v.grad, k.grad[:, :, 2:])

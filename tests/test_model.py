@@ -335,7 +335,7 @@ def test_yarns_factor_is_not_lost_in_the_norm_of_unit_vectors():
     assert not torch.allclose(model(x), ours)
     for block in model.trunk.blocks:
         inner = block.attn.attention.forward
-        block.attn.attention.forward = lambda q, k, v, _, inner=inner: inner(q, k, v, f * f)
+        block.attn.attention.forward = lambda q, k, v, *_, inner=inner: inner(q, k, v, f * f)
     assert_near(model(x), ours)
 
 
@@ -545,3 +545,11 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
     assert loss.dtype == losses.dtype == torch.float32
     assert loss.item() == pytest.approx(exact, rel=0.02)
     assert losses.mean().item() == pytest.approx(exact, rel=0.02)
+
+
+def test_a_cache_fixes_the_current_length_by_its_final_one():
+    model = small_model("sigmoid.py", "--attention_length=current")
+    x, cache = tokens(2, 20), KVCache(20)
+    whole = model(x)
+    parts = [model(x[:, start : start + 5], cache=cache) for start in range(0, 20, 5)]
+    assert_near(torch.cat(parts, dim=1), whole)
