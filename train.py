@@ -50,9 +50,32 @@ def main() -> None:
         return
     config = load_config(sys.argv[1:])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    accumulation_steps(config, world_size)  # refuses a batch that does not divide
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    with process_group(world_size, device):
+        train(config, rank, world_size, device)
+
+
+@contextlib.contextmanager
+def process_group(world_size: int, device: torch.device):
+    """The processes that torchrun started, connected while the block runs."""
+    if world_size == 1:
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    try:
+        yield
+    finally:
+        # A gloo thread takes the GIL to drop the last collective's tensors. Let it: closing the
+        # group joins that thread with the GIL held, and would wait for ever.
+        time.sleep(0.1)
+        dist.destroy_process_group()
+
+
+def train(config: Config, rank: int, world_size: int, device: torch.device) -> None:
     dtype = pick_dtype(config.dtype, device)
     micro_batches = accumulation_steps(config, world_size)
     run = Path(config.out_dir)
@@ -87,9 +110,6 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
     model = GPT(config)
     if config.init_from:
         checkpoint.load_weights(model, config.init_from)
@@ -206,8 +226,6 @@ def main() -> None:
             left_s=seconds_a_step * (config.max_iters - step),
         )
     log.close()
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 def resumed_state(run: Path, config: Config) -> dict:
