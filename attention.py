@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 DEAD = 1e-30
 # A row whose largest n A - 1 is not above this counts as tied: rounding would pick its winner.
 TIED = 16 * torch.finfo(torch.float32).eps
-# Scores (B x H x Lq x Lk) computed at once: on a CPU, as many as stay in its cache.
+# Queries of a block, and scores computed at once, if that many: on a CPU, what stays in its cache.
+BLOCK_QUERIES = 256
 BLOCK_SCORES = 2**25
 BLOCK_SCORES_CPU = 2**20
 # With more scores than this in a layer, the backward pass recomputes them instead of keeping them.
@@ -201,10 +202,10 @@ class Attention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
         with torch.autocast(q.device.type, enabled=False):
-            return self._weights(q, k, self._length(k.shape[2]), score_scale)
+            return self._weights(q, k, slice(None), self._length(k.shape[2]), score_scale)
 
-    def _weights(self, q: Tensor, k: Tensor, length: int, score_scale: float) -> Tensor:
-        row, r = self.variant, self._rows(q, k, length)
+    def _weights(self, q, k, heads: slice, length: int, score_scale: float) -> Tensor:
+        row, r = self.variant, self._rows(q, k, heads, length)
         q, k = q.to(r.n.dtype), k.to(r.n.dtype)
         if row.l2_normalise:
             q, k = l2_normalise(q), l2_normalise(k)
@@ -221,7 +222,7 @@ class Attention(nn.Module):
             A = sharpen(A, r.n, self.p)
         return A if row.after is None else row.after(A, r)
 
-    def _rows(self, q: Tensor, k: Tensor, length: int) -> Rows:
+    def _rows(self, q, k, heads: slice, length: int) -> Rows:
         Lq, Lk = q.shape[2], k.shape[2]
         seen = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
         return Rows(
@@ -230,8 +231,8 @@ class Attention(nn.Module):
             d=self.d,
             L=length,
             gamma=self.gamma,
-            s=None if self.s is None else self.s[:, None, None],
-            b=None if self.b is None else self.b[:, None, None],
+            s=None if self.s is None else self.s[heads, None, None],
+            b=None if self.b is None else self.b[heads, None, None],
             # beyond the training length the last learned value holds
             p_n=None if self.p_n is None else self.p_n[(seen - 1).clamp_max(len(self.p_n) - 1)],
         )
@@ -239,34 +240,41 @@ class Attention(nn.Module):
     def _length(self, current: int) -> int:
         return current if self.current_length else self.trained_length
 
-    def _product(self, q, k, v, length: int, score_scale: float) -> Tensor:
-        return self._weights(q, k, length, score_scale).to(v.dtype) @ v
+    def _product(self, q, k, v, heads: slice, length: int, score_scale: float) -> Tensor:
+        return self._weights(q, k, heads, length, score_scale).to(v.dtype) @ v
 
     def _blocked(self, q, k, v, length: int, score_scale: float) -> Tensor:
-        """A few sequences at a time, or one in blocks of queries: no more than the block's weights
-        exist at once. A block of queries needs no key after its own last one."""
+        """Some queries of some heads of some sequences at a time, so that no more weights than
+        theirs exist at once. A block of queries needs no key after its own last one."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
-        queries = max(1, (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (H * Lk))
-        sequences = max(1, queries // Lq)
+        queries = min(Lq, BLOCK_QUERIES)
+        most = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
+        heads, sequences = min(H, max(1, most)), max(1, most // H)
         recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
+
+        def product(part, start: int, end: int) -> Tensor:
+            seen = Lk - Lq + end
+            block = q[part][:, :, start:end], k[part][:, :, :seen], v[part][:, :, :seen]
+            args = (*block, part[1], length, score_scale)
+            if recompute:
+                return checkpoint(self._product, *args, use_reentrant=False)
+            return self._product(*args)
+
         out = []
-        for qs, ks, vs in zip(
-            q.split(sequences), k.split(sequences), v.split(sequences), strict=True
-        ):
-            blocks, seen = [], Lk - Lq
-            for block in qs.split(queries, dim=2):
-                seen += block.shape[2]
-                args = (block, ks[:, :, :seen], vs[:, :, :seen], length, score_scale)
-                if recompute:
-                    blocks.append(checkpoint(self._product, *args, use_reentrant=False))
-                else:
-                    blocks.append(self._product(*args))
-            out.append(torch.cat(blocks, dim=2))
+        for b in range(0, B, sequences):
+            across = []
+            for h in range(0, H, heads):
+                part = slice(b, b + sequences), slice(h, h + heads)
+                # the largest block first: the memory that it leaves holds each of the others
+                ends = range(Lq, 0, -queries)
+                blocks = [product(part, max(0, end - queries), end) for end in ends]
+                across.append(torch.cat(blocks[::-1], dim=2))
+            out.append(torch.cat(across, dim=1))
         return torch.cat(out)
 
     def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
-        scale = score_scale * self.variant.scale(self._rows(q, k, length))
+        scale = score_scale * self.variant.scale(self._rows(q, k, slice(None), length))
         if self.variant.l2_normalise:
             q, k = l2_normalise(q), l2_normalise(k)
         if isinstance(scale, Tensor):  # each row has its own: it goes into the queries

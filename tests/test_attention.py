@@ -361,28 +361,29 @@ def test_weights_are_differentiable_twice(case):
 @pytest.mark.parametrize("Lq", [10, 4])
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SOFTMAX_CASES])
 def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
-    """Blocks of 3 queries, or 2 sequences of 4; weights kept for the backward or recomputed."""
+    """3 queries of one head at a time, or 2 sequences of 4 queries; weights kept or recomputed."""
     rows, product = [], attention.Attention._product
 
     def spy(self, q, *rest):
-        rows.append(q.shape[0] * q.shape[2])
+        rows.append(q.shape[0] * q.shape[1] * q.shape[2])
         return product(self, q, *rest)
 
     monkeypatch.setattr(attention.Attention, "_product", spy)
-    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 2 * 10 * (3 if Lq == 10 else 8))
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 3 if Lq == 10 else 256)
+    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 3 * 10 if Lq == 10 else 4 * 10 * 4)
     monkeypatch.setattr(attention, "KEEP_SCORES", 10**9 if keep else 0)
     attn = build(case).double()
     q, k, v = leaves(*draw(Lq, 10, B=3))
     inputs = (q, k, v, *attn.parameters())
     out, whole = attn(q, k, v), attn.weights(q, k) @ v
     assert_near(out, whole)
-    assert rows == (3 * [3, 3, 3, 1] if Lq == 10 else [8, 4])
+    assert rows == (6 * [3, 3, 3, 1] if Lq == 10 else [16, 8])
     weights = draw(Lq, 10, B=3, seed=1)[0]
     ours = torch.autograd.grad((out * weights).sum(), inputs)
     theirs = torch.autograd.grad((whole * weights).sum(), inputs)
     for one, other in zip(ours, theirs, strict=True):
         assert_near(one, other)
-    assert len(rows) == (1 if keep else 2) * (12 if Lq == 10 else 2)
+    assert len(rows) == (1 if keep else 2) * (24 if Lq == 10 else 2)
 
 
 # ---- decided edge cases ----
@@ -586,7 +587,8 @@ def test_a_new_phi_works_everywhere(p, monkeypatch):
     expected = reference("softmax.py", attn, q, k)
     assert_near(attn.weights(q, k), expected)
     assert_near(attn(q, k, v), expected @ v)
-    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 2 * 9 * 3)  # 3 queries at a time
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 3)
+    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 1)  # one head at a time
     assert_near(attn(q, k, v), expected @ v)
     assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
 
