@@ -171,8 +171,9 @@ class Trunk(nn.Module):
         frequencies, self.score_scale = rope.frequencies(length)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
         like = self.ln_f.weight
-        kind = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
-        self.cos, self.sin = angles.cos().to(**kind), angles.sin().to(**kind)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.cos = angles.cos().to(dtype).to(like.device)
+        self.sin = angles.sin().to(dtype).to(like.device)
         self.rope, self.rope_length = rope, length
 
     def _apply(self, fn, recurse=True):

@@ -171,6 +171,8 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
                 best = val_loss
                 save("best.pt", val_loss=val_loss)
         if (step % config.checkpoint_interval == 0 or last) and step > 0 and not validated:
+            if not all(parameter.isfinite().all() for parameter in model.parameters()):
+                stop_diverged(config, step, "its update left weights that are not finite", loader)
             save_latest()
         if last:
             break
@@ -201,7 +203,8 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
         loss = loss.item() / world_size
         # with float16 the scaler itself skips a step whose gradients overflow
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
-            stop_diverged(run, step, loss, grad_norm, lr, loader)
+            what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+            stop_diverged(config, step + 1, what, loader)
         for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
@@ -291,14 +294,14 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + share * (config.learning_rate - config.min_lr)
 
 
-def stop_diverged(run: Path, step: int, loss: float, grad_norm: float, lr: float, loader) -> None:
-    """End the run before the weights are touched: the last checkpoint stays the newest."""
-    path, offset = loader.where(step)[0]
+def stop_diverged(config: Config, step: int, what: str, loader: TrainLoader) -> None:
+    """End the run without a save, so that the newest checkpoint is a good one."""
+    path, offset = loader.where(step - 1)[0]
     print(
-        f"error: step {step + 1}: loss = {loss}, gradient norm = {grad_norm} is not finite; the "
-        f"batch begins in {path} at token {offset}. Nothing was updated; the last good checkpoint, "
-        f"if one was saved, is {run / 'latest.pt'}. Try a lower learning_rate (now {lr:.2e}), "
-        "a longer warmup_iters, a lower grad_clip or dtype = float32.",
+        f"error: step {step}: {what}; the batch begins in {path} at token {offset}. "
+        f"The last good checkpoint, if one was saved, is {Path(config.out_dir) / 'latest.pt'}. "
+        f"Try a lower learning_rate (now {learning_rate(step - 1, config):.2e}), a longer "
+        "warmup_iters, a lower grad_clip or dtype = float32.",
         file=sys.stderr,
         flush=True,
     )

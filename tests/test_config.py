@@ -1,11 +1,13 @@
 """The settings: defaults, composition, and a sentence for everything that is wrong."""
 
 import dataclasses
+import itertools
 import math
 import re
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from config import Config, accumulation_steps, help_text, load_config
 from errors import UserError, command
@@ -344,3 +346,15 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(capsys):
         main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: n_layer = 0 must be at least 1\n"
+
+
+def test_the_sweep_over_p_is_made_of_settings():
+    sweep = yaml.safe_load((CONFIGS / "sweeps/p.yaml").read_text())
+    choices = {key: value["values"] for key, value in sweep["parameters"].items()}
+    fixed = [part for part in sweep["command"] if part.startswith("--") and "=" in part]
+    settings = [part for part in fixed if not part.startswith("--nproc")]
+    folders = set()
+    for values in itertools.product(*choices.values()):
+        pairs = zip(choices, values, strict=True)
+        folders.add(load_config([f"--{k}={v}" for k, v in pairs] + settings).out_dir)
+    assert len(folders) == len(choices["p"]) * len(choices["attention"])

@@ -190,14 +190,20 @@ def test_compiled_agrees_and_saves_plain_names(train):
     assert weights(compiled).keys() == weights(plain).keys()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(train, capsys):
+@pytest.mark.parametrize("interval, where", [(3, "step 5: loss"), (1, "step 4: its update")])
+def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, interval, where):
+    run = train("run", "--max_iters=3", f"--checkpoint_interval={interval}")
+    state = torch.load(run / "latest.pt", weights_only=True)
+    state["config"]["learning_rate"] = 1e300
+    torch.save(state, run / "latest.pt")
+    before = (run / "latest.pt").read_bytes()
     with pytest.raises(SystemExit) as stop:
-        train("run", "--learning_rate=1e38", "--grad_clip=0", "--checkpoint_interval=1")
+        train("run", "--resume", "--learning_rate=1e300", f"--checkpoint_interval={interval}")
     message = capsys.readouterr().err
     assert stop.value.code == 1
-    for part in ("step 2", "nan", ".bin at token", "latest.pt", "learning_rate"):
+    for part in (where, ".bin at token", "latest.pt", "lower learning_rate (now 1.00e+300)"):
         assert part in message
-    # what was saved is from before
+    assert (run / "latest.pt").read_bytes() == before
 
 
 @pytest.mark.parametrize("processes", [1, 2])
