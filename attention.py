@@ -195,6 +195,7 @@ class Attention(nn.Module):
         current length where it is not that of k: a cache's final one."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
+            q, k = self._unit(q, k)
             if self.variant.is_softmax(self.p):
                 return self._softmax(q, k, v, length, score_scale)
             return self._blocked(q, k, v, length, score_scale)
@@ -202,13 +203,16 @@ class Attention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
         with torch.autocast(q.device.type, enabled=False):
+            q, k = self._unit(q, k)
             return self._weights(q, k, slice(None), self._length(k.shape[2]), score_scale)
+
+    def _unit(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as the scores take them: once for all blocks."""
+        return (l2_normalise(q), l2_normalise(k)) if self.variant.l2_normalise else (q, k)
 
     def _weights(self, q, k, heads: slice, length: int, score_scale: float) -> Tensor:
         row, r = self.variant, self._rows(q, k, heads, length)
         q, k = q.to(r.n.dtype), k.to(r.n.dtype)
-        if row.l2_normalise:
-            q, k = l2_normalise(q), l2_normalise(k)
         z = (q * (score_scale * row.scale(r))) @ k.mT  # [B, H, Lq, Lk]
         if row.bias is not None:
             z = z + row.bias(r)
@@ -275,8 +279,6 @@ class Attention(nn.Module):
     def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
         scale = score_scale * self.variant.scale(self._rows(q, k, slice(None), length))
-        if self.variant.l2_normalise:
-            q, k = l2_normalise(q), l2_normalise(k)
         if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
             q, scale = q * scale, 1.0
         q, k = q.to(v.dtype), k.to(v.dtype)
