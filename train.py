@@ -38,7 +38,7 @@ PEAK_FLOPS = {
 
 # Settings that may change when a run is resumed; any other would make it another run.
 FREE_ON_RESUME = {
-    "resume", "device", "dtype", "compile", "batch_size", "max_iters", "eval_interval",
+    "resume", "init_from", "device", "dtype", "compile", "batch_size", "max_iters", "eval_interval",
     "checkpoint_interval", "log_interval", "wandb_mode", "wandb_project", "out_dir", "data_dir",
 }  # fmt: skip
 
@@ -170,7 +170,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
             if val_loss < best:
                 best = val_loss
                 save("best.pt", val_loss=val_loss)
-        if (step % config.checkpoint_interval == 0 or last) and step > 0 and not validated:
+        if (last or (step % config.checkpoint_interval == 0 and step > 0)) and not validated:
             if not all(parameter.isfinite().all() for parameter in model.parameters()):
                 stop_diverged(config, step, "its update left weights that are not finite", loader)
             save_latest()

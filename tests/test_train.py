@@ -167,10 +167,13 @@ def test_init_from_another_variant(train, capsys):
     first = train("first", "configs/softmax.py")
     arguments = ("configs/ssmax.py", "--s_init=0.5", "--max_iters=0", f"--init_from={first}")
     second = train("second", *arguments)
-    old, new = weights(first), weights(second, "best.pt")
+    old, new = weights(first), weights(second)
     added = new.keys() - old.keys()
     assert all(name.endswith(".s") and torch.all(new[name] == 0.5) for name in added)
     assert len(added) == 2 and all(torch.equal(new[name], old[name]) for name in old)
+    # it can be resumed like any other run
+    train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
+    assert list(metrics(second)) == [1, 2, 3]
     refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "another one")
 
 
