@@ -81,14 +81,6 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     return state["step"]
 
 
-def load_run(run, which: str = "latest", device="cpu") -> tuple[Config, GPT]:
-    """A run's Config and its model with the weights of latest.pt or best.pt, in evaluation mode."""
-    config = read_config(run)
-    model = GPT(config)
-    load_weights(model, run, which)
-    return config, model.to(device).eval()
-
-
 def start_metrics(path: Path, step: int) -> None:
     """Keep the metrics up to a step: what a stopped run logged after its checkpoint comes again."""
     lines = path.read_text().splitlines() if path.exists() else []

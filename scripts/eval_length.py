@@ -12,16 +12,16 @@ import math
 import os
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import checkpoint
 from config import Config
 from data.loader import validation_batches, validation_tokens
 from errors import UserError, command
-from evaluate import mean_loss, pick_device, pick_dtype
-from files import read_json, write_json
-from model import GPT, Rope
+from evaluate import mean_loss
+from files import read_json, replacing, write_json
+from scripts.runs import add_options, open_run
 
 # Tokens of a batch, unless one window is longer.
 BATCH_TOKENS = 16384
@@ -32,14 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--lengths", help="in tokens, such as 1024,2048 (default: 1x to 16x)")
-    parser.add_argument("--rope", default="dynamic_ntk", choices=Rope.SCALINGS)
-    parser.add_argument("--rope_factor", type=float, help="see model.Rope; default: its own")
-    parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument("--tokens", type=int, help="how many to predict (default: val_tokens)")
-    parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     parser.add_argument("--data_dir", help="other shards than the run's own")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    add_options(parser)
     arguments = parser.parse_args()
     results = [measure(Path(run), arguments) for run in arguments.runs]
     print_table(results)
@@ -52,46 +47,27 @@ def main() -> None:
     print(f"picture: {os.path.relpath(picture)}")
 
 
-def measure(run: Path, arguments) -> dict:
+def measure(path: Path, arguments) -> dict:
     """One run's losses, as they are saved in its eval_length.json."""
-    config = checkpoint.read_config(run)
-    lengths = parse_lengths(arguments.lengths, config)
-    data_dir = arguments.data_dir or config.data_dir
-    tokens = shared_tokens(data_dir, lengths, arguments.tokens or config.val_tokens)
-    device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device)
-    model = GPT(config)
-    step = checkpoint.load_weights(model, run, arguments.checkpoint)
-    result = {
-        "variant": config.variant_name,
-        "rope": arguments.rope,
-        "rope_factor": arguments.rope_factor,
-        "rope_theta": arguments.rope_theta,
-        "lengths": lengths,
-        "tokens": tokens,
-        "trained_length": config.block_size,
-        "checkpoint": arguments.checkpoint,
-        "step": step,
-        "seed": config.seed,
-        "data_dir": data_dir,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    path = run / "eval_length.json"
-    before = read_json(path) or {}
+    run = open_run(path, arguments)
+    lengths = parse_lengths(arguments.lengths, run.config)
+    data_dir = arguments.data_dir or run.config.data_dir
+    tokens = shared_tokens(data_dir, lengths, arguments.tokens or run.config.val_tokens)
+    result = run.facts | {"lengths": lengths, "tokens": tokens, "data_dir": data_dir}
+    file = path / "eval_length.json"
+    before = read_json(file) or {}
     if all(before.get(key) == value for key, value in result.items()) and "loss" in before:
         return before
-    model = model.to(device).eval()
-    model.scale_rope(arguments.rope, arguments.rope_factor, arguments.rope_theta)
     result["loss"] = []
-    with tqdm(total=tokens * len(lengths), unit="tok", unit_scale=True, desc=str(run)) as bar:
+    with tqdm(total=tokens * len(lengths), unit="tok", unit_scale=True, desc=str(path)) as bar:
         for length in lengths:
             bar.set_postfix(length=length)
             size = max(1, BATCH_TOKENS // length)
-            batches = validation_batches(data_dir, length, tokens, size, device=device)
-            loss, count = mean_loss(model, counted(batches, bar), device, dtype)
+            batches = validation_batches(data_dir, length, tokens, size, device=run.device)
+            loss, count = mean_loss(run.model, counted(batches, bar), run.device, run.dtype)
             assert count == tokens
             result["loss"].append(loss)
-    write_json(path, result | {"environment": checkpoint.environment()})
+    write_json(file, result | {"environment": checkpoint.environment()})
     return result
 
 
@@ -140,10 +116,8 @@ def print_table(results: list[dict]) -> None:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
     for result in results:
         axes.plot(result["lengths"], result["loss"], marker="o", label=result["variant"])
     lengths = sorted({length for result in results for length in result["lengths"]})
@@ -157,8 +131,8 @@ def plot(results: list[dict], path: Path) -> None:
     axes.set_title(f"RoPE scaling: {results[0]['rope']}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
 
 
 if __name__ == "__main__":

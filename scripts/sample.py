@@ -7,11 +7,10 @@ import argparse
 
 import torch
 
-import checkpoint
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import autocast, pick_device, pick_dtype
-from model import Rope
+from evaluate import autocast
+from scripts.runs import add_options, open_run
 
 
 @command
@@ -24,25 +23,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top_k", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--rope", default="dynamic_ntk", choices=Rope.SCALINGS)
-    parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    add_options(parser)
     arguments = parser.parse_args()
     for name in ("num_samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} {getattr(arguments, name)} must be at least 1")
-    device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device)
-    config, model = checkpoint.load_run(arguments.run, arguments.checkpoint, device)
-    model.scale_rope(arguments.rope)
-    tokenizer = get_tokenizer(config.tokenizer)
+    run = open_run(arguments.run, arguments)
+    tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(arguments.prompt)]
-    idx = torch.tensor([prompt] * arguments.num_samples, device=device)
-    generator = torch.Generator(device).manual_seed(arguments.seed)
-    with autocast(device, dtype):
-        out = model.generate(
+    idx = torch.tensor([prompt] * arguments.num_samples, device=run.device)
+    generator = torch.Generator(run.device).manual_seed(arguments.seed)
+    with autocast(run.device, run.dtype):
+        out = run.model.generate(
             idx, arguments.max_new_tokens, arguments.temperature, arguments.top_k, generator
         )
     for row in out[:, 1:].tolist():

@@ -50,6 +50,17 @@ def train(shards, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def call(monkeypatch):
+    """Run a script's main in this process with these arguments."""
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+
+    return run
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Sums in the same order whatever the machine's load, and no fight over two cores."""

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -14,18 +13,10 @@ import torch
 
 import checkpoint
 from data.shards import read_shard
+from model import GPT
 from scripts import eval_length, sample
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def call(monkeypatch):
-    def run(module, *arguments):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        module.main()
-
-    return run
 
 
 def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, capsys):
@@ -34,7 +25,8 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, 
     result = json.loads((run / "eval_length.json").read_text())
     assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
     assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
-    config, model = checkpoint.load_run(run)
+    model = GPT(checkpoint.read_config(run)).eval()
+    checkpoint.load_weights(model, run)
     tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:257].astype(np.int64))
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
         base = 10000 * max(1, length / 16) ** (16 / 14)
