@@ -26,6 +26,13 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from errors import UserError
+
+try:
+    import kernels
+except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
+    kernels = None
+
 # A row whose sum of |phi| is not above this has nothing to share out: its weights are 0.
 DEAD = 1e-30
 # A row whose largest n A - 1 is not above this counts as tied: rounding would pick its winner.
@@ -49,6 +56,8 @@ class Phi:
     signed: bool = False
     # From a row's largest score, what may be added to the whole row without changing phi / l1.
     shift: Callable[[Tensor], Tensor] | None = None
+    # Its entry in kernels.PHIS; None: no fused kernel.
+    kernel: str | None = None
 
 
 def exp_tail(top: Tensor) -> Tensor:
@@ -57,16 +66,16 @@ def exp_tail(top: Tensor) -> Tensor:
     return (-40 - top).clamp_min(0)
 
 
-EXP = Phi(torch.exp, shift=torch.neg)
-SIGMOID = Phi(torch.sigmoid, shift=exp_tail)
+EXP = Phi(torch.exp, shift=torch.neg, kernel="exp")
+SIGMOID = Phi(torch.sigmoid, shift=exp_tail, kernel="sigmoid")
 # torch's softplus is linear above its threshold: exact in float64 at 40, but not at its default 20.
-SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=exp_tail)
-RELU = Phi(torch.relu, zero=0.0)
-RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0)
-RELU6 = Phi(F.relu6, zero=0.0)
-GELU = Phi(F.gelu, zero=0.0, signed=True)
-MISH = Phi(F.mish, zero=0.0, signed=True)
-IDENTITY = Phi(lambda z: z, zero=0.0, signed=True)
+SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=exp_tail, kernel="softplus")
+RELU = Phi(torch.relu, zero=0.0, kernel="relu")
+RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
+RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
+GELU = Phi(F.gelu, zero=0.0, signed=True, kernel="gelu")
+MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
+IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,15 @@ class Variant:
     bias: Callable[[Rows], Tensor | float] | None = None
     norm: Callable[[Rows], Tensor | float] | None = None  # None: l1
     l2_normalise: bool = False  # q and k to unit length first
+    bounded: bool = False  # no score is so far below 0 that a whole row of phi could underflow
     learnable: tuple[str, ...] = ()  # s and b are per head, p_n one vector for all layers
     needs_p: bool = False
     after: Callable[[Tensor, Rows], Tensor] | None = None  # a last change to the weights
+
+    @property
+    def shifted(self) -> bool:
+        """Whether rows are shifted by phi.shift, which only l1 cancels."""
+        return self.norm is None and self.phi.shift is not None and not self.bounded
 
     @property
     def takes_p(self) -> bool:
@@ -134,8 +149,9 @@ VARIANTS: dict[str, Variant] = {
     "relu_wortsman": Variant(RELU, norm=lambda r: r.L),
     "relu_li": Variant(RELU),
     "relu_shen": Variant(RELU, norm=lambda r: r.gamma * (r.n / 2).sqrt()),
-    "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True),
-    "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, needs_p=True),
+    # scores of unit vectors are within +-log d log n: above -41 at d = 64, n = 16,384
+    "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
+    "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),
     # LSSAR Table A4
     "softmax_inverse": Variant(EXP, after=lambda A, r: -A),
     "softmax_recentred": Variant(EXP, after=recentre),
@@ -175,6 +191,7 @@ class Attention(nn.Module):
         super().__init__()
         self.variant = VARIANTS[config.attention]
         self.p = config.p
+        self.impl = config.attention_impl
         self.d = config.n_embd // config.n_head
         self.gamma = config.gamma
         self.trained_length = config.block_size
@@ -195,30 +212,63 @@ class Attention(nn.Module):
         current length where it is not that of k: a cache's final one."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
-            q, k = self._unit(q, k)
-            if self.variant.is_softmax(self.p):
+            path = self._path(q)
+            if path == "triton":
+                return self._fused(q, k, v, length, score_scale)
+            if path == "sdpa":
                 return self._softmax(q, k, v, length, score_scale)
-            return self._blocked(q, k, v, length, score_scale)
+            q, k, over = self._unit(q, k)
+            if path == "reference":
+                return self._product(q, k, v, over, slice(None), length, score_scale)
+            return self._blocked(q, k, v, over, length, score_scale)
 
     def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
         with torch.autocast(q.device.type, enabled=False):
-            q, k = self._unit(q, k)
-            return self._weights(q, k, slice(None), self._length(k.shape[2]), score_scale)
+            length = self._length(k.shape[2])
+            return self._weights(*self._unit(q, k), slice(None), length, score_scale)
 
-    def _unit(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k as the scores take them: once for all blocks."""
-        return (l2_normalise(q), l2_normalise(k)) if self.variant.l2_normalise else (q, k)
+    def _path(self, q: Tensor) -> str:
+        """The one place that picks a path."""
+        if self.impl == "auto" and self.variant.is_softmax(self.p):
+            return "sdpa"
+        if self.impl not in ("auto", "triton"):
+            return self.impl
+        obstacle = no_kernel(self.variant, self.d)
+        if obstacle is None and kernels is None:
+            obstacle = "Triton is not installed"
+        elif obstacle is None and not (q.is_cuda or kernels.INTERPRETED):
+            obstacle = f"it needs an NVIDIA GPU, and this is {q.device.type}"
+        elif obstacle is None and q.dtype == torch.float64:
+            obstacle = "it does not compute in float64"
+        if obstacle is None and (q.is_cuda or self.impl == "triton"):
+            return "triton"
+        if self.impl == "triton":
+            raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
+        return "blocked"
 
-    def _weights(self, q, k, heads: slice, length: int, score_scale: float) -> Tensor:
+    def _unit(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q and k as the scores take them, once for all blocks, and what multiplies each key's
+        scores. A single query divides its scores by the keys' lengths, not a cache of keys."""
+        if not self.variant.l2_normalise:
+            return q, k, None
+        if q.shape[2] > 1:
+            return l2_normalise(q), l2_normalise(k), None
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
+        return l2_normalise(q), k, torch.rsqrt(squared + 1e-12)[:, :, None]
+
+    def _weights(self, q, k, over, heads: slice, length: int, score_scale: float) -> Tensor:
         row, r = self.variant, self._rows(q, k, heads, length)
         q, k = q.to(r.n.dtype), k.to(r.n.dtype)
         z = (q * (score_scale * row.scale(r))) @ k.mT  # [B, H, Lq, Lk]
+        if over is not None:
+            z = z * over
         if row.bias is not None:
             z = z + row.bias(r)
         hidden = torch.arange(k.shape[2], device=k.device) >= r.n  # [Lq, Lk]
         z = z.masked_fill(hidden, row.phi.zero)
-        if row.norm is None and row.phi.shift is not None:
+        if row.shifted:
             z = z + row.phi.shift(z.detach().amax(-1, keepdim=True))
         A = row.phi.function(z)
         A = l1_normalise(A, row.phi.signed) if row.norm is None else A / row.norm(r)
@@ -244,10 +294,10 @@ class Attention(nn.Module):
     def _length(self, current: int) -> int:
         return current if self.current_length else self.trained_length
 
-    def _product(self, q, k, v, heads: slice, length: int, score_scale: float) -> Tensor:
-        return self._weights(q, k, heads, length, score_scale).to(v.dtype) @ v
+    def _product(self, q, k, v, over, heads: slice, length: int, score_scale: float) -> Tensor:
+        return self._weights(q, k, over, heads, length, score_scale).to(v.dtype) @ v
 
-    def _blocked(self, q, k, v, length: int, score_scale: float) -> Tensor:
+    def _blocked(self, q, k, v, over, length: int, score_scale: float) -> Tensor:
         """Some queries of some heads of some sequences at a time, so that no more weights than
         theirs exist at once. A block of queries needs no key after its own last one."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -259,7 +309,7 @@ class Attention(nn.Module):
         def product(part, start: int, end: int) -> Tensor:
             seen = Lk - Lq + end
             block = q[part][:, :, start:end], k[part][:, :, :seen], v[part][:, :, :seen]
-            args = (*block, part[1], length, score_scale)
+            args = (*block, None if over is None else over[part], part[1], length, score_scale)
             if recompute:
                 return checkpoint(self._product, *args, use_reentrant=False)
             return self._product(*args)
@@ -276,8 +326,30 @@ class Attention(nn.Module):
             out.append(torch.cat(across, dim=1))
         return torch.cat(out)
 
+    def _fused(self, q, k, v, length: int, score_scale: float) -> Tensor:
+        row, r = self.variant, self._rows(q, k, slice(None), length)
+
+        def vector(x: Tensor | float) -> Tensor:  # [H, Lq]
+            x = x.to(r.n.dtype) if isinstance(x, Tensor) else r.n.new_full((), x)
+            return x.expand(1, q.shape[1], q.shape[2], 1)[0, :, :, 0]
+
+        return kernels.attend(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            scale=vector(score_scale * row.scale(r)),
+            bias=None if row.bias is None else vector(row.bias(r)),
+            norm=None if row.norm is None else vector(row.norm(r)),
+            phi=row.phi.kernel,
+            shifted=row.shifted,
+            p=self.p,
+            unit=row.l2_normalise,
+        )
+
     def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
+        if self.variant.l2_normalise:
+            q, k = l2_normalise(q), l2_normalise(k)
         scale = score_scale * self.variant.scale(self._rows(q, k, slice(None), length))
         if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
             q, scale = q * scale, 1.0
@@ -316,6 +388,17 @@ def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
     x = (x - ((n > 3) & ~tied(x)).to(x.dtype)).relu()
     top = x.detach().amax(-1, keepdim=True)
     return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
+
+
+def no_kernel(variant: Variant, d: int) -> str | None:
+    """Why kernels.py has nothing for a variant at head size d; None if it has."""
+    if variant.phi.kernel is None:
+        return "its phi names no entry of kernels.PHIS"
+    if variant.after is not None:
+        return "no kernel changes the weights after their norm"
+    if d > 128:
+        return f"head size {d} is above 128"
+    return None
 
 
 def build_attention(config) -> Attention:

@@ -9,7 +9,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from attention import VARIANTS
+from attention import VARIANTS, no_kernel
 from errors import UserError
 
 VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
@@ -30,6 +30,9 @@ class Config:
     # attention
     attention: str = setting("softmax", "row of attention.VARIANTS")
     p: float | None = setting(None, "power of the re-weighting stage, >= 1; None: no such stage")
+    attention_impl: str = setting(
+        "auto", "'auto', or one path for all: 'triton' (kernels.py), 'blocked' or 'reference'"
+    )
     attention_length: str = setting(
         "train", "L in -log L and 1/L: 'train' (block_size at any length) or 'current'"
     )
@@ -122,6 +125,7 @@ class Config:
 HINTS = typing.get_type_hints(Config)
 CHOICES = {
     "attention": tuple(VARIANTS),
+    "attention_impl": ("auto", "triton", "blocked", "reference"),
     "attention_length": ("train", "current"),
     "tokenizer": tuple(VOCABULARY),
     "norm": ("layernorm", "rmsnorm"),
@@ -260,6 +264,12 @@ def check(config: Config) -> None:
     if config.n_embd // config.n_head % 2:
         raise UserError(
             f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE turns pairs"
+        )
+    obstacle = no_kernel(variant, config.n_embd // config.n_head)
+    if config.attention_impl == "triton" and obstacle:
+        raise UserError(
+            f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
+            "'auto' takes what can"
         )
     if config.gamma <= 0:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")

@@ -38,8 +38,9 @@ PEAK_FLOPS = {
 
 # Settings that may change when a run is resumed; any other would make it another run.
 FREE_ON_RESUME = {
-    "resume", "init_from", "device", "dtype", "compile", "batch_size", "max_iters", "eval_interval",
-    "checkpoint_interval", "log_interval", "wandb_mode", "wandb_project", "out_dir", "data_dir",
+    "resume", "init_from", "device", "dtype", "compile", "attention_impl", "batch_size",
+    "max_iters", "eval_interval", "checkpoint_interval", "log_interval", "wandb_mode",
+    "wandb_project", "out_dir", "data_dir",
 }  # fmt: skip
 
 

@@ -1,0 +1,1004 @@
+"""Fused attention in Triton: forward, backward and decoding, in memory that grows with L alone.
+
+For one head, and row i that sees the keys j < n_i (the terms are attention.py's):
+
+    z_ij = scale_i s_ij + bias_i + shift_i,   a_ij = phi(z_ij)
+
+one stage     O_i = gain_i sum_j a_ij v_j             gain is 1 / sum_j |a_ij|, or the fixed norm's
+two stages    x_ij = gain_i a_ij - offset_i           gain is n_i / sum_j a_ij
+              t_ij = relu(x_ij) / max_j x_ij          within 0 to 1, so that no power overflows
+              O_i = sum_j t_ij^p v_j / W_i            W_i = sum_j t_ij^p
+
+The second stage needs its row's sum and maximum first: its forward pass reads the keys twice. With
+U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, its backward is
+
+    D_i   = dO_i . O_i
+    E_i   = offset_i p R_i / (X_i W_i) (dO_i . U_i - D_i)      = sum_j dL/dA_ij A_ij
+    dx_ij = p t_ij^(p-1) / (X_i W_i) (dO_i . v_j - D_i)
+    da_ij = gain_i dx_ij - E_i gain_i / n_i
+    dz_ij = da_ij phi'(z_ij)
+
+so that U, gathered in the forward pass, saves the backward one a pass of its own for E. Shifts are
+of rows whose phi would underflow or overflow (Phi.shift); l1 cancels them.
+
+Matrix products: one stage 2 forward, 5 backward as in FlashAttention; two stages 4 and 5 (3 without
+gradients). The backward pass adds up dq by atomics, 5 products, or, where the order of sums must
+not vary (torch.use_deterministic_algorithms) or scale and bias are learnt, in a kernel of its own,
+7 products.
+
+Products are in the inputs' dtype with float32 sums; all between is float32. float32 inputs are
+multiplied as such, or in TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# As in attention.py, which cannot be imported from here; a test compares them.
+DEAD = tl.constexpr(1e-30)
+TIED = tl.constexpr(16 * 2.0**-23)
+
+# Triton's interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 in the environment.
+INTERPRETED = triton.knobs.runtime.interpret
+MAX_HEAD_SIZE = 128
+
+
+def blocks(*shapes) -> list[triton.Config]:
+    """Block shapes (BLOCK_M queries, BLOCK_N keys, warps, stages) to choose from by measuring."""
+    if INTERPRETED:
+        shapes = [(32, 16, 4, 1)]
+    return [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in shapes
+    ]
+
+
+FORWARD_BLOCKS = blocks(
+    (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)
+)  # fmt: skip
+BACKWARD_BLOCKS = blocks(
+    (64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 3), (32, 64, 4, 3), (32, 128, 4, 2)
+)  # fmt: skip
+# What a measurement holds for; `size` is the length's power of two.
+KEY = ["size", "D", "PHI", "P", "UNIT", "SAVE"]
+
+
+# ---- phi ----
+# Each phi has a slope, its derivative; the compiler computes what the two share once.
+
+
+@triton.jit
+def exp(z):
+    return tl.exp(z)
+
+
+@triton.jit
+def sigmoid(z):
+    e = tl.exp(-tl.abs(z))
+    return tl.where(z >= 0, 1.0, e) / (1 + e)
+
+
+@triton.jit
+def sigmoid_slope(z):
+    e = tl.exp(-tl.abs(z))
+    return e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def softplus(z):
+    # max(z, 0) + log1p(e): a polynomial, for log(1 + e) has no digits of a small e. Chebyshev
+    # interpolation of log1p(e) / e on [0, 1], degree 8: largest relative error 2.3e-7 in float32.
+    e = tl.exp(-tl.abs(z))
+    r = 0.0051261018961668015 * e - 0.029074065387248993
+    r = r * e + 0.0775160863995552
+    r = r * e - 0.13602247834205627
+    r = r * e + 0.19076880812644958
+    r = r * e - 0.2483539879322052
+    r = r * e + 0.3331812024116516
+    r = r * e - 0.4999944567680359
+    r = r * e + 0.9999999403953552
+    return tl.maximum(z, 0.0) + r * e
+
+
+@triton.jit
+def relu(z):
+    return tl.maximum(z, 0.0)
+
+
+@triton.jit
+def relu_slope(z):
+    return tl.where(z > 0, 1.0, 0.0)
+
+
+@triton.jit
+def relu2(z):
+    return tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
+
+
+@triton.jit
+def relu2_slope(z):
+    return 2 * tl.maximum(z, 0.0)
+
+
+@triton.jit
+def relu6(z):
+    return tl.minimum(tl.maximum(z, 0.0), 6.0)
+
+
+@triton.jit
+def relu6_slope(z):
+    return tl.where((z > 0) & (z < 6), 1.0, 0.0)
+
+
+@triton.jit
+def gelu(z):
+    return 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_slope(z):
+    density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density
+
+
+@triton.jit
+def mish(z):
+    # tanh(softplus(z)) = m / (m + 2) with m = e (e + 2), which is 1 in float32 from z = 20 on
+    e = tl.exp(tl.minimum(z, 20.0))
+    m = e * (e + 2)
+    return z * m / (m + 2)
+
+
+@triton.jit
+def mish_slope(z):
+    e = tl.exp(tl.minimum(z, 20.0))
+    m = e * (e + 2)
+    return m / (m + 2) + z * (4 * (m + 1) / ((m + 2) * (m + 2))) * (e / (1 + e))
+
+
+@triton.jit
+def identity(z):
+    return z
+
+
+@triton.jit
+def identity_slope(z):
+    return z * 0 + 1
+
+
+@triton.jit
+def to_top(top):
+    return -top
+
+
+@triton.jit
+def out_of_tail(top):
+    return tl.maximum(-40 - top, 0.0)
+
+
+# Phi.kernel names an entry here: phi, its slope, and its shift if it has one. The shift must be one
+# that multiplies phi by exp(shift).
+PHIS = {
+    "exp": (exp, exp, to_top),
+    "sigmoid": (sigmoid, sigmoid_slope, out_of_tail),
+    "softplus": (softplus, sigmoid, out_of_tail),
+    "relu": (relu, relu_slope, None),
+    "relu2": (relu2, relu2_slope, None),
+    "relu6": (relu6, relu6_slope, None),
+    "gelu": (gelu, gelu_slope, None),
+    "mish": (mish, mish_slope, None),
+    "identity": (identity, identity_slope, None),
+}
+
+
+# ---- pieces of all kernels ----
+
+
+@triton.jit
+def _at(X, strides, b, h):
+    """X [B, H, ..] at one head; 64 bits, for a batch may have more than 2^31 numbers."""
+    return X + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def _load(X, strides, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of X [L, D] as [rows, BLOCK_D], 0 outside."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < L)[:, None]
+    if D != BLOCK_D:
+        inside = inside & (columns < D)[None, :]
+    at = X + rows[:, None] * strides[2] + columns[None, :] * strides[3]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(X, strides, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < L)[:, None]
+    if D != BLOCK_D:
+        inside = inside & (columns < D)[None, :]
+    at = X + rows[:, None] * strides[2] + columns[None, :] * strides[3]
+    tl.store(at, value.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _vector(X, rows, L):
+    """Rows of X [L], 0 outside."""
+    return tl.load(X + rows, mask=rows < L, other=0.0)
+
+
+@triton.jit
+def _activate(
+    s, alpha, beta, highest, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """phi of a tile's scores; with a shift also the rows' maximum of z so far, and what sums of phi
+    up to here must be multiplied by, because the maximum has changed the shift."""
+    z = s * alpha[:, None]
+    if BIASED:
+        z += beta[:, None]
+    rescale = highest
+    if SHIFT is not None:
+        seen = tl.where(visible, z, -float("inf")) if MASKED else z
+        top = tl.maximum(highest, tl.max(seen, 1))
+        rescale = tl.exp(SHIFT(top) - SHIFT(highest))
+        highest = top
+        z += SHIFT(top)[:, None]
+    a = PHI(z)
+    if MASKED:
+        a = tl.where(visible, a, 0.0)
+    return a, highest, rescale
+
+
+@triton.jit
+def _second_stage(total, most, n):
+    """gain, offset and 1 / max_j x_ij of rows from the sum and maximum of phi."""
+    gain = tl.where(total > DEAD, n / total, 0.0)
+    top = gain * most
+    offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)
+    top = top - offset
+    return gain, offset, tl.where(top > 0, 1 / top, 0.0)
+
+
+@triton.jit
+def _save(ROWS, index, value, bh, rows, heads, L):
+    """Rows of the vector ROWS[index] of [.., B H, L]."""
+    at = ROWS + (index * heads + bh).to(tl.int64) * L + rows
+    tl.store(at, value, mask=rows < L)
+
+
+@triton.jit
+def _saved(ROWS, index, bh, rows, heads, L):
+    return tl.load(ROWS + (index * heads + bh).to(tl.int64) * L + rows, mask=rows < L, other=0.0)
+
+
+@triton.jit
+def _power_less_one(t, P: tl.constexpr):
+    """t^(p - 1) for t >= 0, and 0 at t = 0."""
+    if P == 1:
+        return tl.where(t > 0, 1.0, 0.0)
+    elif P % 1 == 0:
+        result = t
+        for bit in tl.static_range(16):
+            if ((P - 2) >> bit) & 1:
+                result = result * t
+            if (P - 2) >> (bit + 1):
+                t = t * t
+        return result
+    else:
+        return tl.exp2((P - 1) * tl.log2(t))
+
+
+@triton.jit
+def _project(dx, x, inverse):
+    """A gradient through x / |x|: what is left of it across x."""
+    along = tl.sum(dx * x.to(tl.float32), 1) * inverse * inverse
+    return dx - along[:, None] * x
+
+
+# ---- forward ----
+
+
+@triton.jit
+def _inverse_norms(X, OUT, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):
+    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L]: see attention.l2_normalise."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    x = _load(_at(X, strides, bh // H, bh % H), strides, rows, L, D, BLOCK_D).to(tl.float32)
+    at = OUT + bh.to(tl.int64) * L + rows
+    tl.store(at, tl.rsqrt(tl.sum(x * x, 1) + 1e-12), mask=rows < L)
+
+
+@triton.jit
+def _scores(q, k, K_INVERSE, keys, Lk, UNIT: tl.constexpr, PRECISION: tl.constexpr):
+    """q_i . k_j, over |k_j| for unit rows: [rows, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if UNIT:
+        s = s * _vector(K_INVERSE, keys, Lk)[None, :]
+    return s
+
+
+# The loops over keys run twice: first the tiles that every row of the block sees whole, then those
+# on the diagonal, with the mask.
+
+
+@triton.autotune(FORWARD_BLOCKS, KEY, cache_results=True)
+@triton.jit
+def _forward_one_stage(
+    Q, K, V, SCALE, BIAS, NORM, Q_INVERSE, K_INVERSE, OUT, ROWS,
+    q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
+    B, H, Lq, Lk, size, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # the longest rows first, so that no block of them is left alone at the end
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h = bh // H, bh % H
+    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K_INVERSE += bh.to(tl.int64) * Lk
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
+    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < Lq, 0.0)
+    beta = alpha * 0
+    if BIASED:
+        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < Lq, 0.0)
+    if UNIT:
+        alpha *= _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
+    past = Lk - Lq
+    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    for MASKED in tl.static_range(2):
+        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
+            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            visible = keys[None, :] <= rows[:, None] + past
+            a, highest, rescale = _activate(
+                s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
+            )
+            if SHIFT is not None:
+                total, acc = total * rescale, acc * rescale[:, None]
+            if L1:
+                total += tl.sum(tl.abs(a), 1)
+            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    if L1:
+        gain = tl.where(total > DEAD, 1 / total, 0.0)
+    else:
+        gain = 1 / tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < Lq, 1.0)
+    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * gain[:, None], D, BLOCK_D)
+    if SAVE:
+        if SHIFT is not None:
+            beta += SHIFT(highest)
+        _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
+        _save(ROWS, 1, beta, bh, rows, B * H, Lq)
+        _save(ROWS, 2, gain, bh, rows, B * H, Lq)
+
+
+@triton.autotune(FORWARD_BLOCKS, KEY, cache_results=True)
+@triton.jit
+def _forward_two_stages(
+    Q, K, V, SCALE, BIAS, Q_INVERSE, K_INVERSE, OUT, U, ROWS,
+    q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
+    B, H, Lq, Lk, size, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h = bh // H, bh % H
+    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K_INVERSE += bh.to(tl.int64) * Lk
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
+    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < Lq, 0.0)
+    beta = alpha * 0
+    if BIASED:
+        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < Lq, 0.0)
+    if UNIT:
+        alpha *= _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
+    past = Lk - Lq
+    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+
+    # ---- pass 1: each row's sum and maximum of phi ----
+    total, most = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    for MASKED in tl.static_range(2):
+        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
+            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            visible = keys[None, :] <= rows[:, None] + past
+            a, highest, rescale = _activate(
+                s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
+            )
+            if SHIFT is not None:
+                total, most = total * rescale, most * rescale
+            total += tl.sum(a, 1)
+            most = tl.maximum(most, tl.max(a, 1))
+    if SHIFT is not None:
+        beta += SHIFT(highest)
+    n = (rows + past + 1).to(tl.float32)
+    gain, offset, inv_top = _second_stage(total, most, n)
+
+    # ---- pass 2: the sharpened weights, times V ----
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for MASKED in tl.static_range(2):
+        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
+            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            visible = keys[None, :] <= rows[:, None] + past
+            a, _, _ = _activate(s, alpha, beta, highest, visible, PHI, None, BIASED, MASKED)
+            t = tl.maximum(gain[:, None] * a - offset[:, None], 0.0) * inv_top[:, None]
+            u = _power_less_one(t, P)
+            w = u * t
+            total_w += tl.sum(w, 1)
+            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
+            if SAVE:
+                total_u += tl.sum(u, 1)
+                acc_u = tl.dot(u.to(v.dtype), v, acc_u, input_precision=PRECISION)
+
+    inv_w = tl.where(total_w > 0, 1 / total_w, 0.0)
+    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * inv_w[:, None], D, BLOCK_D)
+    if SAVE:
+        inv_u = tl.where(total_u > 0, 1 / total_u, 0.0)
+        _store(_at(U, out_strides, b, h), out_strides, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
+        _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
+        _save(ROWS, 1, beta, bh, rows, B * H, Lq)
+        _save(ROWS, 2, gain * inv_top, bh, rows, B * H, Lq)
+        _save(ROWS, 3, offset * inv_top, bh, rows, B * H, Lq)
+        _save(ROWS, 4, inv_w, bh, rows, B * H, Lq)
+        # E_i gain_i / n_i over (dO_i . U_i - D_i)
+        coupling = offset * P * total_u * inv_top * inv_w * gain / n
+        _save(ROWS, 5, coupling, bh, rows, B * H, Lq)
+
+
+# ---- backward ----
+
+
+@triton.jit
+def _backward_rows(
+    DOUT, OUT, U, ROWS, DELTA, COUPLING, dout_strides, out_strides, B, H, L, P: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """D_i and, of two stages, E_i gain_i / n_i."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, L, D, BLOCK_D).to(tl.float32)
+    out = _load(_at(OUT, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
+    delta = tl.sum(dout * out, 1)
+    _save(DELTA, 0, delta, bh, rows, B * H, L)
+    if P:
+        u = _load(_at(U, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
+        coupling = _saved(ROWS, 5, bh, rows, B * H, L) * (tl.sum(dout * u, 1) - delta)
+        _save(COUPLING, 0, coupling, bh, rows, B * H, L)
+
+
+@triton.jit
+def _row_terms(ROWS, DELTA, COUPLING, bh, rows, heads, L, P: tl.constexpr, L1: tl.constexpr):
+    """What the gradients of a tile need of its rows."""
+    alpha = _saved(ROWS, 0, bh, rows, heads, L)
+    beta = _saved(ROWS, 1, bh, rows, heads, L)
+    gain = _saved(ROWS, 2, bh, rows, heads, L)
+    delta = _saved(DELTA, 0, bh, rows, heads, L) if L1 else gain * 0
+    if P:
+        offset = _saved(ROWS, 3, bh, rows, heads, L)
+        inv_w = _saved(ROWS, 4, bh, rows, heads, L)
+        coupling = _saved(COUPLING, 0, bh, rows, heads, L)
+    else:
+        offset, inv_w, coupling = gain, gain, gain
+    return alpha, beta, gain, delta, offset, inv_w, coupling
+
+
+@triton.jit
+def _gradients(
+    s, dp, alpha, beta, gain, delta, offset, inv_w, coupling, visible, PHI: tl.constexpr,
+    SLOPE: tl.constexpr, P: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile's weights and dz, from s, dp = dO . v and the terms of its rows, shaped to fit."""
+    z = s * alpha
+    if BIASED:
+        z += beta
+    a = PHI(z)
+    if P:
+        # gain and offset have max_j x_ij divided out
+        t = tl.minimum(tl.maximum(gain * a - offset, 0.0), 1.0)
+        u = _power_less_one(t, P)
+        A = u * t * inv_w
+        dz = (gain * inv_w * P * u * (dp - delta) - coupling) * SLOPE(z)
+    else:
+        A = a * gain
+        # the l1 norm is of absolute values
+        dz = gain * (dp - tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0))) * SLOPE(z)
+    if MASKED:
+        A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
+    return A, dz
+
+
+@triton.autotune(BACKWARD_BLOCKS, KEY, reset_to_zero=["DQ"], cache_results=True)
+@triton.jit
+def _backward_keys(
+    Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys; with ATOMIC also its part of dq. Tiles are [keys, rows]."""
+    bh, block = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    Q, DOUT = _at(Q, q_strides, b, h), _at(DOUT, dout_strides, b, h)
+    DQ = _at(DQ, dq_strides, b, h)
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = _load(_at(K, k_strides, b, h), k_strides, keys, Lk, D, BLOCK_D)
+    v = _load(_at(V, v_strides, b, h), v_strides, keys, Lk, D, BLOCK_D)
+    k_inverse = _vector(K_INVERSE + bh.to(tl.int64) * Lk, keys, Lk) if UNIT else 1.0
+    past = Lk - Lq
+    begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
+    # the first block of rows that all see all of these keys
+    full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
+
+    dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for MASKED in tl.static_range(2):
+        first = begin if MASKED else full
+        for start in range(first, tl.minimum(full, Lq) if MASKED else Lq, BLOCK_M):
+            rows = start + tl.arange(0, BLOCK_M)
+            q = _load(Q, q_strides, rows, Lq, D, BLOCK_D)
+            dout = _load(DOUT, dout_strides, rows, Lq, D, BLOCK_D)
+            alpha, beta, gain, delta, offset, inv_w, coupling = _row_terms(
+                ROWS, DELTA, COUPLING, bh, rows, B * H, Lq, P, L1
+            )
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            if UNIT:
+                s = s * k_inverse[:, None]
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            A, dz = _gradients(
+                s, dp, alpha[None, :], beta[None, :], gain[None, :], delta[None, :],
+                offset[None, :], inv_w[None, :], coupling[None, :],
+                keys[:, None] <= rows[None, :] + past, PHI, SLOPE, P, BIASED, MASKED,
+            )  # fmt: skip
+            dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            ds = dz * alpha[None, :]
+            if UNIT:
+                ds = ds * k_inverse[:, None]
+            ds = ds.to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if ATOMIC:
+                dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+                columns = tl.arange(0, BLOCK_D)
+                at = DQ + rows[:, None] * dq_strides[2] + columns[None, :] * dq_strides[3]
+                inside = (rows < Lq)[:, None] & (columns < D)[None, :]
+                tl.atomic_add(at, dq, mask=inside, sem="relaxed")
+    if UNIT:
+        dk = _project(dk, k, k_inverse)
+    _store(_at(DK, dk_strides, b, h), dk_strides, keys, Lk, dk, D, BLOCK_D)
+    _store(_at(DV, dk_strides, b, h), dk_strides, keys, Lk, dv, D, BLOCK_D)
+
+
+@triton.jit
+def _finish_queries(
+    SUM, DQ, Q, Q_INVERSE, sum_strides, dq_strides, q_strides, H, L, UNIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """dq from the float32 sum that the atomics made."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    dq = _load(_at(SUM, sum_strides, b, h), sum_strides, rows, L, D, BLOCK_D)
+    if UNIT:
+        q = _load(_at(Q, q_strides, b, h), q_strides, rows, L, D, BLOCK_D)
+        dq = _project(dq, q, _vector(Q_INVERSE + bh.to(tl.int64) * L, rows, L))
+    _store(_at(DQ, dq_strides, b, h), dq_strides, rows, L, dq, D, BLOCK_D)
+
+
+@triton.autotune(BACKWARD_BLOCKS, KEY, cache_results=True)
+@triton.jit
+def _backward_queries(
+    Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DSCALE, DBIAS,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of rows and, where they are LEARNT, the gradients of scale and bias."""
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h = bh // H, bh % H
+    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K_INVERSE += bh.to(tl.int64) * Lk
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
+    dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, Lq, D, BLOCK_D)
+    alpha, beta, gain, delta, offset, inv_w, coupling = _row_terms(
+        ROWS, DELTA, COUPLING, bh, rows, B * H, Lq, P, L1
+    )
+    past = Lk - Lq
+    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dscale, dbias = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for MASKED in tl.static_range(2):
+        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
+            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            _, dz = _gradients(
+                s, dp, alpha[:, None], beta[:, None], gain[:, None], delta[:, None],
+                offset[:, None], inv_w[:, None], coupling[:, None],
+                keys[None, :] <= rows[:, None] + past, PHI, SLOPE, P, BIASED, MASKED,
+            )  # fmt: skip
+            if LEARNT:
+                dscale += tl.sum(dz * s, 1)
+                dbias += tl.sum(dz, 1)
+            ds = dz * alpha[:, None]
+            if UNIT:
+                ds = ds * _vector(K_INVERSE, keys, Lk)[None, :]
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    if UNIT:
+        q_inverse = _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
+        dq = _project(dq, q, q_inverse)
+        dscale *= q_inverse
+    _store(_at(DQ, dq_strides, b, h), dq_strides, rows, Lq, dq, D, BLOCK_D)
+    if LEARNT:
+        _save(DSCALE, 0, dscale, bh, rows, B * H, Lq)
+        _save(DBIAS, 0, dbias, bh, rows, B * H, Lq)
+
+
+# ---- decoding: one query row against a long cache ----
+
+
+@triton.jit
+def _decode_scores(
+    Q, K, SCALE, BIAS, Z, PARTS, q_strides, k_strides, scale_strides, bias_strides, B, H, Lk, chunk,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """z of a chunk of the cache, and the chunk's maximum of z, sum and maximum of phi."""
+    bh, split = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    K, Z = _at(K, k_strides, b, h), Z + bh.to(tl.int64) * Lk
+    one = tl.arange(0, 1)
+    q = _load(_at(Q, q_strides, b, h), q_strides, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
+    scale = tl.load(SCALE + h * scale_strides[0] + one)
+    bias = tl.load(BIAS + h * bias_strides[0] + one) if BIASED else scale * 0
+    if UNIT:
+        scale *= tl.rsqrt(tl.sum(q * q, 1) + 1e-12)
+    total, most = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    highest = tl.full([1], -float("inf"), tl.float32)
+    for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = _load(K, k_strides, keys, Lk, D, BLOCK_D).to(tl.float32)
+        s = tl.sum(k * q, 1)
+        if UNIT:
+            s = s * tl.rsqrt(tl.sum(k * k, 1) + 1e-12)
+        inside = keys < Lk
+        tl.store(Z + keys, s * tl.sum(scale, 0) + tl.sum(bias, 0), mask=inside)
+        a, highest, rescale = _activate(
+            s[None, :], scale, bias, highest, inside[None, :], PHI, SHIFT, BIASED, True
+        )
+        if SHIFT is not None:
+            total, most = total * rescale, most * rescale
+        total += tl.sum(tl.abs(a), 1)
+        most = tl.maximum(most, tl.max(a, 1))
+    at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
+    tl.store(at, highest)
+    tl.store(at + 1, total)
+    tl.store(at + 2, most)
+
+
+@triton.jit
+def _decode_values(
+    V, Z, PARTS, NORM, SUMS, v_strides, norm_strides, B, H, Lk, chunk, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A chunk's sum of weights times values, and of weights. Values of weight 0 are not read."""
+    bh, split = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    V, Z = _at(V, v_strides, b, h), Z + bh.to(tl.int64) * Lk
+    parts = tl.arange(0, SPLITS)
+    there = parts < tl.num_programs(1)
+    PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
+    total = tl.load(PARTS + parts * 3 + 1, mask=there, other=0.0)
+    most = tl.load(PARTS + parts * 3 + 2, mask=there, other=0.0)
+    shift = 0.0
+    if SHIFT is not None:
+        highest = tl.load(PARTS + parts * 3, mask=there, other=-float("inf"))
+        shift = SHIFT(tl.max(highest, 0))
+        rescale = tl.exp(shift - SHIFT(highest))
+        total, most = total * rescale, most * rescale
+    total, most = tl.sum(total, 0), tl.max(most, 0)
+    gain, offset, inv_top = _second_stage(total, most, Lk.to(tl.float32))
+    if not P:
+        if L1:
+            gain = tl.where(total > DEAD, 1 / total, 0.0)
+        else:
+            gain = 1 / tl.load(NORM + h * norm_strides[0])
+    acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
+    for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        a = PHI(tl.load(Z + keys, mask=keys < Lk, other=0.0) + shift)
+        if P:
+            t = tl.maximum(gain * a - offset, 0.0) * inv_top
+            w = _power_less_one(t, P) * t
+            # the row's sum is at least 1: all that is left out is below its float32 rounding
+            keep = w * Lk > 2.0**-24
+        else:
+            w = gain * a
+            keep = w != 0
+        keep = keep & (keys < Lk)
+        w = tl.where(keep, w, 0.0)
+        total_w += tl.sum(w, 0)
+        v = _load(V, v_strides, tl.where(keep, keys, Lk), Lk, D, BLOCK_D)
+        acc += tl.sum(w[:, None] * v.to(tl.float32), 0)
+    SUMS += (bh.to(tl.int64) * tl.num_programs(1) + split) * (BLOCK_D + 1)
+    tl.store(SUMS + tl.arange(0, BLOCK_D), acc)
+    tl.store(SUMS + BLOCK_D, total_w)
+
+
+@triton.jit
+def _decode_sum(
+    SUMS, OUT, splits, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
+):
+    bh, parts, columns = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    SUMS += bh.to(tl.int64) * splits * (BLOCK_D + 1)
+    at = SUMS + parts[:, None] * (BLOCK_D + 1)
+    acc = tl.sum(tl.load(at + columns[None, :], mask=(parts < splits)[:, None], other=0.0), 0)
+    if P:
+        total_w = tl.sum(tl.load(SUMS + parts * (BLOCK_D + 1) + BLOCK_D, parts < splits, 0.0), 0)
+        acc *= tl.where(total_w > 0, 1 / total_w, 0.0)
+    at = OUT + bh.to(tl.int64) * D + columns
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=columns < D)
+
+
+# ---- the operator ----
+
+
+def _device(x: Tensor):
+    """Kernels start on the current device: make it the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _block_d(d: int) -> int:
+    return max(16, triton.next_power_of_2(d))
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _p(p: float):
+    """As a constant of the kernels: 0 for one stage, a whole number as int."""
+    return int(p) if p == int(p) else p
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty [B, H, L, d] whose heads lie side by side, so that joining them copies nothing."""
+    B, H, L, d = x.shape
+    return x.new_empty(B, L, H, d, dtype=dtype).transpose(1, 2)
+
+
+def _inverse(x: Tensor) -> Tensor:
+    B, H, L, d = x.shape
+    out = x.new_empty(B, H, L, dtype=torch.float32)
+    grid = (B * H, triton.cdiv(L, 64))
+    _inverse_norms[grid](x, out, x.stride(), H, L, D=d, BLOCK_D=_block_d(d), M=64)
+    return out
+
+
+def _size(L: int) -> int:
+    return L.bit_length()
+
+
+@torch.library.custom_op("fused_attention::forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
+    phi: str, shifted: bool, p: float, unit: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, and what the backward pass needs: U, vectors of rows, 1 / |q|, 1 / |k|."""
+    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    function, _, shift = PHIS[phi]
+    l1 = norm is None
+    out = _like(q)
+    u = _like(q) if save and p else q.new_empty(0)
+    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
+    with _device(q):
+        inverses = (_inverse(q), _inverse(k)) if unit else (_nothing(q), _nothing(q))
+        sizes = dict(B=B, H=H, Lq=Lq, Lk=Lk, size=_size(Lk))
+        constants = dict(
+            PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
+            SAVE=save, D=d, BLOCK_D=_block_d(d), PRECISION=_precision(),
+        )  # fmt: skip
+
+        def grid(meta):
+            return B * H, triton.cdiv(Lq, meta["BLOCK_M"])
+
+        # what is not there is not read
+        bias, norm = (scale if x is None else x for x in (bias, norm))
+        if p:
+            _forward_two_stages[grid](
+                q, k, v, scale, bias, *inverses, out, u, rows, q.stride(), k.stride(), v.stride(),
+                out.stride(), scale.stride(), bias.stride(), **sizes, **constants, P=_p(p),
+            )  # fmt: skip
+        else:
+            _forward_one_stage[grid](
+                q, k, v, scale, bias, norm, *inverses, out, rows, q.stride(), k.stride(),
+                v.stride(), out.stride(), scale.stride(), bias.stride(), norm.stride(),
+                **sizes, **constants, L1=l1,
+            )  # fmt: skip
+    return out, u, rows, *inverses
+
+
+@_forward.register_fake
+def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, save):
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    u = _like(q) if save and p else q.new_empty(0)
+    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
+    if not unit:
+        return _like(q), u, rows, _nothing(q), _nothing(q)
+    inverses = [q.new_empty(B, H, L, dtype=torch.float32) for L in (Lq, Lk)]
+    return _like(q), u, rows, *inverses
+
+
+@torch.library.custom_op("fused_attention::backward", mutates_args=())
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u: Tensor, rows: Tensor,
+    q_inverse: Tensor, k_inverse: Tensor, phi: str, p: float, l1: bool,
+    biased: bool, unit: bool, learnt: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and, if they are learnt, the gradients of scale and bias, [B, H, Lq]."""
+    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    function, slope, _ = PHIS[phi]
+    dq, dk, dv = _like(q), _like(k), _like(k)
+    dscale, dbias = _row_gradients(q, learnt)
+    atomic = not learnt and not torch.are_deterministic_algorithms_enabled()
+    summed = _like(q, torch.float32).zero_() if atomic else dq
+    delta = q.new_empty(B, H, Lq, dtype=torch.float32)
+    coupling = q.new_empty(B, H, Lq, dtype=torch.float32) if p else delta
+    sizes = dict(B=B, H=H, Lq=Lq, Lk=Lk, size=_size(Lk))
+    head = dict(D=d, BLOCK_D=_block_d(d))
+    constants = dict(
+        PHI=function,
+        SLOPE=slope,
+        P=_p(p),
+        L1=l1,
+        BIASED=biased,
+        UNIT=unit,
+        PRECISION=_precision(),
+        **head,
+    )
+    with _device(q):
+        _backward_rows[B * H, triton.cdiv(Lq, 64)](
+            dout, out, u, rows, delta, coupling, dout.stride(), out.stride(), B, H, Lq, P=_p(p),
+            M=64, **head,
+        )  # fmt: skip
+        saved = q, k, v, dout, q_inverse, k_inverse, rows, delta, coupling
+        strides = q.stride(), k.stride(), v.stride(), dout.stride()
+        _backward_keys[lambda meta: (B * H, triton.cdiv(Lk, meta["BLOCK_N"]))](
+            *saved, summed, dk, dv, *strides, summed.stride(), dk.stride(), **sizes, **constants,
+            ATOMIC=atomic,
+        )  # fmt: skip
+        if atomic:
+            _finish_queries[B * H, triton.cdiv(Lq, 64)](
+                summed, dq, q, q_inverse, summed.stride(), dq.stride(), q.stride(), H, Lq,
+                UNIT=unit, M=64, **head,
+            )  # fmt: skip
+        else:
+            _backward_queries[lambda meta: (B * H, triton.cdiv(Lq, meta["BLOCK_M"]))](
+                *saved, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
+                LEARNT=learnt,
+            )  # fmt: skip
+    return dq, dk, dv, dscale, dbias
+
+
+@_backward.register_fake
+def _(dout, q, k, v, out, u, rows, q_inverse, k_inverse, phi, p, l1, biased, unit, learnt):
+    return _like(q), _like(k), _like(k), *_row_gradients(q, learnt)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:
+    shape = q.shape[:3] if learnt else (0,)
+    return tuple(q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, scale, bias, norm, phi, _, p, unit, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.rest = phi, p, norm is None, bias is not None, unit
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _call_backward(ctx, dout, *_):
+    q, k, v, out, *saved = ctx.saved_tensors
+    learnt = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.rest, learnt)
+    dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
+    dbias = dbias.sum(0) if ctx.needs_input_grad[4] else None
+    return dq, dk, dv, dscale, dbias, *(None,) * 6
+
+
+_forward.register_autograd(_call_backward, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("fused_attention::decode", mutates_args=())
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
+    phi: str, shifted: bool, p: float, unit: bool,
+) -> Tensor:  # fmt: skip
+    """The output for one query row, the cache split over as many programs as fill the GPU."""
+    (B, H, _, d), Lk = q.shape, k.shape[2]
+    function, _, shift = PHIS[phi]
+    block_n = 16 if INTERPRETED else 64
+    programs = 4 * _processors(q.device)
+    wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
+    chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
+    splits = triton.cdiv(Lk, chunk)
+    block_d = _block_d(d)
+    z = q.new_empty(B, H, Lk, dtype=torch.float32)
+    parts = q.new_empty(B, H, splits, 3, dtype=torch.float32)
+    sums = q.new_empty(B, H, splits, block_d + 1, dtype=torch.float32)
+    out = _like(q)
+    biased, l1 = bias is not None, norm is None
+    bias, norm = (scale if x is None else x for x in (bias, norm))
+    head = dict(D=d, BLOCK_D=block_d)
+    constants = dict(PHI=function, SHIFT=shift if shifted else None, BLOCK_N=block_n, **head)
+    reduced = dict(SPLITS=triton.next_power_of_2(splits))
+    with _device(q):
+        _decode_scores[B * H, splits](
+            q, k, scale, bias, z, parts, q.stride(), k.stride(), scale.stride(), bias.stride(),
+            B, H, Lk, chunk, BIASED=biased, UNIT=unit, **constants,
+        )  # fmt: skip
+        _decode_values[B * H, splits](
+            v, z, parts, norm, sums, v.stride(), norm.stride(), B, H, Lk, chunk, P=_p(p),
+            L1=l1, **constants, **reduced,
+        )  # fmt: skip
+        _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
+    return out
+
+
+@_decode.register_fake
+def _(q, k, v, scale, bias, norm, phi, shifted, p, unit):
+    return _like(q)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
+    phi: str, shifted: bool, p: float | None, unit: bool,
+) -> Tensor:  # fmt: skip
+    """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, H, Lk, d], Lq <= Lk.
+
+    The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq], of any strides;
+    no norm is l1. phi names an entry of PHIS, `shifted` uses its shift, p is the power of stage 2
+    or None, `unit` takes q and k at unit length. Gradients reach q, k, v, scale and bias.
+    """
+    p = 0.0 if p is None else float(p)
+    if shifted and bias is None:
+        bias = scale.new_zeros(1).expand(scale.shape)
+    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))
+    save = torch.is_grad_enabled() and learns
+    if q.shape[2] == 1 and not save:
+        return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
+    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, save)[0]
