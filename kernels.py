@@ -60,7 +60,7 @@ FORWARD_BLOCKS = blocks(
     (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
 BACKWARD_BLOCKS = blocks(
-    (64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 3), (32, 64, 4, 3), (32, 128, 4, 2)
+    (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
 # What a measurement holds for; `size` is the length's power of two.
 KEY = ["size", "D", "PHI", "P", "UNIT", "SAVE"]

@@ -179,7 +179,9 @@ def test_init_from_another_variant(train, capsys):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_trains(train, dtype):
-    run = train("run", "configs/lssar_p15.py", f"--dtype={dtype}", "--max_iters=20")
+    # at 1e-2 the loss of so small a model with p = 15 jumps now and then, in float32 too
+    settings = [f"--dtype={dtype}", "--max_iters=20", "--learning_rate=3e-3"]
+    run = train("run", "configs/lssar_p15.py", *settings)
     losses = metrics(run)
     assert losses[20] < 0.9 * losses[1]
     assert all(tensor.dtype == torch.float32 for tensor in weights(run).values())

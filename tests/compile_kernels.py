@@ -1,0 +1,107 @@
+"""Compile the kernels for NVIDIA's A100 and H100 without a GPU, each block shape at least once.
+
+Run by tests/test_kernels.py as a process of its own, where Triton's interpreter is off. Prints
+registers, bytes spilled and shared memory of every kernel: python -m tests.compile_kernels
+"""
+
+import itertools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kernels
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+FLOAT32 = {
+    "SCALE", "BIAS", "NORM", "Q_INVERSE", "K_INVERSE", "ROWS", "DELTA", "COUPLING", "DSCALE",
+    "DBIAS", "SUM", "Z", "PARTS", "SUMS",
+}  # fmt: skip
+# bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+
+
+def compile_for(capability: int, kernel, constants: dict, options: dict, atomic: bool = False):
+    """A kernel for bfloat16 inputs whose rows are contiguous."""
+    while not isinstance(kernel, triton.JITFunction):
+        kernel = kernel.fn
+    signature, values, alignment = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[i,] = "constexpr", constants[name]
+        elif name.endswith("strides"):
+            dimensions = 2 if name[:4] in ("scal", "bias", "norm") else 4
+            signature[name] = ("i32",) * (dimensions - 1) + ("constexpr",)
+            values[i, dimensions - 1] = 1
+            for j in range(dimensions - 1):
+                alignment[i, j] = [["tt.divisibility", 16]]
+        elif name.isupper() and name not in ("B", "H", "L"):
+            summed = name in FLOAT32 or (name == "DQ" and atomic)
+            signature[name] = "*fp32" if summed else "*bf16"
+            alignment[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    source = ASTSource(kernel, signature, values, alignment)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability], kernel.__name__
+    registers, spilled = resources(compiled.asm["cubin"])
+    print(
+        f"sm_{capability} {kernel.__name__:20} {constants.get('BLOCK_M', '')} x "
+        f"{constants.get('BLOCK_N', '')}: {registers} registers, {spilled} bytes spilled, "
+        f"{compiled.metadata.shared} bytes shared"
+    )
+
+
+def resources(cubin: bytes) -> tuple[str, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+
+
+def main() -> None:
+    capabilities = itertools.cycle((90, 80))
+    sizes = dict(D=64, BLOCK_D=64)
+
+    def compile_row(kernel, config, phi, *, forward=False, atomic=False, **constants):
+        function, slope, shift = kernels.PHIS[phi]
+        unit = phi == "softplus"
+        constants |= dict(PHI=function, UNIT=unit, BIASED=not unit, PRECISION="ieee")
+        constants |= dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope)
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        constants |= config.kwargs | sizes
+        compile_for(next(capabilities), kernel, constants, options, atomic)
+
+    for config in kernels.FORWARD_BLOCKS:
+        compile_row(kernels._forward_two_stages, config, "softplus", forward=True, P=15, SAVE=True)
+    for config in kernels.BACKWARD_BLOCKS:
+        compile_row(
+            kernels._backward_keys, config, "softplus", atomic=True, P=15, L1=True, ATOMIC=True
+        )
+    first, last = kernels.FORWARD_BLOCKS[0], kernels.BACKWARD_BLOCKS[-1]
+    for phi in ("softplus", "exp"):
+        compile_row(kernels._forward_one_stage, first, phi, forward=True, L1=True, SAVE=True)
+        compile_row(kernels._backward_queries, last, phi, P=0, L1=False, LEARNT=True)
+    compile_row(kernels._forward_two_stages, first, "exp", forward=True, P=2.5, SAVE=False)
+    phi = kernels.softplus
+    small = [
+        (kernels._inverse_norms, dict(M=64)),
+        (kernels._backward_rows, dict(P=15, M=64)),
+        (kernels._finish_queries, dict(UNIT=True, M=64)),
+        (kernels._decode_scores, dict(PHI=phi, SHIFT=None, BIASED=False, UNIT=True, BLOCK_N=64)),
+        (kernels._decode_values, dict(PHI=phi, SHIFT=None, P=15, L1=True, BLOCK_N=64, SPLITS=64)),
+        (kernels._decode_sum, dict(P=15, SPLITS=64)),
+    ]
+    for kernel, constants in small:
+        compile_for(next(capabilities), kernel, sizes | constants, {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""The fused kernels under Triton's interpreter, on a CPU, against the formulas in float64."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attention
+from attention import VARIANTS, Phi, Variant, build_attention
+from config import CHOICES, load_config
+from errors import UserError
+from model import GPT
+from tests.helpers import ROWS, SMALL, small_config
+from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl  # noqa: E402
+
+import kernels  # noqa: E402
+
+if not kernels.INTERPRETED:
+    pytest.skip("the kernels run on the GPU: tests/test_kernels_cuda.py", allow_module_level=True)
+
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
+LEARNABLE = ("ds", "db", "dp_n")
+LENGTHS = [1, 3, 4, 5, 31, 33, 64, 100]
+# interpreted blocks are 32 queries and 16 keys: 100 is several of both, and a part of one
+FUSED = [
+    row for row in ROWS if attention.no_kernel(VARIANTS[small_config(row).attention], 16) is None
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch):
+    """What the kernels are given to write to holds NaN, so that nothing unwritten can pass."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self, *args, **kwargs):
+        x = empty(self, *args, **kwargs)
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def compare(case, tensors, *settings, formula=None):
+    """The kernels within twice the error that the formula has in the same dtype, or where that
+    overflows, the reference path; and some roundings more, each multiplied by the power."""
+    d, dtype, L = tensors[0].shape[-1], tensors[0].dtype, tensors[1].shape[2]
+    fused, reference = (build(case, d, *settings, impl) for impl in (TRITON, REFERENCE))
+    exactly = build(case, d, *settings, REFERENCE).double()
+    truth = evaluate(exactly, [x.double() for x in tensors], formula)
+    ours, bar = evaluate(fused, tensors), evaluate(reference, tensors, formula)
+    if not all(x.isfinite().all() for x in bar.values()):
+        bar = evaluate(reference, tensors)
+    roundings = (16 + 2 * (fused.p or 0) if dtype is FLOAT32 else 1) * torch.finfo(dtype).eps
+    # with few keys, or tied ones, most gradients are 0: errors are then next to the incoming one
+    # the gradient of a learnable number is one sum of terms that cancel
+    size = tensors[-1].double().norm() * (1 if L <= 5 else 1e-3)
+    for name, exact in truth.items():
+        scale = max(exact.norm(), size) * (10 if name in LEARNABLE else 1)
+        error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
+        assert error <= allowed + roundings * scale, (name, error / scale, allowed / scale)
+    return ours
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_every_row_against_its_formula(case):
+    index = FUSED.index(case)
+    for step, dtype in ((0, FLOAT32), (3, FLOAT16)):
+        L, d = LENGTHS[(index + step) % len(LENGTHS)], (16, 24, 64)[(index + step) % 3]
+        compare(case, draw_off_kinks(L, L, d, dtype, B=1), formula=TEXTBOOK[case])
+
+
+POWERS = [1, 2, 3, 15, 2.5, 100]
+BASES = ["lssa.py", "softmax.py", "sigmoid_logn_l1.py", "relu_li.py", "ablations/phi_softplus.py"]
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_powers(p):
+    """Whole ones by multiplication, the others by exp2 and log2."""
+    for step, base in enumerate(BASES):
+        L = LENGTHS[(3 * POWERS.index(p) + step) % len(LENGTHS)]
+        compare(base, draw_off_kinks(L, L, 16, FLOAT32, B=1), f"--p={p}")
+
+
+@pytest.mark.parametrize("case", ["lssa.py", "lssar_p15.py", "sigmoid.py", "softmax_p3.py"])
+def test_queries_that_follow_a_cache(case):
+    for Lq, Lk in ((5, 33), (33, 70), (1, 40)):
+        compare(case, draw_off_kinks(Lq, Lk, 16, FLOAT32, B=1))
+
+
+@pytest.mark.parametrize("case", ["lssar_p15.py", "relu_li.py", "sigmoid.py"])
+def test_without_atomics_the_gradients_are_the_same(case):
+    """torch.use_deterministic_algorithms takes dq from a kernel of its own."""
+    tensors = draw(70, 70, 16, FLOAT32)
+    attn = build(case, 16, TRITON)
+    atomic = evaluate(attn, tensors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        ordered, again = evaluate(attn, tensors), evaluate(attn, tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in atomic:
+        assert torch.equal(ordered[name], again[name])
+        assert (ordered[name] - atomic[name]).norm() < 1e-5 * atomic[name].norm()
+
+
+def test_any_strides():
+    """q, k and v as slices of one projection, as the model has them, and every other column."""
+    packed = torch.randn(2, 33, 3, 2, 32, generator=torch.Generator().manual_seed(0))
+    q, k, v = packed[..., ::2].permute(2, 0, 3, 1, 4).unbind()
+    gradient = torch.randn(2, 2, 33, 1).expand(-1, -1, -1, 16)  # stride 0 along the head
+    compare("lssar_p3.py", (q, k, v, gradient))
+
+
+@pytest.mark.parametrize("case", ["lssar_p15.py", "softmax_p15.py", "sigmoid_logn_l1_p3.py"])
+@pytest.mark.parametrize("inputs", ["equal keys", "zero queries"])
+def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
+    q, k, v, gradient = draw(33, 33, 16, FLOAT32)
+    if inputs == "equal keys":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    else:
+        q = torch.zeros_like(q)
+    found = evaluate(build(case, 16, TRITON), (q, k, v, gradient))
+    exactly = build(case, 16, REFERENCE).double()
+    exact = evaluate(exactly, [x.double() for x in (q, k, v, gradient)])
+    mean = v.double().cumsum(2) / torch.arange(1, 34)[:, None]
+    torch.testing.assert_close(found["out"], mean.flatten(), rtol=0, atol=1e-5)
+    for name in found:
+        # a zero query's gradient is 1e6 times another's: it has no length to be divided by
+        scale = max(gradient.norm(), exact[name].norm())
+        assert (found[name] - exact[name]).norm() < 1e-5 * scale
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["softmax_p15.py", "sigmoid_l1.py", "sigmoid_logn_l1_p15.py", "ablations/phi_softplus.py"],
+)
+@pytest.mark.parametrize("size", [-1e4, 1e4])
+def test_scores_of_ten_thousand(case, size):
+    """A row of phi that underflows or overflows as a whole is shifted, by tiles as they come."""
+    q, k, v, gradient = draw(40, 40, 16, FLOAT32)
+    q = size / 4 * q.abs()
+    k = k.abs() * torch.linspace(0.9, 1.1, 40)[:, None]
+    found = evaluate(build(case, 16, TRITON), (q, k, v, gradient))
+    exact = evaluate(build(case, 16, REFERENCE).double(), [x.double() for x in (q, k, v, gradient)])
+    assert all(x.isfinite().all() for x in found.values())
+    torch.testing.assert_close(found["out"], exact["out"], rtol=0, atol=2e-2)
+
+
+def test_dead_rows_are_zero_in_value_and_gradient():
+    q, k, v, gradient = draw(33, 33, 16, FLOAT32)
+    q, k = -q.abs(), k.abs()  # no score is above 0
+    for case in ("relu_li.py", "relu_li.py --p=3"):
+        name, *settings = case.split()
+        found = evaluate(build(name, 16, *settings, TRITON), (q, k, v, gradient))
+        assert all((x == 0).all() for x in found.values())
+
+
+def test_one_hot_keys():
+    q, _, v, gradient = draw(16, 16, 16, FLOAT32)
+    k = torch.eye(16).expand(1, 2, 16, 16).contiguous()
+    for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py"):
+        compare(case, (q, k, v, gradient))
+
+
+# ---- a user's own ----
+
+MINE = {
+    "one stage": Variant(
+        attention.SIGMOID, scale=lambda r: r.s * r.n.log(), bias=lambda r: r.b - r.n.log(),
+        norm=lambda r: 1.0, learnable=("s", "b"),
+    ),
+    "two stages": Variant(
+        attention.SOFTPLUS, scale=lambda r: r.s * r.n.log() + 1, bias=lambda r: r.b,
+        l2_normalise=True, learnable=("s", "b"),
+    ),
+}  # fmt: skip
+
+
+def add(monkeypatch, name, variant):
+    """A row of the table, which the config reads as it is imported."""
+    monkeypatch.setitem(VARIANTS, name, variant)
+    monkeypatch.setitem(CHOICES, "attention", tuple(VARIANTS))
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_gradients_of_learnable_scale_and_bias(name, monkeypatch):
+    add(monkeypatch, "mine", MINE[name])
+    settings = ["--attention=mine", *(["--p=3"] if name == "two stages" else [])]
+    found = compare("softmax.py", draw(40, 40, 16, FLOAT32, B=2), *settings)
+    assert found["ds"].norm() > 0 and found["db"].norm() > 0
+
+
+@triton.jit
+def elu1(z):
+    return tl.where(z > 0, z + 1, tl.exp(z))
+
+
+@triton.jit
+def elu1_slope(z):
+    return tl.where(z > 0, 1.0, tl.exp(z))
+
+
+def test_a_phi_of_ones_own(monkeypatch):
+    monkeypatch.setitem(kernels.PHIS, "elu1", (elu1, elu1_slope, None))
+    phi = Phi(lambda z: torch.nn.functional.elu(z) + 1, kernel="elu1")
+    variant = Variant(phi, scale=attention.log_d_log_n, l2_normalise=True)
+    add(monkeypatch, "elu1", variant)
+    for settings in (["--attention=elu1"], ["--attention=elu1", "--p=15"]):
+        compare("softmax.py", draw(40, 40, 16, FLOAT32), *settings)
+
+
+# ---- decoding ----
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_one_query_against_a_cache(case):
+    d = (16, 24, 64)[FUSED.index(case) % 3]
+    attn, exactly = build(case, d, TRITON), build(case, d, REFERENCE).double()
+    for L in (1, 3, 100):
+        q, k, v, _ = draw(1, L, d, FLOAT32, B=2)
+        with torch.no_grad():
+            out, exact = attn(q, k, v), exactly(q.double(), k.double(), v.double())
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
+
+
+def test_decoding_reads_no_value_of_weight_zero():
+    attn = build("lssar_p15.py", 16, TRITON)
+    q, k, v, _ = draw(1, 100, 16, FLOAT32)
+    zero = attn.weights(q, k)[:, :, 0] == 0  # [B, H, Lk]
+    assert 0.2 < zero.double().mean() < 0.9
+    poisoned = v.masked_fill(zero[..., None], math.nan)
+    with torch.no_grad():
+        assert torch.equal(attn(q, k, poisoned), attn(q, k, v))
+
+
+def test_what_decoding_leaves_out_is_below_rounding():
+    """Weights below 2^-24 / L of the largest: no output moves by more than 2^-24 of max |v|."""
+    attn = build("softmax.py", 16, "--p=15", TRITON)
+    q, k, _, _ = draw(1, 100, 16, FLOAT32)
+    exactly = build("softmax.py", 16, "--p=15", REFERENCE).double()
+    A = exactly.weights(q.double(), k.double())[:, :, 0]
+    left_out = (A > 0) & (A < 2.0**-24 / 100 * A.amax(-1, keepdim=True))
+    assert left_out.any()
+    v = torch.where(left_out, 1.0, 0.0)[..., None].expand(-1, -1, -1, 16).contiguous()
+    with torch.no_grad():
+        out = attn(q, k, v)
+    assert (out == 0).all()
+    assert (exactly(q.double(), k.double(), v.double()) < 2.0**-24).all()
+
+
+# ---- within torch and the model ----
+
+
+def arguments(case, L=20, requires_grad=True):
+    attn = build(case, 16, TRITON)
+    q, k, v, _ = (x.requires_grad_(requires_grad) for x in draw(L, L, 16, FLOAT32))
+    r = attn._rows(q, k, slice(None), 64)
+    scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[0, :, :, 0]
+    phi, p = attn.variant.phi.kernel, float(attn.p or 0)
+    return q, k, v, scale, None, None, phi, False, p, attn.variant.l2_normalise
+
+
+@pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
+def test_the_operators_are_well_formed(case):
+    """Schema, fake tensors and autograd registration, by torch's own checks."""
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for save in (True, False):
+        inputs = arguments(case, requires_grad=save)
+        torch.library.opcheck(kernels._forward, (*inputs, save), test_utils=checks)
+    q, k, v, *rest = arguments(case, 1, requires_grad=False)
+    torch.library.opcheck(kernels._decode, (q, k, v, *rest), test_utils=checks)
+
+
+@pytest.mark.parametrize("case", ["lssar_p15.py", "sigmoid.py"])
+def test_compiles_without_graph_breaks(case):
+    attn = build(case, 16, TRITON)
+    tensors = draw(20, 20, 16, FLOAT32)
+    eager = evaluate(attn, tensors)
+    compiled = evaluate(torch.compile(attn, fullgraph=True, backend="aot_eager"), tensors)
+    torch._dynamo.reset()
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name])
+
+
+@pytest.mark.parametrize("case", ["lssar_p15.py", "relu_shen.py"])
+def test_a_model_trains_and_generates_as_with_the_reference(case):
+    def run(impl):
+        torch.manual_seed(0)
+        model = GPT(small_config(case, impl, "--n_layer=2", "--block_size=16"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        idx = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(3):
+            loss = model(idx[:, :-1], idx[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model.eval().generate(idx[:, :5], 6, temperature=0)
+
+    (losses, text), (expected, expected_text) = run(TRITON), run(REFERENCE)
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
+    assert torch.equal(text, expected_text)
+
+
+def test_the_path_is_picked_in_one_place(monkeypatch):
+    q = torch.zeros(1, 2, 4, 8)
+    assert build_attention(small_config("lssa.py"))._path(q) == "blocked"  # a CPU
+    assert build_attention(small_config("softmax.py"))._path(q) == "sdpa"
+    assert build_attention(small_config("ssmax.py"))._path(q) == "sdpa"
+    for impl in ("triton", "blocked", "reference"):
+        attn = build_attention(small_config("softmax.py", f"--attention_impl={impl}"))
+        assert attn._path(q) == impl
+    fused = build_attention(small_config("lssa.py", TRITON))
+    with pytest.raises(UserError, match="float64"):
+        fused(q.double(), q.double(), q.double())
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(UserError, match="NVIDIA GPU.*cpu"):
+        fused(q, q, q)
+    monkeypatch.setattr(attention, "kernels", None)
+    with pytest.raises(UserError, match="Triton is not installed"):
+        fused(q, q, q)
+
+
+def test_what_no_kernel_computes_is_refused_by_the_config():
+    with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after their norm"):
+        load_config([*SMALL, "--attention=softmax_inverse", TRITON])
+    with pytest.raises(UserError, match="head size 256 is above 128"):
+        load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])
+
+
+def test_constants_and_phis_are_those_of_the_table():
+    assert kernels.DEAD.value == attention.DEAD and kernels.TIED.value == attention.TIED
+    for row in VARIANTS.values():
+        function, slope, shift = kernels.PHIS[row.phi.kernel]
+        assert (shift is None) == (row.phi.shift is None)
+
+
+def test_the_kernels_compile_for_the_gpus_they_are_for():
+    """To machine code, with Triton's own assembler, which needs no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels"],
+        cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("registers") == 20
