@@ -200,11 +200,14 @@ class Attention(nn.Module):
                 return self._softmax(q, k, v, length, score_scale)
             return self._blocked(q, k, v, length, score_scale)
 
-    def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
+    def weights(
+        self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
+    ) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
+        length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             q, k = self._unit(q, k)
-            return self._weights(q, k, slice(None), self._length(k.shape[2]), score_scale)
+            return self._weights(q, k, slice(None), length, score_scale)
 
     def _unit(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k as the scores take them: once for all blocks."""

@@ -1,9 +1,11 @@
-"""The device and dtype that a model runs in, and its mean loss: for train.py and the scripts."""
+"""The device and dtype a model runs in, its mean loss and its attention: for train and scripts."""
 
 import contextlib
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from errors import UserError
 from model import GPT
@@ -64,3 +66,29 @@ def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> 
         dist.all_reduce(sums)
         total, count = sums.tolist()
     return total / count, int(count)
+
+
+@torch.no_grad()
+def attention_weights(model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A) -> list[Tensor]:
+    """Every layer's attention weights, [B, H, rows, L], float32 at least, for idx [B, L].
+
+    `rows` are the queries: slice(-1, None) is the last one and takes memory of O(L). What `reduce`
+    makes of a layer's weights is kept in their place, so that the layers need not exist at once.
+    """
+    kept = []
+
+    def keep(attention, inputs, output):
+        q, k, _, score_scale, length = inputs
+        L = k.shape[2]
+        start, stop, _ = rows.indices(L)
+        # Attention takes the queries for the last positions: later keys are cut off, then 0
+        A = attention.weights(q[:, :, start:stop], k[:, :, :stop], score_scale, length or L)
+        kept.append(reduce(F.pad(A, (0, L - stop))))
+
+    hooks = [block.attn.attention.register_forward_hook(keep) for block in model.trunk.blocks]
+    try:
+        model.trunk(model.wte(idx))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
