@@ -1,0 +1,104 @@
+"""What the tests of retrieval share: their lengths, answers to long prompts, files and pictures."""
+
+import argparse
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+import checkpoint
+from data.tokenizer import get_tokenizer
+from errors import UserError
+from evaluate import autocast
+from files import read_json, replacing, write_json
+from scripts.runs import Run
+
+# Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
+ANSWER_TOKENS = 16
+# Tokens of a batch, unless one prompt is longer.
+BATCH_TOKENS = 16384
+
+
+def check_at_least(least: int, arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name} {getattr(arguments, name)} must be at least {least}")
+
+
+def batches(items: list, length: int) -> list[list]:
+    """Prompts of a length, as many at a time as BATCH_TOKENS lets."""
+    size = max(1, BATCH_TOKENS // length)
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def answer(run: Run, prompts: list[list[int]], never: int | None = None) -> list[str]:
+    """Greedy answers to prompts of equal length, each up to end-of-text, if that comes."""
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    idx = torch.tensor(prompts, device=run.device)
+    with autocast(run.device, run.dtype):
+        out = run.model.generate(idx, ANSWER_TOKENS, temperature=0, never=never)
+    rows = [row + [tokenizer.eot] for row in out[:, idx.shape[1] :].tolist()]
+    return [tokenizer.decode(row[: row.index(tokenizer.eot)]) for row in rows]
+
+
+def first_number(text: str) -> str:
+    """The first run of digits; '' if there is none."""
+    found = re.search("[0-9]+", text)
+    return found[0] if found else ""
+
+
+class Results:
+    """A JSON file of what was measured, saved after each part, so that a stopped run goes on.
+
+    Parts that the file holds from the same weights in the same way (`facts`) are kept.
+    """
+
+    def __init__(self, path: Path, facts: dict):
+        self.path, self.facts = path, facts
+        before = read_json(path) or {}
+        same = all(before.get(key) == value for key, value in facts.items())
+        self.parts = before.get("parts", {}) if same else {}
+
+    def add(self, part: str, value: dict) -> None:
+        self.parts[part] = value
+        write_json(
+            self.path,
+            self.facts | {"parts": self.parts, "environment": checkpoint.environment()},
+        )
+
+
+def shared_folder(runs: list[str]) -> Path:
+    """Where a picture of all runs lies: the folder that holds them, a single run's own folder."""
+    runs = [Path(run).resolve() for run in runs]
+    return runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
+
+
+def heat_map(path: Path, shares: list[list[float | None]], lengths, depths, title: str) -> None:
+    """Draw shares [depths][lengths] of 0 to 1, None where nothing was measured."""
+    figure = Figure(figsize=(2.4 + 0.8 * len(lengths), 1.6 + 0.32 * len(depths)))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    values = [[math.nan if share is None else 100 * share for share in row] for row in shares]
+    axes.set_facecolor("0.85")
+    image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if not math.isnan(value):
+                colour = "black" if value > 60 else "white"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), depths)
+    axes.set_xlabel("length in tokens")
+    axes.set_ylabel("depth")
+    axes.set_title(title, fontsize="medium")
+    figure.colorbar(image, label="correct (%)")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    print(f"picture: {os.path.relpath(path)}")
