@@ -4,6 +4,8 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,6 +20,8 @@ from scripts.runs import Run
 
 # Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
 ANSWER_TOKENS = 16
+# How a model fine-tuned on SQuAD is asked, after the context; a space and the answer follow.
+ASK = "\nQuestion: {question}\nAnswer:"
 # Tokens of a batch, unless one prompt is longer.
 BATCH_TOKENS = 16384
 
@@ -28,10 +32,11 @@ def check_at_least(least: int, arguments: argparse.Namespace, *names: str) -> No
             raise UserError(f"--{name} {getattr(arguments, name)} must be at least {least}")
 
 
-def batches(items: list, length: int) -> list[list]:
-    """Prompts of a length, as many at a time as BATCH_TOKENS lets."""
-    size = max(1, BATCH_TOKENS // length)
-    return [items[first : first + size] for first in range(0, len(items), size)]
+def batches(items: Iterable, length: int) -> Iterator[list]:
+    """Trials of a length, as many at a time as BATCH_TOKENS lets, made when their turn comes."""
+    items = iter(items)
+    while batch := list(islice(items, max(1, BATCH_TOKENS // length))):
+        yield batch
 
 
 def answer(run: Run, prompts: list[list[int]], never: int | None = None) -> list[str]:
