@@ -83,7 +83,7 @@ def shared_folder(runs: list[str]) -> Path:
 
 def heat_map(path: Path, shares: list[list[float | None]], lengths, depths, title: str) -> None:
     """Draw shares [depths][lengths] of 0 to 1, None where nothing was measured."""
-    figure = Figure(figsize=(2.4 + 0.8 * len(lengths), 1.6 + 0.32 * len(depths)))
+    figure = Figure(figsize=(max(4.8, 2.4 + 0.8 * len(lengths)), 1.6 + 0.32 * len(depths)))
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     values = [[math.nan if share is None else 100 * share for share in row] for row in shares]
