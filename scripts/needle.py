@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.loader import validation_tokens
+from data.shards import read_meta
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluate import attention_weights, autocast
@@ -45,10 +46,8 @@ from scripts.retrieval import (
     check_at_least,
     first_number,
     heat_map,
-    save,
-    shared_folder,
 )
-from scripts.runs import Run, add_options, open_run
+from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -85,6 +84,11 @@ class Haystack:
         # 100M tokens, one shard as data.fineweb makes them, are more than any test uses
         self.tokens = validation_tokens(data_dir, 10**8)
         self.data_dir, self.tokenizer = data_dir, tokenizer
+        meta = read_meta(data_dir) or {"tokenizer": tokenizer.name}  # published shards have none
+        if meta["tokenizer"] != tokenizer.name or self.tokens.max() >= tokenizer.n_vocab:
+            raise UserError(
+                f"{data_dir}: its tokens are not of the run's tokenizer, {tokenizer.name!r}"
+            )
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; place, in [0, 1), picks the haystack.
@@ -135,24 +139,30 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     check_at_least(1, arguments, "samples", "score_length", "score_trials")
-    results = []
-    for run in [open_run(path, arguments) for path in arguments.runs]:
-        results.append(measure(run, arguments))
-        report(results[-1], scores_name(arguments))
-    folder = shared_folder(arguments.runs)
-    plot_heads(results, scores_name(arguments), folder / "needle_heads.png")
-    plot_scores(results, scores_name(arguments), folder / "needle_scores.png")
+    runs = [open_run(path, arguments) for path in arguments.runs]
+    plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    for run, plan in zip(runs, plans, strict=True):
+        measure(run, *plan, arguments)
+        report(plan[-1], scores_name(arguments))
+    folder, names = holding_folder(arguments.runs), run_names(arguments.runs)
+    scores = [results.parts[scores_name(arguments)] for *_, results in plans]
+    plot_heads(names, scores, folder / "needle_heads.png")
+    plot_scores(names, scores, folder / "needle_scores.png")
 
 
-def measure(run: Run, arguments) -> Results:
-    """Accuracy at every length and depth, and needle scores, as they are saved in needle.json."""
+def prepare(run: Run, arguments) -> tuple[list[int], Haystack, Results]:
+    """The lengths, where the haystacks come from, and the measurement."""
     lengths = parse_lengths(arguments.lengths, run.config)
     data_dir = arguments.data_dir or run.config.data_dir
     haystack = Haystack(data_dir, get_tokenizer(run.config.tokenizer))
     for length in (*lengths, arguments.score_length):
         haystack.hide(max(CITIES, key=len), 8888888, 0.5, length, 0.0)  # refused now, not in hours
     facts = {"data_dir": data_dir, "samples": arguments.samples, "sample_seed": arguments.seed}
-    results = Results(run.path / "needle.json", run.facts | facts)
+    return lengths, haystack, Results(run.path / "needle.json", run.facts | facts)
+
+
+def measure(run: Run, lengths: list[int], haystack: Haystack, results: Results, arguments) -> None:
+    """Accuracy at every length and depth, and needle scores; what the results have is left out."""
     todo = [(n, d) for n in lengths for d in DEPTHS if cell(n, d) not in results.parts]
     scored = scores_name(arguments) in results.parts
     total = sum(length for length, _ in todo) * arguments.samples
@@ -170,7 +180,6 @@ def measure(run: Run, arguments) -> Results:
             results.add(cell(length, depth), {"length": length, "depth": depth} | shares)
         if not scored:
             results.add(scores_name(arguments), score(run, haystack, arguments, bar))
-    return results
 
 
 def cell(length: int, depth: float) -> str:
@@ -205,12 +214,12 @@ def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
     for row, needle in zip(inside, needles, strict=True):
         row[needle.span] = 1
 
-    def mass(A: Tensor) -> Tensor:  # [B, H, 1, L]
-        return (A[:, :, 0] * inside[:, None]).sum(-1)
+    def mass(A: Tensor) -> Tensor:  # [B, H, 1, L] -> [B, H, 1]
+        return (A * inside[:, None, None]).sum(-1)
 
     with autocast(run.device, run.dtype):
         layers = attention_weights(run.model, idx, slice(last, last + 1), mass)
-    return torch.stack(layers, dim=1).cpu()
+    return torch.cat(layers, dim=2).mT.cpu()
 
 
 def score(run: Run, haystack: Haystack, arguments, bar) -> dict:
@@ -270,46 +279,44 @@ def report(results: Results, scores: str) -> None:
     heat_map(results.path.with_suffix(".png"), rows, lengths, names, title)
 
 
-def plot_heads(runs: list[Results], scores: str, path: Path) -> None:
+def plot_heads(names: list[str], runs: list[dict], path: Path) -> None:
     """Fig. 7: the highest needle scores of all heads at one needle."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for results in runs:
-        one = results.parts[scores]["one needle"]
+    for name, scores in zip(names, runs, strict=True):
+        one = scores["one needle"]
         values = [head["score"] for head in one["heads"]]
-        label = f"{results.facts['variant']} ({one['grade']})"
+        label = f"{name} ({one['grade']})"
         axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
     axes.set_xlabel("attention head, by needle score")
     axes.set_ylabel("needle score")
-    axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length_of(runs[0], scores)} tokens")
+    length = f"{runs[0]['length']:,}"
+    axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length} tokens", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(figure, path)
+    save_picture(figure, path)
 
 
-def plot_scores(runs: list[Results], scores: str, path: Path) -> None:
+def plot_scores(names: list[str], runs: list[dict], path: Path) -> None:
     """Fig. 8: the highest needle score of each trial, marked by what the model answered."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for number, results in enumerate(runs):
-        trials = sorted(results.parts[scores]["trials"], key=lambda t: -t["top_score"])
-        axes.plot([], [], color=f"C{number}", label=results.facts["variant"])
-        for name, marker in MARKERS.items():
-            ranks = [i for i, trial in enumerate(trials) if trial["grade"] == name]
-            tops = [trials[i]["top_score"] for i in ranks]
-            axes.scatter([i + 1 for i in ranks], tops, s=18, color=f"C{number}", marker=marker)
-    for name, marker in MARKERS.items():
-        axes.scatter([], [], color="0.3", marker=marker, label=name)
+    for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
+        trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
+        axes.plot([], [], color=f"C{i}", label=name)
+        for answered, marker in MARKERS.items():
+            ranks = [n for n, trial in enumerate(trials, 1) if trial["grade"] == answered]
+            tops = [trials[n - 1]["top_score"] for n in ranks]
+            axes.scatter(ranks, tops, s=18, color=f"C{i}", marker=marker)
+    for answered, marker in MARKERS.items():
+        axes.scatter([], [], color="0.3", marker=marker, label=answered)
     axes.set_xlabel("trial, by top needle score")
     axes.set_ylabel("top needle score")
-    axes.set_title(f"needles at random depths of {length_of(runs[0], scores)} tokens")
+    length = f"{runs[0]['length']:,}"
+    axes.set_title(f"needles at random depths of {length} tokens", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(figure, path)
-
-
-def length_of(results: Results, scores: str) -> str:
-    return f"{results.parts[scores]['length']:,}"
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

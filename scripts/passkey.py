@@ -32,10 +32,8 @@ from scripts.retrieval import (
     check_at_least,
     first_number,
     heat_map,
-    save,
-    shared_folder,
 )
-from scripts.runs import Run, add_options, open_run
+from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -68,26 +66,33 @@ def main() -> None:
     arguments = parser.parse_args()
     check_at_least(1, arguments, "trials")
     check_at_least(0, arguments, "show")
-    results = []
-    for run in [open_run(path, arguments) for path in arguments.runs]:
-        results.append(measure(run, arguments))
-        report(results[-1])
-    if len(results) > 1:
-        plot(results, shared_folder(arguments.runs) / "passkey_by_length.png")
+    runs = [open_run(path, arguments) for path in arguments.runs]
+    plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    for run, (trials, results) in zip(runs, plans, strict=True):
+        measure(run, trials, results)
+        show(run, trials, results, arguments.show)
+        report(results)
+    if len(runs) > 1:
+        path = holding_folder(arguments.runs) / "passkey_by_length.png"
+        plot(run_names(arguments.runs), [results for _, results in plans], path)
 
 
-def measure(run: Run, arguments) -> Results:
-    """One run's trials at every length, as they are saved in its passkey.json."""
+def prepare(run: Run, arguments) -> tuple[dict[int, list[Trial]], Results]:
+    """The trials of each length, and the measurement they are for."""
     block = run.config.block_size
     usual = ",".join(str(block * halves // 2) for halves in (2, 3, 4, 8, 16))
     lengths = parse_lengths(arguments.lengths or usual, run.config)
     tokenizer = get_tokenizer(run.config.tokenizer)
     trials = {n: make_trials(tokenizer, n, arguments.trials, arguments.seed) for n in lengths}
     facts = {"trials": arguments.trials, "trial_seed": arguments.seed}
-    results = Results(run.path / "passkey.json", run.facts | facts)
-    todo = {n: trials[n] for n in lengths if str(n) not in results.parts}
-    with tqdm(total=sum(n * len(todo[n]) for n in todo), unit="tok", unit_scale=True) as bar:
-        bar.set_description(str(run.path))
+    return trials, Results(run.path / "passkey.json", run.facts | facts)
+
+
+def measure(run: Run, trials: dict[int, list[Trial]], results: Results) -> None:
+    """Judge the answers at every length; lengths that the results have are left out."""
+    todo = {length: trials[length] for length in trials if str(length) not in results.parts}
+    total = sum(length * len(todo[length]) for length in todo)
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
         for length in todo:
             bar.set_postfix(length=length)
             answers = []
@@ -95,9 +100,6 @@ def measure(run: Run, arguments) -> Results:
                 answers += answer(run, [trial.prompt for trial in batch])
                 bar.update(length * len(batch))
             results.add(str(length), judge(todo[length], answers))
-    for length in lengths:
-        show(tokenizer, trials[length], results.parts[str(length)], arguments.show)
-    return results
 
 
 def make_trials(tokenizer, length: int, count: int, seed: int) -> list[Trial]:
@@ -140,10 +142,15 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     }
 
 
-def show(tokenizer, trials: list[Trial], part: dict, count: int) -> None:
-    for trial, judged in list(zip(trials, part["trials"], strict=True))[:count]:
-        mark = "right" if judged["correct"] else "wrong"
-        print(f"{tokenizer.decode(trial.prompt)}\n-> {judged['answer']!r} ({mark})\n{'-' * 80}")
+def show(run: Run, trials: dict[int, list[Trial]], results: Results, count: int) -> None:
+    """Print the first prompts of each length and what was answered."""
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    for length in trials:
+        judgements = results.parts[str(length)]["trials"][:count]
+        for trial, judged in zip(trials[length][:count], judgements, strict=True):
+            mark = "right" if judged["correct"] else "wrong"
+            print(f"{tokenizer.decode(trial.prompt)}\n-> {judged['answer']!r} ({mark})")
+            print("-" * 80)
 
 
 def report(results: Results) -> None:
@@ -162,14 +169,14 @@ def report(results: Results) -> None:
     heat_map(results.path.with_suffix(".png"), rows, list(map(int, lengths)), names, title)
 
 
-def plot(runs: list[Results], path: Path) -> None:
+def plot(names: list[str], runs: list[Results], path: Path) -> None:
     """LSSAR, Fig. 2: accuracy by length, a line a run."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for results in runs:
+    for name, results in zip(names, runs, strict=True):
         lengths = sorted(map(int, results.parts))
         accuracy = [100 * results.parts[str(length)]["accuracy"] for length in lengths]
-        axes.plot(lengths, accuracy, marker="o", label=results.facts["variant"])
+        axes.plot(lengths, accuracy, marker="o", label=name)
     lengths = sorted({int(length) for results in runs for length in results.parts})
     for trained in {results.facts["trained_length"] for results in runs}:
         axes.axvline(trained, color="0.6", linestyle=":", linewidth=1)
@@ -182,7 +189,7 @@ def plot(runs: list[Results], path: Path) -> None:
     axes.set_title(f"RoPE scaling: {runs[0].facts['rope']}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(figure, path)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -15,8 +14,8 @@ import checkpoint
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluate import autocast
-from files import read_json, replacing, write_json
-from scripts.runs import Run
+from files import write_json
+from scripts.runs import Run, find_result, read_results, save_picture
 
 # Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
 ANSWER_TOKENS = 16
@@ -56,29 +55,23 @@ def first_number(text: str) -> str:
 
 
 class Results:
-    """A JSON file of what was measured, saved after each part, so that a stopped run goes on.
+    """One measurement of a run's file of results, saved after each of its parts, so that a stopped
+    one goes on.
 
-    Parts that the file holds from the same weights in the same way (`facts`) are kept.
+    The file is a list of measurements. `facts` say which one this is: of the same weights, measured
+    in the same way. The parts that it holds already need not be measured again.
     """
 
     def __init__(self, path: Path, facts: dict):
         self.path, self.facts = path, facts
-        before = read_json(path) or {}
-        same = all(before.get(key) == value for key, value in facts.items())
-        self.parts = before.get("parts", {}) if same else {}
+        self.parts = (find_result(read_results(path), facts) or {"parts": {}})["parts"]
 
     def add(self, part: str, value: dict) -> None:
         self.parts[part] = value
-        write_json(
-            self.path,
-            self.facts | {"parts": self.parts, "environment": checkpoint.environment()},
-        )
-
-
-def shared_folder(runs: list[str]) -> Path:
-    """Where a picture of all runs lies: the folder that holds them, a single run's own folder."""
-    runs = [Path(run).resolve() for run in runs]
-    return runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
+        # read again: what others measure at the same time stays
+        others = [one for one in read_results(self.path) if not find_result([one], self.facts)]
+        mine = self.facts | {"parts": self.parts, "environment": checkpoint.environment()}
+        write_json(self.path, [*others, mine])
 
 
 def heat_map(path: Path, shares: list[list[float | None]], lengths, depths, title: str) -> None:
@@ -100,10 +93,4 @@ def heat_map(path: Path, shares: list[list[float | None]], lengths, depths, titl
     axes.set_ylabel("depth")
     axes.set_title(title, fontsize="medium")
     figure.colorbar(image, label="correct (%)")
-    save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
-    print(f"picture: {os.path.relpath(path)}")
+    save_picture(figure, path)

@@ -121,7 +121,9 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, name):
     ):
         (tmp_path / folder).mkdir()
         model = Reader(tokenizer, pattern, change)
-        results = passkey.measure(stub_run(tmp_path / folder, name, model), passkeys())
+        run = stub_run(tmp_path / folder, name, model)
+        trials, results = passkey.prepare(run, passkeys())
+        passkey.measure(run, trials, results)
         # prompt and answer together have the length
         assert model.lengths == {320 - 16, 400 - 16} and model.never == {None}
         for part in results.parts.values():
@@ -184,7 +186,7 @@ def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
     arguments = (run, "--trials", 5, "--show", 1)
     call(passkey, *arguments, "--lengths", "320,300")
     printed = capsys.readouterr().out
-    result = json.loads((run / "passkey.json").read_text())
+    (result,) = json.loads((run / "passkey.json").read_text())
     assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
     assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
     assert not_blank(run / "passkey.png")
@@ -205,7 +207,15 @@ def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
         call(passkey, *arguments, "--lengths", "310")
     with pytest.raises(TypeError):
         call(passkey, *arguments, "--lengths", "300", "--seed", 5)
-    assert json.loads((run / "passkey.json").read_text()) == result
+    with pytest.raises(TypeError):
+        call(passkey, *arguments, "--lengths", "300", "--rope", "none")
+    assert json.loads((run / "passkey.json").read_text()) == [result]
+    monkeypatch.undo()
+    # another question is another measurement beside the first
+    arguments = (run, "--trials", 2, "--lengths", "300")
+    call(passkey, *arguments, "--rope", "none")
+    first, second = json.loads((run / "passkey.json").read_text())
+    assert first == result and second["rope"] == "none" and set(second["parts"]) == {"300"}
 
 
 def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path):
@@ -269,7 +279,9 @@ def test_needle_tells_readers_apart(text, tmp_path, monkeypatch, name):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         model = Reader(tokenizer, pattern, change)
-        results = needle.measure(stub_run(folder, name, model), needles(text[name]))
+        run, arguments = stub_run(folder, name, model), needles(text[name])
+        lengths, haystack, results = needle.prepare(run, arguments)
+        needle.measure(run, lengths, haystack, results, arguments)
         assert model.never == {tokenizer.eot} and model.lengths == {184, 284, 234}
         for length in (200, 300):
             for depth in ("10%", "30%", "50%", "70%", "90%"):
@@ -408,6 +420,16 @@ def test_squad_epochs_take_every_example_once():
     assert [e.tokens[0] for e in again] != [e.tokens[0] for e in first]
 
 
+def checkpoints(run):
+    return {path.name: path.read_bytes() for path in run.glob("*.pt")}
+
+
+def weights(run):
+    """A run's step and weights."""
+    model = GPT(checkpoint.read_config(run))
+    return checkpoint.load_weights(model, run), model.state_dict()
+
+
 def metrics(run, *keys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [[line[key] for key in keys] for line in lines]
@@ -416,9 +438,9 @@ def metrics(run, *keys):
 def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path, capsys):
     out = tmp_path / "tuned"
     arguments = ("--squad", squad, "--out_dir", out, "--learning_rate", "3e-3", "--epochs", 6)
-    before = (run / "latest.pt").read_bytes()
+    before = checkpoints(run)
     call(finetune_squad, run, *arguments, "--sequences", 16, "--batch_size", 4)
-    assert (run / "latest.pt").read_bytes() == before
+    assert checkpoints(run) == before
     facts = json.loads((out / "squad.json").read_text())
     assert facts["examples"] == 40 and facts["contexts_cut"] == facts["left_out"] == 0
     # three steps an epoch: linear warm-up in the first, then a cosine to 0
@@ -444,7 +466,7 @@ def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path
     call(passkey, out, "--lengths", 300, "--trials", 2)
     few = ("--samples", 3, "--score_length", 240, "--score_trials", 4, "--data_dir", text["bytes"])
     call(needle, out, "--lengths", "200,260", *few, "--rope", "none", "--rope_theta", 500000)
-    result = json.loads((out / "needle.json").read_text())
+    (result,) = json.loads((out / "needle.json").read_text())
     assert result["rope_theta"] == 500000 and result["step"] == 18
     cells = [part for part in result["parts"].values() if "depth" in part]
     assert [(c["length"], c["depth"]) for c in cells] == [
@@ -481,7 +503,7 @@ def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypa
     monkeypatch.setattr(needle, "ask", stops)
     with pytest.raises(SystemExit):
         call(needle, other, *few)
-    assert len(json.loads((other / "needle.json").read_text())["parts"]) == 3
+    assert len(json.loads((other / "needle.json").read_text())[0]["parts"]) == 3
     call(needle, other, *few)
     assert len(asked) == 4 + 2 + 2  # two depths, one needle, two needles in one batch
     assert json.loads((other / "needle.json").read_text()) == whole
@@ -506,14 +528,14 @@ def test_finetuning_is_resumed_and_never_overwritten(
         patch.setattr(finetune_squad.Log, "step", stops)
         with pytest.raises(SystemExit):
             call(finetune_squad, *arguments, "--out_dir", tmp_path / "parts")
-    latest = tmp_path / "parts" / "latest.pt"
-    stopped = latest.read_bytes()
-    assert checkpoint.load(latest)["step"] == 2
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    stopped = checkpoints(parts)
+    assert weights(parts)[0] == 2
     for out, more, message in (
         ("parts", (), "holds a run"),
         ("run", (), "holds a run"),
         ("parts", ("--resume", "--learning_rate", "1e-3"), "learning_rate"),
-        ("nothing", ("--resume",), "no such checkpoint"),
+        ("nothing", ("--resume",), "checkpoint"),
     ):
         with pytest.raises(SystemExit) as stop:
             call(finetune_squad, *arguments, "--out_dir", tmp_path / out, *more)
@@ -521,18 +543,17 @@ def test_finetuning_is_resumed_and_never_overwritten(
     other = tmp_path / "other.json"
     other.write_text(squad.read_text().replace("What", "Who"))
     with pytest.raises(SystemExit):
-        call(
-            finetune_squad, run, "--squad", other, *arguments[3:], "--out_dir", latest.parent,
-            "--resume",
-        )  # fmt: skip
+        others = (run, "--squad", other, *arguments[3:])
+        call(finetune_squad, *others, "--out_dir", parts, "--resume")
     assert "other examples" in capsys.readouterr().err
-    assert latest.read_bytes() == stopped and not (tmp_path / "nothing").exists()
-    call(finetune_squad, *arguments, "--out_dir", latest.parent, "--resume")
+    assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
+    call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
     keys = "step", "lr", "loss", "grad_norm"
-    assert metrics(latest.parent, *keys) == metrics(tmp_path / "whole", *keys)
-    whole = checkpoint.load(tmp_path / "whole" / "latest.pt")["model"]
-    for name, weight in checkpoint.load(latest)["model"].items():
-        assert torch.equal(weight, whole[name])
+    assert metrics(parts, *keys) == metrics(whole, *keys)
+    step, expected = weights(whole)
+    assert step == 6 and weights(parts)[0] == 6
+    for name, weight in weights(parts)[1].items():
+        assert torch.equal(weight, expected[name])
 
 
 @pytest.mark.parametrize(
@@ -606,12 +627,14 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         (needle, ["--lengths", "200", "--samples", "0"], "--samples 0"),
         (needle, ["--lengths", "200", "--score_trials", "0"], "--score_trials 0"),
         (needle, ["--lengths", "200", "--data_dir", "nowhere"], "nowhere"),
+        (needle, ["--lengths", "200", "--data_dir", "GPT2"], "tokenizer, 'bytes'"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--epochs", "0"], "--epochs 0"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--sequences", "-1"], "--sequences"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--device", "x"], "device = 'x'"),
     ],
 )
-def test_refusals(run, call, capsys, module, arguments, message):
+def test_refusals(run, call, text, capsys, module, arguments, message):
+    arguments = [text["gpt2"] if argument == "GPT2" else argument for argument in arguments]
     there = sorted(path.name for path in run.iterdir())
     with pytest.raises(SystemExit) as stop:
         call(module, run, *arguments)
@@ -622,7 +645,7 @@ def test_refusals(run, call, capsys, module, arguments, message):
 @pytest.mark.parametrize("module", [passkey, needle, finetune_squad])
 def test_a_run_without_a_checkpoint_is_refused(trained, call, tmp_path, capsys, squad, module):
     more = ["--squad", squad, "--out_dir", tmp_path / "out"] if module is finetune_squad else []
-    for message in ("no config.json", "no such checkpoint"):
+    for message in ("no config.json", "checkpoint"):
         with pytest.raises(SystemExit) as stop:
             call(module, tmp_path, *more)
         assert stop.value.code == 2 and message in capsys.readouterr().err
