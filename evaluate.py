@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import BLOCK_QUERIES
 from errors import UserError
 from model import GPT
 
@@ -69,11 +70,14 @@ def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> 
 
 
 @torch.no_grad()
-def attention_weights(model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A) -> list[Tensor]:
-    """Every layer's attention weights, [B, H, rows, L], float32 at least, for idx [B, L].
+def attention_weights(
+    model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A, layers: slice = slice(None)
+) -> list[Tensor]:
+    """The attention weights of each layer, [B, H, rows, L], float32 at least, for idx [B, L].
 
-    `rows` are the queries: slice(-1, None) is the last one and takes memory of O(L). What `reduce`
-    makes of a layer's weights is kept in their place, so that the layers need not exist at once.
+    `rows` are the queries: slice(-1, None) is the last one. What `reduce` makes of a layer's
+    weights is kept in their place; it is given a block of rows at a time, so that memory is
+    O(L), and must leave rows the third dimension.
     """
     kept = []
 
@@ -81,11 +85,16 @@ def attention_weights(model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A) 
         q, k, _, score_scale, length = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
-        # Attention takes the queries for the last positions: later keys are cut off, then 0
-        A = attention.weights(q[:, :, start:stop], k[:, :, :stop], score_scale, length or L)
-        kept.append(reduce(F.pad(A, (0, L - stop))))
+        parts = []
+        for first in range(start, stop, BLOCK_QUERIES):
+            end = min(stop, first + BLOCK_QUERIES)
+            # Attention takes the queries for the last positions: later keys are cut off, then 0
+            A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, length or L)
+            parts.append(reduce(F.pad(A, (0, L - end))))
+        kept.append(torch.cat(parts, dim=2))
 
-    hooks = [block.attn.attention.register_forward_hook(keep) for block in model.trunk.blocks]
+    blocks = model.trunk.blocks[layers]
+    hooks = [block.attn.attention.register_forward_hook(keep) for block in blocks]
     try:
         model.trunk(model.wte(idx))
     finally:
