@@ -432,7 +432,7 @@ def weights(run):
 
 def metrics(run, *keys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [[line[key] for key in keys] for line in lines]
+    return [[line.get(key) for key in keys] for line in lines]  # JSON has no infinite gradient
 
 
 def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path, capsys):
@@ -512,11 +512,12 @@ def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypa
     assert not_blank(tmp_path / "needle_heads.png") and not_blank(tmp_path / "needle_scores.png")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # the latter has a scaler to resume
 def test_finetuning_is_resumed_and_never_overwritten(
-    run, squad, call, tmp_path, monkeypatch, capsys
+    run, squad, call, tmp_path, monkeypatch, capsys, dtype
 ):
     monkeypatch.setattr(finetune_squad, "CHECKPOINT_INTERVAL", 2)
-    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16)
+    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", dtype)
     call(finetune_squad, *arguments, "--out_dir", tmp_path / "whole")
 
     def stops(log, logged=training.Log.step, **values):
