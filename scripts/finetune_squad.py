@@ -4,8 +4,9 @@ python -m scripts.finetune_squad RUN --out_dir TUNED --squad train-v2.0.json
 
 10 epochs of 128 examples a step, AdamW (0.9, 0.999) without weight decay, gradients clipped at 1,
 2e-5 after one epoch of linear warm-up, cosine to 0. Without --squad the `datasets` library fetches
-the data. TUNED is a run like any other, with latest.pt; its squad.json says what it was trained on.
-A run is never overwritten: --resume continues it from its last checkpoint, with the same batches.
+the data. TUNED is a run like any other; its squad.json says what it was trained on. A run is never
+overwritten: --resume continues it from its last checkpoint, with the same batches. Exit codes are
+those of train.py: a signal ends it after a step, which is saved.
 
 The paper leaves open, and here:
 - an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
@@ -21,6 +22,7 @@ nothing under a causal mask.
 """
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -42,9 +44,11 @@ from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluate import autocast, pick_device, pick_dtype
 from files import read_json, write_json
+from log import Log
 from model import GPT
+from processes import EXIT_STOPPED, Stop, job
 from scripts.retrieval import ASK, check_at_least
-from train import Log, build_optimizers, learning_rate, memory_mb, resumed_state
+from train import build_optimizers, learning_rate, memory_mb, resumed_state, stop_diverged
 
 DATASET = "rajpurkar/squad_v2"
 # Steps between checkpoints.
@@ -85,7 +89,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
     out = Path(arguments.out_dir)
-    if not arguments.resume and any(out.glob("*.pt")):
+    if not arguments.resume and checkpoint.exists(out):
         raise UserError(f"{out} holds a run; --resume continues it, another --out_dir starts one")
     device = pick_device(arguments.device)
     base = checkpoint.read_config(arguments.run)
@@ -107,6 +111,8 @@ def main() -> None:
         beta1=0.9,
         beta2=0.999,
         grad_clip=1.0,
+        on_nonfinite="stop",
+        keep_every=0,
         total_batch_size=arguments.sequences * base.block_size,
         batch_size=arguments.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL,
@@ -123,7 +129,8 @@ def main() -> None:
         "checkpoint": arguments.checkpoint,
         "step": step,
     }
-    finetune(config, model, examples, facts, device, arguments.resume)
+    if finetune(config, model, examples, facts, device, arguments.resume):
+        sys.exit(EXIT_STOPPED)
 
 
 def read_squad(path: str) -> list[Question]:
@@ -255,21 +262,23 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
 
 
-def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: bool) -> None:
+def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: bool) -> bool:
+    """Train until the last step or a signal, and say whether it was a signal; see train.train."""
     out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
     sequences = config.total_batch_size // config.block_size
-    # L and what depends on it is the batch's own length with this setting: then it has to be fixed
+    # with this setting L is the length of the batch, which has to be a fixed one then
     length = config.block_size if config.attention_length == "current" else None
-    state = resumed_state(out, config) if resume else None
-    if state is not None:
-        before = read_json(out / "squad.json") or {}
-        if before.get("sha256") != facts["sha256"]:
-            raise UserError(f"{out} was trained on other examples than those of {facts['squad']}")
-        model.load_state_dict(state["model"])
+    state = resumed_state(out, config, quiet=False) if resume else None
+    if state is not None and (read_json(out / "squad.json") or {}).get("sha256") != facts["sha256"]:
+        raise UserError(f"{out} was trained on other examples than those of {facts['squad']}")
+
+    # ---- model and optimizer ----
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # as in training
     model.to(device).train()
+    if state is not None:
+        model.load_state_dict(state["model"])
     (optimizer,) = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step, resumed_at, wandb_id = 0, None, None
@@ -279,75 +288,84 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         step = resumed_at = state["step"]
         wandb_id = state["wandb_id"]
         del state
-    log = Log(out, config, step, wandb_id, quiet=False)
-    write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
-    log.say(
-        f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} contexts "
-        f"cut, {facts['left_out']:,} questions left out), {sequences} a step, "
-        f"{config.max_iters:,} steps on {device.type}; run folder {out}"
-    )
 
-    def save_latest() -> None:
-        checkpoint.save(
-            out / "latest.pt",
-            {
+    def where(step: int) -> str:
+        return f"in epoch {(step - 1) // config.warmup_iters + 1} of {facts['squad']}"
+
+    with contextlib.ExitStack() as stack:
+        # ---- signals, logs, checkpoints ----
+        stop = stack.enter_context(Stop(quiet=False))
+        stack.enter_context(checkpoint.held(out))
+        checkpoint.write_header(out, config, job())
+        write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
+        log = stack.enter_context(Log(out, config, step, wandb_id, where, quiet=False))
+        saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
+        log.say(
+            f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
+            f"contexts cut, {facts['left_out']:,} questions left out), {sequences} a step, "
+            f"{config.max_iters:,} steps on {device.type}; run folder {out}"
+        )
+
+        def save() -> None:
+            log.sync()
+            state = {
                 "model": model.state_dict(),
                 "step": step,
                 "config": config.as_dict(),
                 "optimizers": [optimizer.state_dict()],
                 "scaler": scaler.state_dict(),
-                "best_val_loss": math.inf,
                 "wandb_id": log.wandb_id,
-            },
-        )
+            }
+            saver.save("step", state)
 
-    started, first = time.perf_counter(), step
-    while True:
-        last = step >= config.max_iters
-        if (last or step % config.checkpoint_interval == 0) and step != resumed_at:
-            if not all(parameter.isfinite().all() for parameter in model.parameters()):
-                sys.exit(f"error: step {step}: weights that are not finite; {out} keeps the last")
-            save_latest()
-        if last:
-            break
-        begun = time.perf_counter()
-        batch = batch_of(step, examples, sequences, config.seed)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        loss = torch.zeros((), device=device)
-        for i in range(0, len(batch), config.batch_size):
-            x, y = tensors(batch[i : i + config.batch_size], length, device)
-            with autocast(device, dtype):
-                part = answer_loss(model, x, y) / len(batch)
-            scaler.scale(part).backward()
-            loss += part.detach()
-        scaler.unscale_(optimizer)
-        clip = config.grad_clip
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
-        loss = loss.item()
-        # with float16 the scaler itself skips a step whose gradients overflow
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
-            sys.exit(
-                f"error: step {step + 1}: loss = {loss}, gradient norm = {grad_norm} is not "
-                f"finite; {out / 'latest.pt'} is the last good checkpoint"
+        # ---- loop ----
+        started, first = time.perf_counter(), step
+        while True:
+            last = step >= config.max_iters
+            due = last or stop.asked or step % config.checkpoint_interval == 0
+            if due and step != resumed_at:
+                if step and not all(p.isfinite().all() for p in model.parameters()):
+                    what = "its update left weights that are not finite"
+                    stop_diverged(config, step, what, where)
+                save()
+            if last or stop.asked:
+                return not last
+            begun = time.perf_counter()
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            batch = batch_of(step, examples, sequences, config.seed)
+            loss = torch.zeros((), device=device)
+            for i in range(0, len(batch), config.batch_size):
+                x, y = tensors(batch[i : i + config.batch_size], length, device)
+                with autocast(device, dtype):
+                    part = answer_loss(model, x, y) / len(batch)
+                scaler.scale(part).backward()
+                loss += part.detach()
+            scaler.unscale_(optimizer)
+            clip = config.grad_clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+            loss = loss.item()
+            # with float16 the scaler itself skips a step whose gradients overflow
+            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+                what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                stop_diverged(config, step + 1, what, where)
+            scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+            scaler.update()
+            step += 1
+            now = time.perf_counter()
+            log.step(
+                step=step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                ms=1000 * (now - begun),
+                tokens_per_s=sum(len(example.tokens) for example in batch) / (now - begun),
+                mfu=None,
+                memory_mb=memory_mb(device),
+                left_s=(now - started) / (step - first) * (config.max_iters - step),
             )
-        scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        scaler.update()
-        step += 1
-        now = time.perf_counter()
-        log.step(
-            step=step,
-            loss=loss,
-            lr=learning_rate(step - 1, config),
-            grad_norm=grad_norm,
-            ms=1000 * (now - begun),
-            tokens_per_s=sum(len(example.tokens) for example in batch) / (now - begun),
-            mfu=None,
-            memory_mb=memory_mb(device),
-            left_s=(now - started) / (step - first) * (config.max_iters - step),
-        )
-    log.close()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 import argparse
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
+import time
 
 import matplotlib.image
 import numpy as np
@@ -17,7 +20,9 @@ import train as training
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evaluate import attention_weights
+from log import Log
 from model import GPT, rotate
+from processes import EXIT_STOPPED
 from scripts import finetune_squad, needle, passkey, retrieval
 from scripts.runs import Run
 from tests.conftest import SMALL
@@ -520,13 +525,13 @@ def test_finetuning_is_resumed_and_never_overwritten(
     arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", dtype)
     call(finetune_squad, *arguments, "--out_dir", tmp_path / "whole")
 
-    def stops(log, logged=training.Log.step, **values):
+    def stops(log, logged=Log.step, **values):
         logged(log, **values)
         if values["step"] == 3:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune_squad.Log, "step", stops)
+        patch.setattr(Log, "step", stops)
         with pytest.raises(SystemExit):
             call(finetune_squad, *arguments, "--out_dir", tmp_path / "parts")
     parts, whole = tmp_path / "parts", tmp_path / "whole"
@@ -555,6 +560,34 @@ def test_finetuning_is_resumed_and_never_overwritten(
     assert step == 6 and weights(parts)[0] == 6
     for name, weight in weights(parts)[1].items():
         assert torch.equal(weight, expected[name])
+
+
+def test_finetuning_ends_after_a_signal_and_is_resumed(run, squad, call, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--out_dir", out)
+
+    def signalled(log, logged=Log.step, **values):
+        logged(log, **values)
+        if values["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # the thread that hears it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "step", signalled)
+        with pytest.raises(SystemExit) as stop:
+            call(finetune_squad, *arguments)
+    assert stop.value.code == EXIT_STOPPED and weights(out)[0] == 2
+    call(finetune_squad, *arguments, "--resume")
+    assert weights(out)[0] == 6 and [step for (step,) in metrics(out, "step")] == [*range(1, 7)]
+
+
+def test_finetuning_that_diverges_keeps_its_checkpoint(run, squad, call, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--out_dir", out)
+    with pytest.raises(SystemExit) as stop:
+        call(finetune_squad, *arguments, "--learning_rate", "1e38")
+    assert stop.value.code == 1 and "epoch 1" in capsys.readouterr().err
+    assert weights(out)[0] == 0 and all(w.isfinite().all() for w in weights(out)[1].values())
 
 
 @pytest.mark.parametrize(
