@@ -91,21 +91,15 @@ def main() -> None:
     out = Path(arguments.out_dir)
     if not arguments.resume and checkpoint.exists(out):
         raise UserError(f"{out} holds a run; --resume continues it, another --out_dir starts one")
+    if arguments.resume and not checkpoint.exists(out):
+        raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
     device = pick_device(arguments.device)
     base = checkpoint.read_config(arguments.run)
-    model = GPT(base)
-    step = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
-    source = arguments.squad or DATASET
-    questions = read_squad(source) if arguments.squad else download()
-    examples, counts = encode_all(questions, base, source)
-    steps = math.ceil(len(examples) / arguments.sequences)  # an epoch's
     config = base.replace(
         optimizer="adamw",
         learning_rate=arguments.learning_rate,
         schedule="cosine",
-        warmup_iters=steps,
         cooldown_iters=0,
-        max_iters=steps * arguments.epochs,
         min_lr=0.0,
         weight_decay=0.0,
         beta1=0.9,
@@ -122,6 +116,13 @@ def main() -> None:
         device=arguments.device,
         dtype=arguments.dtype,
     )
+    model = GPT(base)
+    step = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
+    source = arguments.squad or DATASET
+    questions = read_squad(source) if arguments.squad else download()
+    examples, counts = encode_all(questions, base, source)
+    steps = math.ceil(len(examples) / arguments.sequences)  # an epoch's
+    config = config.replace(warmup_iters=steps, max_iters=steps * arguments.epochs)
     facts = {
         "squad": source,
         **counts,

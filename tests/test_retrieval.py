@@ -665,6 +665,12 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--epochs", "0"], "--epochs 0"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--sequences", "-1"], "--sequences"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--device", "x"], "device = 'x'"),
+        (
+            finetune_squad,
+            ["--out_dir", "o", "--squad", "s", "--batch_size", "7"],
+            "batch_size = 2, 4, 8",
+        ),
+        (finetune_squad, ["--out_dir", "o", "--squad", "s", "--learning_rate", "-1"], "at least 0"),
     ],
 )
 def test_refusals(run, call, text, capsys, module, arguments, message):
