@@ -288,6 +288,7 @@ def plot_heads(names: list[str], runs: list[dict], path: Path) -> None:
         values = [head["score"] for head in one["heads"]]
         label = f"{name} ({one['grade']})"
         axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
+    axes.locator_params("x", integer=True)
     axes.set_xlabel("attention head, by needle score")
     axes.set_ylabel("needle score")
     length = f"{runs[0]['length']:,}"
@@ -310,6 +311,7 @@ def plot_scores(names: list[str], runs: list[dict], path: Path) -> None:
             axes.scatter(ranks, tops, s=18, color=f"C{i}", marker=marker)
     for answered, marker in MARKERS.items():
         axes.scatter([], [], color="0.3", marker=marker, label=answered)
+    axes.locator_params("x", integer=True)
     axes.set_xlabel("trial, by top needle score")
     axes.set_ylabel("top needle score")
     length = f"{runs[0]['length']:,}"

@@ -172,8 +172,9 @@ def test_eval_length_refuses_before_it_measures(train, call, shards, tmp_path, c
         assert not (run / "eval_length.json").exists()
 
     shutil.copy(run / "config.json", bad)
-    refused(f"{bad / 'latest.pt'}: no such checkpoint", bad)
-    shutil.copy(run / "latest.pt", bad)
+    refused(f"{bad}: no checkpoint in it", bad)
+    for path in (run / "checkpoints.json", *run.glob("*.pt")):
+        shutil.copy(path, bad)
     (bad / "eval_length.json").write_text('{"loss": 1}')
     refused("no list of measurements", bad)
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
