@@ -5,9 +5,9 @@ python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengt
 
 Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
 row for every run, for the text and for the same validation tokens at each length; and draws a
-curve for every run over the length of the rows, at the greatest length: attention_by_row.png in the
-run's folder, or for several runs in the folder that holds them. The text is given to the model as
-it is, with no end-of-text mark before it.
+curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
+text): attention_by_row.png in the run's folder, or for several runs in the folder that holds them.
+The text is given to the model as it is, with no end-of-text mark before it.
 
 A row is one query's weights over the n >= 2 keys that it sees. Of rows are told, as means,
 
@@ -89,7 +89,9 @@ def main() -> None:
     text.add_argument("--text", help="of the maps (default: that of LSSAR's Figure A1)")
     text.add_argument("--file", help="a UTF-8 file with the text of the maps")
     parser.add_argument("--lengths", help="in tokens, such as 1024,8192 (default: 1x and 8x)")
-    parser.add_argument("--tokens", type=int, default=32768, help="at each length (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="at each length (%(default)s); 0: only the text"
+    )
     parser.add_argument("--data_dir", help="other shards than the run's own")
     add_options(parser)
     arguments = parser.parse_args()
@@ -100,8 +102,8 @@ def main() -> None:
     names = run_names(arguments.runs)
     for of_all_runs in zip(*results, strict=True):
         print_table(names, of_all_runs)
-    last = [of_run[-1] for of_run in results]
-    plot_rows(names, last, holding_folder(arguments.runs) / "attention_by_row.png")
+    longest = [of_run[-1] for of_run in results]
+    plot_rows(names, longest, holding_folder(arguments.runs) / "attention_by_row.png")
 
 
 def read_text(arguments) -> str:
@@ -132,14 +134,17 @@ class Job:
                 f"the text has {len(self.ids)} tokens; a map needs 2, and takes {MAP_TOKENS} at "
                 "most"
             )
+        self.file = self.run.path / "attention_maps.json"
+        self.before = read_results(self.file)
+        self.lengths = []
+        if arguments.tokens == 0:
+            return
         lengths = arguments.lengths or f"{config.block_size},{8 * config.block_size}"
         self.lengths = sorted(parse_lengths(lengths, config))
         if self.lengths[0] < 2:
             raise UserError(f"--lengths {lengths} must be 2 at least: one key is no choice")
         self.data_dir = arguments.data_dir or config.data_dir
         self.tokens = shared_tokens(self.data_dir, self.lengths, arguments.tokens, config)
-        self.file = self.run.path / "attention_maps.json"
-        self.before = read_results(self.file)
 
 
 def measure(job: Job) -> list[dict]:
@@ -241,15 +246,17 @@ def over_heads(result: dict, name: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def layer_name(results) -> str:
-    return "layer " + ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
+def subject(results) -> str:
+    """The layer and the text of measurements of several runs."""
+    layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
+    text = results[0]["text"]
+    what = "validation tokens" if text is None else ascii(text[:40])
+    return f"layer {layers}, {what}"
 
 
 def print_table(names: list[str], results) -> None:
     """A row for every run, of the same text or validation tokens, and what equal weights give."""
-    text = results[0]["text"]
-    what = "validation tokens" if text is None else f"{text[:40]!r}"
-    print(f"\n{layer_name(results)}, {what}; means over heads and rows;")
+    print(f"\n{subject(results)}; means over heads and rows;")
     print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
     table = [("", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum")]
     for name, result in zip(names, results, strict=True):
@@ -319,6 +326,7 @@ def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
             axes.axvline(result["trained_length"], color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
         axes.set_xlabel("keys that the row sees (dotted: training length)")
@@ -336,8 +344,8 @@ def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
     figure.legend(handles, labels, loc="outside right center", fontsize="small")
     lengths = " and ".join(f"{n:,}" for n in sorted({result["length"] for result in results}))
     figure.suptitle(
-        f"{layer_name(results)}, validation tokens in windows of {lengths}; mean over heads, "
-        "shaded from the least head to the greatest",
+        f"{subject(results)} in windows of {lengths}; mean over heads, shaded from the least head "
+        "to the greatest".replace("$", r"\$"),
         fontsize="medium",
     )
     save_picture(figure, path)
