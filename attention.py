@@ -222,10 +222,12 @@ class Attention(nn.Module):
                 return self._product(q, k, v, over, slice(None), length, score_scale)
             return self._blocked(q, k, v, over, length, score_scale)
 
-    def weights(self, q: Tensor, k: Tensor, score_scale: float = 1.0) -> Tensor:
+    def weights(
+        self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
+    ) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
+        length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
-            length = self._length(k.shape[2])
             return self._weights(*self._unit(q, k), slice(None), length, score_scale)
 
     def _path(self, q: Tensor) -> str:

@@ -3,15 +3,25 @@
 config.json        every setting, resolved
 environment.json   versions, machine, commit
 metrics.jsonl      one object a line: a step, or a validation
-latest.pt          all that resuming needs, from the last checkpoint
-best.pt            the weights with the lowest validation loss
+step_000200.pt     all that resuming needs, after 200 steps
+best_000150.pt     the weights with the lowest validation loss
+checkpoints.json   bytes and sha256 of each checkpoint; one that is not in it does not count
+
+A checkpoint is written aside, synced and renamed before checkpoints.json names it, and what is no
+longer named is deleted only then: at any moment the newest one that is named is whole.
 """
 
+import fcntl
+import hashlib
 import json
 import os
-import pickle
 import platform
+import re
+import shutil
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,24 +31,213 @@ from errors import UserError
 from files import read_json, replacing, write_json
 from model import GPT
 
+INDEX = "checkpoints.json"
+KINDS = {"latest": "step", "best": "best"}
 
-def save(path, state: dict) -> None:
-    """Write a checkpoint that appears only when it is whole and on disk."""
-    with replacing(path) as file:
-        torch.save(state, file)
+
+class Saver:
+    """Writes a run's checkpoints beside its training, in one thread, one after another.
+
+    Args:
+        run: the run's folder.
+        keep_last: how many of the newest step_*.pt are kept.
+        keep_every: those at multiples of so many steps are kept too; 0: none.
+    """
+
+    def __init__(self, run: Path, keep_last: int, keep_every: int):
+        self.run, self.keep_last, self.keep_every = run, keep_last, keep_every
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+
+    def save(self, kind: str, state: dict) -> None:
+        """Copy the state to host memory, then write `<kind>_<step>.pt` in the background.
+
+        Waits until the checkpoint before is written. Raises UserError if that failed.
+        """
+        self.wait()
+        name, copies = f"{kind}_{state['step']:06d}.pt", {}
+        state = to_host(state, copies)
+        needed = sum(tensor.nbytes for tensor in copies.values())
+        self.writing = self.thread.submit(self._write, name, state, needed)
+
+    def wait(self) -> None:
+        """Return when all is on disk. Raises UserError if it could not be written."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def failed(self) -> bool:
+        """Whether the last write has failed by now; `wait` raises its error."""
+        writing = self.writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is None:
+            self.wait()
+        self.thread.shutdown()  # after an error too, what is being written is finished
+
+    def _write(self, name: str, state: dict, needed: int) -> None:
+        path = self.run / name
+        try:
+            with replacing(path) as file:
+                saved = Hashed(file)
+                saved.write_state(state)
+            index = self._beside(name)
+            index[name] = {"bytes": saved.bytes, "sha256": saved.sha256.hexdigest()}
+            write_json(self.run / INDEX, index)
+        except OSError as error:
+            free = shutil.disk_usage(self.run).free
+            raise UserError(
+                f"{path}: {error.strerror}; this checkpoint needs {needed:,} bytes, and {free:,} "
+                "are free on its disk. The checkpoints before it are untouched: make room, then "
+                "go on from them with --resume"
+            ) from error
+        for kind in KINDS.values():
+            for file in [*self.run.glob(f"{kind}_*.pt"), *self.run.glob(f".{kind}_*.pt.tmp")]:
+                if file.name not in index:
+                    file.unlink()
+
+    def _beside(self, new: str) -> dict:
+        """The entries that stay beside a new one, which replaces all later ones of its kind."""
+        index = read_index(self.run)
+        best, steps = newest_first(index, "best"), newest_first(index, "step")
+        if new.startswith("best"):
+            best = []
+        else:
+            before = [name for name in steps if step_of(name) < step_of(new)]
+            every = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
+            steps = before[: self.keep_last - 1] + every
+        return {name: index[name] for name in best + steps}
+
+
+class Hashed:
+    """A file that counts and hashes what is written to it."""
+
+    def __init__(self, file):
+        self.file, self.bytes, self.sha256, self.error = file, 0, hashlib.sha256(), None
+
+    def write(self, data) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.bytes += len(data)
+        self.sha256.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def write_state(self, state: dict) -> None:
+        try:
+            torch.save(state, self)
+        except RuntimeError as error:  # torch's own, in place of the file's
+            raise self.error or error from None
+
+
+def to_host(value, copies: dict):
+    """A copy of nested dicts and lists, tensors in host memory, tied ones still tied."""
+    if isinstance(value, torch.Tensor):
+        key = value.data_ptr(), value.dtype, value.shape
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        return {key: to_host(item, copies) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_host(item, copies) for item in value]
+    return value
+
+
+def read_index(run) -> dict:
+    """Checkpoint name -> its `bytes` and `sha256`, empty where there is none yet.
+
+    Raises UserError where the file is damaged.
+    """
+    path = Path(run) / INDEX
+    index = read_json(path)
+    if index is None:
+        return {}
+    # a name is only ever a file of this folder
+    if not isinstance(index, dict) or not all(
+        re.fullmatch(r"(step|best)_\d{6,}\.pt", name)
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        for name, entry in index.items()
+    ):
+        raise UserError(f"{path}: damaged: it gives bytes and sha256 of step_*.pt and best_*.pt")
+    return index
+
+
+def step_of(name: str) -> int:
+    return int(name[5:-3])
+
+
+def newest_first(index: dict, kind: str) -> list[str]:
+    return sorted((name for name in index if name.startswith(kind)), key=step_of, reverse=True)
+
+
+def exists(run) -> bool:
+    """Whether the folder holds a run that can be resumed."""
+    return bool(newest_first(read_index(run), "step"))
+
+
+def made_by(run, job: str | None) -> bool:
+    """Whether a run that can be resumed was started, or last continued, by this job."""
+    made = read_json(Path(run) / "environment.json")
+    return isinstance(made, dict) and made.get("job") == job and exists(run)
+
+
+def find(run, which: str = "latest", quiet: bool = False) -> Path:
+    """The newest whole checkpoint of a run, or its best one; its checksum has been verified.
+
+    A damaged one is named on standard error, and the one before is taken. Raises UserError where
+    none is left.
+    """
+    index = read_index(run)
+    names = newest_first(index, KINDS[which])
+    if not names:
+        raise UserError(f"{run}: no checkpoint in it ({which}); train.py saves one as it starts")
+    for name in names:
+        path = Path(run) / name
+        problem = damage(path, **index[name])
+        if problem is None:
+            return path
+        if not quiet:
+            print(f"warning: {path} is damaged: {problem}", file=sys.stderr, flush=True)
+    raise UserError(f"{run}: all its checkpoints ({which}) are damaged: {', '.join(names)}")
+
+
+def damage(path: Path, bytes: int, sha256: str) -> str | None:
+    """What is wrong with a file that should have this size and checksum; None: nothing."""
+    try:
+        if (size := path.stat().st_size) != bytes:
+            return f"it has {size:,} bytes, not {bytes:,}"
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return error.strerror
+    return None if found == sha256 else "its checksum is not the one it was saved with"
 
 
 def load(path, device="cpu") -> dict:
-    """A checkpoint's content, its tensors on `device`. Nothing in the file is run as code.
+    """A checkpoint's content, its tensors on `device`; on the CPU they are read when first used.
 
-    Raises UserError where it is missing or damaged.
+    Nothing in the file is run as code. Raises UserError where it is missing or damaged.
     """
     try:
-        return torch.load(path, map_location=device, weights_only=True, mmap=True)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
-    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except Exception as error:  # whatever a damaged file makes of torch.load
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
+    if not isinstance(state, dict) or not {"model", "step", "config"} <= state.keys():
+        raise UserError(f"{path}: no checkpoint of train.py: it has no model, step and config")
+    return state
 
 
 def first_line(error: Exception) -> str:
@@ -63,7 +262,7 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     The attention variant may be another one: its learnable scalars then keep their first values.
     Raises UserError where the run has no checkpoint or its shapes do not fit.
     """
-    path = Path(run) / f"{which}.pt"
+    path = find(run, which)
     state = load(path)
     mine, saved = model.state_dict(), state["model"]
     scalars = {name for name in mine | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
@@ -81,17 +280,22 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     return state["step"]
 
 
-def start_metrics(path: Path, step: int) -> None:
-    """Keep the metrics up to a step: what a stopped run logged after its checkpoint comes again."""
-    lines = path.read_text().splitlines() if path.exists() else []
+def start_metrics(path: Path, step: int) -> list[dict]:
+    """Keep the metrics up to a step: what a stopped run logged after its checkpoint comes again.
+
+    Returns the lines that are kept.
+    """
+    kept = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            if values["step"] <= step:
+                kept.append(values)
+        except (ValueError, KeyError, TypeError):
+            pass  # the line that a kill cut short
     with replacing(path, "w") as file:
-        for line in lines:
-            try:
-                keep = json.loads(line)["step"] <= step
-            except (ValueError, KeyError):
-                keep = False  # the line that a kill cut short
-            if keep:
-                file.write(line + "\n")
+        file.writelines(json.dumps(values) + "\n" for values in kept)
+    return kept
 
 
 def environment() -> dict:
@@ -124,8 +328,25 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write_header(run: Path, config: Config) -> None:
+def write_header(run: Path, config: Config, job: str | None) -> None:
     """What a run's folder holds before its first step."""
-    run.mkdir(parents=True, exist_ok=True)
     write_json(run / "config.json", config.as_dict())
-    write_json(run / "environment.json", environment())
+    write_json(run / "environment.json", environment() | {"job": job})
+
+
+@contextmanager
+def held(run: Path):
+    """Make a run's folder and hold it alone while the block runs.
+
+    The system lets go of it when the process ends, in whatever way. Raises UserError where another
+    process holds it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run}: another process is training this run") from None
+        except OSError:
+            pass  # a network file system without locks
+        yield

@@ -75,6 +75,9 @@ class Config:
     beta2: float = setting(0.95, "AdamW")
     adam_eps: float = setting(1e-8, "AdamW")
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    on_nonfinite: str = setting(
+        "stop", "a loss or gradient that is not finite: 'stop', or 'skip' the step's update"
+    )
     # validation, checkpoints, logs
     eval_interval: int = setting(
         250, "steps between validations; also before the first and at the end"
@@ -82,7 +85,13 @@ class Config:
     val_tokens: int = setting(
         10485760, "validation tokens, in order from the first (llm.c's number)"
     )
-    checkpoint_interval: int = setting(1000, "steps between checkpoints; also at the end")
+    checkpoint_interval: int = setting(
+        1000, "steps between checkpoints; also at the start and the end"
+    )
+    keep_last: int = setting(2, "newest checkpoints that are kept")
+    keep_every: int = setting(
+        0, "checkpoints at multiples of so many steps are kept for good; 0: none"
+    )
     log_interval: int = setting(1, "steps between printed lines; metrics.jsonl has every step")
     wandb_mode: str = setting(
         "auto", "'auto' (online if a key is set, else offline), 'online', 'offline' or 'disabled'"
@@ -102,6 +111,7 @@ class Config:
         "auto", "'auto' (on CUDA bfloat16, or float16 without it), 'float32', 'bfloat16', 'float16'"
     )
     compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
+    timeout: float = setting(600.0, "seconds that processes wait for a dead or stuck one")
 
     def __post_init__(self):
         check(self)
@@ -134,13 +144,15 @@ CHOICES = {
     "schedule": ("cosine", "constant", "trapezoidal"),
     "wandb_mode": ("auto", "online", "offline", "disabled"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "on_nonfinite": ("stop", "skip"),
 }
 AT_LEAST = {
     "p": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "block_size": 1, "vocab_size": 1,
     "mlp_hidden": 1, "rope_theta": 1, "total_batch_size": 1, "batch_size": 1, "max_iters": 0,
     "learning_rate": 0, "warmup_iters": 0, "cooldown_iters": 0, "min_lr": 0, "weight_decay": 0,
     "beta1": 0, "beta2": 0, "adam_eps": 0, "grad_clip": 0, "eval_interval": 1, "val_tokens": 1,
-    "checkpoint_interval": 1, "log_interval": 1, "seed": 0,
+    "checkpoint_interval": 1, "log_interval": 1, "seed": 0, "keep_last": 1, "keep_every": 0,
+    "timeout": 5,
 }  # fmt: skip
 
 
@@ -290,6 +302,11 @@ def check(config: Config) -> None:
     if config.resume and config.init_from:
         raise UserError(
             "resume and init_from exclude each other: a resumed run has its own weights"
+        )
+    if config.keep_every % config.checkpoint_interval:
+        raise UserError(
+            f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "
+            f"{config.checkpoint_interval}: only what is saved can be kept"
         )
     accumulation_steps(config, world_size=1)
 

@@ -1,10 +1,13 @@
-"""The device and dtype that a model runs in, and its mean loss: for train.py and the scripts."""
+"""The device and dtype a model runs in, its mean loss and its attention: for train and scripts."""
 
 import contextlib
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
+from attention import BLOCK_QUERIES
 from errors import UserError
 from model import GPT
 
@@ -64,3 +67,37 @@ def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> 
         dist.all_reduce(sums)
         total, count = sums.tolist()
     return total / count, int(count)
+
+
+@torch.no_grad()
+def attention_weights(
+    model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A, layers: slice = slice(None)
+) -> list[Tensor]:
+    """The attention weights of each layer, [B, H, rows, L], float32 at least, for idx [B, L].
+
+    `rows` are the queries: slice(-1, None) is the last one. What `reduce` makes of a layer's
+    weights is kept in their place; it is given a block of rows at a time, so that memory is
+    O(L), and must leave rows the third dimension.
+    """
+    kept = []
+
+    def keep(attention, inputs, output):
+        q, k, _, score_scale, length = inputs
+        L = k.shape[2]
+        start, stop, _ = rows.indices(L)
+        parts = []
+        for first in range(start, stop, BLOCK_QUERIES):
+            end = min(stop, first + BLOCK_QUERIES)
+            # Attention takes the queries for the last positions: later keys are cut off, then 0
+            A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, length or L)
+            parts.append(reduce(F.pad(A, (0, L - end))))
+        kept.append(torch.cat(parts, dim=2))
+
+    blocks = model.trunk.blocks[layers]
+    hooks = [block.attn.attention.register_forward_hook(keep) for block in blocks]
+    try:
+        model.trunk(model.wte(idx))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept

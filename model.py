@@ -259,11 +259,13 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        never: int | None = None,
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
-        Temperature 0 takes the likeliest token. A RoPE scaling that depends on the length is fixed
-        by the final one, so that cached keys stay right. Raises UserError for an empty prompt.
+        Temperature 0 takes the likeliest token; the token `never` is not taken. A RoPE scaling that
+        depends on the length is fixed by the final one, so that cached keys stay right. Raises
+        UserError for an empty prompt.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
@@ -273,6 +275,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             x = self.trunk(self.wte(new), cache)
             logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
+            if never is not None:
+                logits[:, never] = -math.inf
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:

@@ -1,21 +1,19 @@
 """Train a model: python train.py configs/lssar_p15.py, or the same under torchrun.
 
 Read top to bottom: config -> data -> model -> optimizers -> loop. The loss curve depends on the
-settings of the global batch and the seed, not on the number of processes or micro-batches.
+settings of the global batch and the seed, not on the number of processes or micro-batches, nor on
+how often the run is stopped and resumed. processes.py lists the exit codes.
 """
 
 import contextlib
-import json
 import math
-import netrc
 import os
 import resource
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +24,9 @@ from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
 from evaluate import autocast, mean_loss, pick_device, pick_dtype
+from log import Log
 from model import GPT
+from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
 
 # Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
 PEAK_FLOPS = {
@@ -39,8 +39,8 @@ PEAK_FLOPS = {
 # Settings that may change when a run is resumed; any other would make it another run.
 FREE_ON_RESUME = {
     "resume", "init_from", "device", "dtype", "compile", "attention_impl", "batch_size",
-    "max_iters", "eval_interval", "checkpoint_interval", "log_interval", "wandb_mode",
-    "wandb_project", "out_dir", "data_dir",
+    "max_iters", "eval_interval", "checkpoint_interval", "keep_last", "keep_every", "log_interval",
+    "wandb_mode", "wandb_project", "out_dir", "data_dir", "on_nonfinite", "timeout",
 }  # fmt: skip
 
 
@@ -55,33 +55,25 @@ def main() -> None:
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    with process_group(world_size, device):
-        train(config, rank, world_size, device)
+    if restarted() and checkpoint.made_by(config.out_dir, job()):
+        config = config.replace(resume=True, init_from="")
+    with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
+        stopped = train(config, rank, world_size, device, peers, stack)
+    if stopped:
+        sys.exit(EXIT_STOPPED)
 
 
-@contextlib.contextmanager
-def process_group(world_size: int, device: torch.device):
-    """The processes that torchrun started, connected while the block runs."""
-    if world_size == 1:
-        yield
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    try:
-        yield
-    finally:
-        # A gloo thread takes the GIL to drop the last collective's tensors. Let it: closing the
-        # group joins that thread with the GIL held, and would wait for ever.
-        time.sleep(0.1)
-        dist.destroy_process_group()
+def train(config: Config, rank: int, world_size: int, device, peers, stack) -> bool:
+    """Train until the last step or a signal, and say whether it was a signal.
 
-
-def train(config: Config, rank: int, world_size: int, device: torch.device) -> None:
+    What has to be closed in the end, whatever that is, is left to the caller's `stack`.
+    """
     dtype = pick_dtype(config.dtype, device)
     micro_batches = accumulation_steps(config, world_size)
-    run = Path(config.out_dir)
-    state = resumed_state(run, config) if config.resume else None
-    if state is None and (run / "latest.pt").exists():
+    run, first = Path(config.out_dir), rank == 0
+    state = resumed_state(run, config, quiet=not first) if config.resume else None
+    if state is None and checkpoint.exists(run):
         raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
 
     # ---- data ----
@@ -114,9 +106,9 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
     model = GPT(config)
     if config.init_from:
         checkpoint.load_weights(model, config.init_from)
+    model.to(device)
     if state is not None:
         model.load_state_dict(state["model"])
-    model.to(device)
     trained = torch.compile(model) if use_compile(config, device) else model
     if world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
@@ -126,17 +118,28 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
     optimizers = build_optimizers(model, config)
     # float16 has no room for small gradients: the loss is scaled up, the gradients back down
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step, best, wandb_id, resumed_at = 0, math.inf, None, None
+    step, best, skipped, wandb_id, resumed_at = 0, math.inf, 0, None, None
     if state is not None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         scaler.load_state_dict(state["scaler"])
-        step, best, wandb_id = state["step"], state["best_val_loss"], state["wandb_id"]
-        resumed_at = step
+        step, best, skipped = state["step"], state["best_val_loss"], state["skipped"]
+        wandb_id, resumed_at = state["wandb_id"], step
         del state
 
-    # ---- logs ----
-    log = Log(run, config, step, wandb_id, quiet=rank != 0)
+    # ---- signals, logs, checkpoints ----
+    stop = stack.enter_context(Stop(quiet=not first))
+    if first:
+        stack.enter_context(checkpoint.held(run))
+        checkpoint.write_header(run, config, job())
+
+    def where(step: int) -> str:
+        """Where the batch of a step, counted from 1, begins."""
+        path, offset = loader.where(step - 1)[0]
+        return f"in {path} at token {offset}"
+
+    log = stack.enter_context(Log(run, config, step, wandb_id, where, quiet=not first))
+    saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
     log.say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, "
         f"{loader.tokens:,} training tokens in {config.data_dir}, {loader.n_windows:,} windows; "
@@ -145,37 +148,50 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
     )
     peak = peak_flops(device)
 
-    def save(name: str, **more) -> None:
-        if rank == 0:
-            weights = {"model": model.state_dict(), "step": step, "config": config.as_dict()}
-            checkpoint.save(run / name, weights | more)
+    def save(kind: str, **more) -> None:
+        weights = {"model": model.state_dict(), "step": step, "config": config.as_dict()}
+        saver.save(kind, weights | more)
 
-    def save_latest() -> None:
+    def save_all() -> float:
+        """Milliseconds that the checkpoint takes from the training; it is written beside it."""
+        started = time.perf_counter()
+        log.sync()
         save(
-            "latest.pt",
+            "step",
             optimizers=[optimizer.state_dict() for optimizer in optimizers],
             scaler=scaler.state_dict(),
             best_val_loss=best,
+            skipped=skipped,
             wandb_id=log.wandb_id,
         )
+        return 1000 * (time.perf_counter() - started)
 
     # ---- loop ----
-    seconds_a_step = None
+    place = peers.at if peers else lambda doing: None
+    seconds_a_step, save_ms = None, None
     while True:
         last = step >= config.max_iters
-        validated = step == resumed_at  # before the checkpoint that was just loaded
-        if (step % config.eval_interval == 0 or last) and not validated:
+        resumed = step == resumed_at  # validated and saved before
+        # what one process has heard or failed to write, all act on
+        halt = agreed(2 if saver.failed() else 1 if stop.asked else 0, device)
+        if halt == 2:
+            saver.wait()  # raises the error
+            sys.exit(2)
+        if (step % config.eval_interval == 0 or last) and not resumed:
             val_loss, _ = mean_loss(model.eval(), validation(), device, dtype)
             model.train()
             log.validation(step, val_loss)
             if val_loss < best:
                 best = val_loss
-                save("best.pt", val_loss=val_loss)
-        if (last or (step % config.checkpoint_interval == 0 and step > 0)) and not validated:
-            if not all(parameter.isfinite().all() for parameter in model.parameters()):
-                stop_diverged(config, step, "its update left weights that are not finite", loader)
-            save_latest()
-        if last:
+                if first:
+                    save("best", val_loss=val_loss)
+        if (last or halt or step % config.checkpoint_interval == 0) and not resumed:
+            if step and not all(p.isfinite().all() for p in model.parameters()):
+                stop_diverged(config, step, "its update left weights that are not finite", where)
+            if first:
+                save_ms = save_all()
+                log.say(f"step {step}/{config.max_iters}: saving, {save_ms:.0f} ms of the loop")
+        if last or halt:
             break
 
         started = time.perf_counter()
@@ -183,7 +199,10 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
+        place(f"reading the batch of step {step + 1}")
         x, y = loader.batch(step)
+        place(f"computing step {step + 1}")
+        seed_randomness(config.seed, step, rank)
         loss = torch.zeros((), device=device)
         micro = zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)
         for i, (xs, ys) in enumerate(micro):
@@ -202,12 +221,18 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
         if world_size > 1:
             dist.all_reduce(loss, dist.ReduceOp.SUM)
         loss = loss.item() / world_size
-        # with float16 the scaler itself skips a step whose gradients overflow
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+        # both numbers are those of all processes, so all do the same; with float16 the scaler
+        # itself skips a step whose gradients overflow
+        finite = math.isfinite(loss) and (math.isfinite(grad_norm) or scaler.is_enabled())
+        if not finite:
             what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-            stop_diverged(config, step + 1, what, loader)
+            if config.on_nonfinite == "stop":
+                stop_diverged(config, step + 1, what, where)
+            skipped += 1
+            log.say(f"step {step + 1}: {what}: skipped; the batch begins {where(step + 1)}")
         for optimizer in optimizers:
-            scaler.step(optimizer)
+            if finite:
+                scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         scaler.update()
         step += 1
@@ -227,16 +252,23 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> N
             tokens_per_s=tokens_per_s,
             mfu=tokens_per_s * model.flops_per_token() / (world_size * peak) if peak else None,
             memory_mb=memory_mb(device),
+            skipped=skipped or None,
+            save_ms=save_ms,
             left_s=seconds_a_step * (config.max_iters - step),
         )
-    log.close()
+        save_ms = None
+    saver.wait()
+    if halt and not last:
+        log.say(f"stopped after step {step}, which is saved; --resume goes on from it")
+        return True
+    return False
 
 
-def resumed_state(run: Path, config: Config) -> dict:
+def resumed_state(run: Path, config: Config, quiet: bool) -> dict:
     """The latest checkpoint of a run that this config continues."""
-    state = checkpoint.load(run / "latest.pt")
+    state = checkpoint.load(checkpoint.find(run, quiet=quiet))
     for key, saved in state["config"].items():
-        if key not in FREE_ON_RESUME and getattr(config, key) != saved:
+        if key not in FREE_ON_RESUME and getattr(config, key, None) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{getattr(config, key)!r}; --init_from={run} starts a new run from its weights"
@@ -280,6 +312,15 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+def seed_randomness(seed: int, step: int, rank: int) -> None:
+    """Make what is random in a step, should a variant be, a function of (seed, step, process).
+
+    So it is the same after a resume, as the batches are, and there is no state of it to save.
+    """
+    state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0]))
+
+
 def learning_rate(step: int, config: Config) -> float:
     """The rate of the update that follows `step` updates."""
     if step < config.warmup_iters:
@@ -295,14 +336,13 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + share * (config.learning_rate - config.min_lr)
 
 
-def stop_diverged(config: Config, step: int, what: str, loader: TrainLoader) -> None:
+def stop_diverged(config: Config, step: int, what: str, where) -> None:
     """End the run without a save, so that the newest checkpoint is a good one."""
-    path, offset = loader.where(step - 1)[0]
     print(
-        f"error: step {step}: {what}; the batch begins in {path} at token {offset}. "
-        f"The last good checkpoint, if one was saved, is {Path(config.out_dir) / 'latest.pt'}. "
-        f"Try a lower learning_rate (now {learning_rate(step - 1, config):.2e}), a longer "
-        "warmup_iters, a lower grad_clip or dtype = float32.",
+        f"error: step {step}: {what}; the batch begins {where(step)}. The run's last checkpoint in "
+        f"{config.out_dir} is good. Try a lower learning_rate (now "
+        f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
+        "dtype = float32 or on_nonfinite = skip.",
         file=sys.stderr,
         flush=True,
     )
@@ -322,97 +362,6 @@ def memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
-
-
-class Log:
-    """Printed lines, metrics.jsonl and wandb; on processes other than the first it does nothing."""
-
-    def __init__(self, run: Path, config: Config, step: int, wandb_id: str | None, quiet: bool):
-        self.config, self.quiet, self.wandb, self.wandb_id = config, quiet, None, wandb_id
-        if quiet:
-            return
-        checkpoint.write_header(run, config)
-        checkpoint.start_metrics(run / "metrics.jsonl", step)
-        self.file = open(run / "metrics.jsonl", "a")
-        self.wandb = start_wandb(run, config, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else None
-
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            print(text, flush=True)
-
-    def write(self, values: dict) -> None:
-        if self.quiet:
-            return
-        # what is unknown, or no number that JSON has, is left out
-        values = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
-        if self.wandb:
-            self.wandb.log(values, step=values["step"])
-
-    def validation(self, step: int, val_loss: float) -> None:
-        self.say(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
-        self.write({"step": step, "val_loss": val_loss})
-
-    def step(self, *, left_s: float, **values) -> None:
-        self.write(values)
-        if values["step"] % self.config.log_interval == 0:
-            mfu = f", MFU {100 * values['mfu']:.1f}%" if values["mfu"] else ""
-            self.say(
-                f"step {values['step']}/{self.config.max_iters}: loss {values['loss']:.4f}, "
-                f"lr {values['lr']:.2e}, gradient {values['grad_norm']:.2f}, "
-                f"{values['ms']:.0f} ms, {values['tokens_per_s']:,.0f} tokens/s{mfu}, "
-                f"{values['memory_mb']:,.0f} MB, {timedelta(seconds=round(left_s))} left"
-            )
-
-    def close(self) -> None:
-        if not self.quiet:
-            self.file.close()
-            if self.wandb:
-                self.wandb.finish()
-
-
-def wandb_key(url: str) -> bool:
-    """Whether a key is set, in the environment or by `wandb login`; asks no network."""
-    try:
-        stored = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname)
-    except (OSError, netrc.NetrcParseError):
-        stored = None
-    return bool(os.environ.get("WANDB_API_KEY") or stored)
-
-
-def start_wandb(run: Path, config: Config, wandb_id: str | None):
-    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network."""
-    if config.wandb_mode == "disabled":
-        return None
-    try:
-        import wandb
-    except ImportError:
-        if config.wandb_mode != "auto":
-            raise UserError(
-                f"wandb_mode = {config.wandb_mode!r}, but wandb is not installed: pip install wandb"
-            ) from None
-        print("wandb is not installed: this run is logged in metrics.jsonl only")
-        return None
-    mode = config.wandb_mode
-    if mode == "auto":
-        mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
-    settings = wandb.Settings(init_timeout=8, silent=True)
-    arguments = dict(
-        project=config.wandb_project, name=run.name, dir=run, id=wandb_id, resume="allow",
-        config=config.as_dict(), settings=settings,
-    )  # fmt: skip
-    try:
-        started = wandb.init(mode=mode, **arguments)
-    except wandb.errors.Error as error:
-        print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
-        mode, started = "offline", wandb.init(mode="offline", **arguments)
-    if mode == "offline":
-        print(
-            f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
-        )
-    return started
 
 
 if __name__ == "__main__":

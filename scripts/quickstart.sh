@@ -11,7 +11,7 @@ python -m data.text --tokenizer bytes
 for name in softmax lssar_p15; do
     run=out/quickstart/$name
     resume=()
-    [ -e "$run/latest.pt" ] && resume=(--resume)
+    [ -e "$run/checkpoints.json" ] && resume=(--resume)
     python train.py "configs/$name.py" configs/scales/tiny.py --wandb_mode=disabled \
         --out_dir="$run" "${resume[@]}" "$@"
 done

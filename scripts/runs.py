@@ -1,14 +1,18 @@
-"""What the scripts on finished runs share: their options, opening a run, what a result records."""
+"""What the scripts on finished runs share: their options, opening a run, its results."""
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 import checkpoint
 from config import CHOICES, Config
+from errors import UserError
 from evaluate import pick_device, pick_dtype
+from files import read_json, replacing
 from model import GPT, Rope
 
 
@@ -27,7 +31,8 @@ class Run:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that `open_run` reads."""
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
-    parser.add_argument("--rope", default="dynamic_ntk", choices=Rope.SCALINGS)
+    names = ", ".join(Rope.SCALINGS)
+    parser.add_argument("--rope", default="dynamic_ntk", help=f"scaling: {names} (%(default)s)")
     parser.add_argument("--rope_factor", type=float, help="see model.Rope; default: its own")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument("--device", default="auto")
@@ -39,9 +44,8 @@ def open_run(path, arguments: argparse.Namespace) -> Run:
     device = pick_device(arguments.device)
     dtype = pick_dtype(arguments.dtype, device)
     config = checkpoint.read_config(path)
-    model = GPT(config)
+    model = GPT(config).scale_rope(arguments.rope, arguments.rope_factor, arguments.rope_theta)
     step = checkpoint.load_weights(model, path, arguments.checkpoint)
-    model.scale_rope(arguments.rope, arguments.rope_factor, arguments.rope_theta)
     facts = {
         "variant": config.variant_name,
         "seed": config.seed,
@@ -54,3 +58,41 @@ def open_run(path, arguments: argparse.Namespace) -> Run:
         "dtype": str(dtype).removeprefix("torch."),
     }
     return Run(Path(path), config, model.to(device).eval(), device, dtype, facts)
+
+
+def run_names(paths) -> list[str]:
+    """What tables and pictures call these runs: the variant, or the folder where that is not enough
+    to tell them apart."""
+    names = [checkpoint.read_config(path).variant_name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    folders = [Path(path).resolve() for path in paths]
+    return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+
+
+def holding_folder(paths) -> Path:
+    """Where a picture of these runs goes: the run's folder, or the one that holds them all."""
+    folders = [Path(path).resolve() for path in paths]
+    if len(folders) == 1:
+        return folders[0]
+    return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
+def read_results(path: Path) -> list[dict]:
+    """The measurements that a run's file of results holds; UserError if it is something else."""
+    results = read_json(path)
+    if results is not None and not isinstance(results, list):
+        raise UserError(f"{path}: it holds no list of measurements; move it out of the way")
+    return results or []
+
+
+def find_result(results: list[dict], question: dict) -> dict | None:
+    """The measurement with these values, if it is there."""
+    same = (r for r in results if all(r.get(key) == value for key, value in question.items()))
+    return next(same, None)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    print(f"picture: {os.path.relpath(path)}")

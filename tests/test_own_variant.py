@@ -70,7 +70,7 @@ def test_trains(run):
 
 def test_is_evaluated_beyond_the_training_length(copy, run):
     printed = call(copy, "-m", "scripts.eval_length", "out/elu1_p15", "--lengths", "16,64")
-    result = json.loads((run / "eval_length.json").read_text())
+    (result,) = json.loads((run / "eval_length.json").read_text())
     assert result["variant"] == "elu1_p15" and result["step"] == 40
     assert result["lengths"] == [16, 64] and result["trained_length"] == 16
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -1,0 +1,143 @@
+"""What a run says: printed lines, metrics.jsonl, wandb."""
+
+import json
+import math
+import netrc
+import os
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+import checkpoint
+from config import Config
+from errors import UserError
+
+# A spike: a loss so many standard deviations above the mean of so many steps before it, at least.
+SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
+
+
+class Log:
+    """Printed lines, metrics.jsonl and wandb; on processes other than the first it does nothing.
+
+    Goes on after `step`; `where(step)` says where the batch of a step, counted from 1, begins.
+    """
+
+    def __init__(self, run: Path, config: Config, step: int, wandb_id: str | None, where, quiet):
+        self.config, self.quiet, self.wandb, self.wandb_id = config, quiet, None, wandb_id
+        self.where, self.losses = where, deque(maxlen=SPIKE_STEPS)
+        if quiet:
+            return
+        path = run / "metrics.jsonl"
+        for line in checkpoint.start_metrics(path, step):
+            if "loss" in line:
+                self.losses.append(line["loss"])
+        self.file = open(path, "a")
+        self.wandb = start_wandb(run, config, wandb_id)
+        self.wandb_id = self.wandb.id if self.wandb else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if not self.quiet:
+            self.file.close()
+            if self.wandb:
+                self.wandb.finish(exit_code=0 if error is None else 1)
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+    def write(self, values: dict) -> None:
+        if self.quiet:
+            return
+        # what is unknown, or no number that JSON has, is left out
+        values = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(values, step=values["step"])
+
+    def sync(self) -> None:
+        """Bring metrics.jsonl to the disk, so that it never ends before a checkpoint does."""
+        if not self.quiet:
+            os.fsync(self.file.fileno())
+
+    def validation(self, step: int, val_loss: float) -> None:
+        self.say(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
+        self.write({"step": step, "val_loss": val_loss})
+
+    def step(self, *, left_s: float, **values) -> None:
+        if self.quiet:
+            return
+        spike = self.spike(values["loss"])
+        self.write(values | {"spike": spike})
+        if spike:
+            self.say(
+                f"step {values['step']}: loss spike, {values['loss']:.4f} is {spike:.1f} standard "
+                f"deviations above the steps before; the batch begins {self.where(values['step'])}"
+            )
+        if values["step"] % self.config.log_interval == 0:
+            mfu = f", MFU {100 * values['mfu']:.1f}%" if values["mfu"] else ""
+            self.say(
+                f"step {values['step']}/{self.config.max_iters}: loss {values['loss']:.4f}, "
+                f"lr {values['lr']:.2e}, gradient {values['grad_norm']:.2f}, "
+                f"{values['ms']:.0f} ms, {values['tokens_per_s']:,.0f} tokens/s{mfu}, "
+                f"{values['memory_mb']:,.0f} MB, {timedelta(seconds=round(left_s))} left"
+            )
+
+    def spike(self, loss: float) -> float | None:
+        """How many standard deviations a loss is above the steps before it, if that is a spike."""
+        if not math.isfinite(loss):
+            return None
+        before = np.array(self.losses)
+        self.losses.append(loss)
+        if len(before) < SPIKE_AFTER or not before.std():
+            return None
+        above = float((loss - before.mean()) / before.std())
+        return above if above >= SPIKE else None
+
+
+def wandb_key(url: str) -> bool:
+    """Whether a key is set, in the environment or by `wandb login`; asks no network."""
+    try:
+        stored = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname)
+    except (OSError, netrc.NetrcParseError):
+        stored = None
+    return bool(os.environ.get("WANDB_API_KEY") or stored)
+
+
+def start_wandb(run: Path, config: Config, wandb_id: str | None):
+    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network."""
+    if config.wandb_mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        if config.wandb_mode != "auto":
+            raise UserError(
+                f"wandb_mode = {config.wandb_mode!r}, but wandb is not installed: pip install wandb"
+            ) from None
+        print("wandb is not installed: this run is logged in metrics.jsonl only")
+        return None
+    mode = config.wandb_mode
+    if mode == "auto":
+        mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
+    settings = wandb.Settings(init_timeout=8, silent=True)
+    arguments = dict(
+        project=config.wandb_project, name=run.name, dir=run, id=wandb_id, resume="allow",
+        config=config.as_dict(), settings=settings,
+    )  # fmt: skip
+    try:
+        started = wandb.init(mode=mode, **arguments)
+    except wandb.errors.Error as error:
+        print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
+        mode, started = "offline", wandb.init(mode="offline", **arguments)
+    if mode == "offline":
+        print(
+            f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
+        )
+    return started

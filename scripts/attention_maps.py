@@ -1,0 +1,355 @@
+"""Where a layer's heads look: attention maps (Figure A1 of LSSAR), and how large the sink is.
+
+python -m scripts.attention_maps RUN [RUN ...] --layer -1
+python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
+
+Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
+row for every run, for the text and for the same validation tokens at each length; and draws a
+curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
+text): attention_by_row.png in the run's folder, or for several runs in the folder that holds them.
+The text is given to the model as it is, with no end-of-text mark before it.
+
+A row is one query's weights over the n >= 2 keys that it sees. Of rows are told, as means,
+
+    first_token         share of the first token in sum |A|: the sink; 1/n if all keys are alike
+    entropy             of the shares |A| / sum |A|, in nats
+    entropy_share       entropy / log n: 1 if all keys are alike, 0 if one key has it all
+    zeros               share of the n weights that are exactly 0 in float32, underflow included
+    sum                 sum |A|: 1 for a distribution
+
+So a row that is no distribution, for its signs or its sum, counts as the one that |A| makes. A row
+of zeros makes none: it is dead, left out of the means, and counted.
+
+RUN/attention_maps.json is a list of measurements. What it has of the validation tokens is not
+measured again; a text is, as its maps are drawn.
+
+    variant, seed, checkpoint, step, trained_length, rope, rope_factor, rope_theta, dtype
+    layer               from 0
+    text, data_dir      one of them is null
+    length, tokens      of a window, and of all windows together
+    keys, rows          groups of rows, of up to 2, 4, 8, ... keys; rows of each, for one head
+    groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
+    heads               {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
+    environment
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from attention import DEAD
+from data.loader import validation_batches
+from data.tokenizer import get_tokenizer
+from errors import UserError, command
+from evaluate import attention_weights, autocast
+from files import write_json
+from scripts.eval_length import counted, parse_lengths, shared_tokens
+from scripts.runs import (
+    Run,
+    add_options,
+    find_result,
+    holding_folder,
+    open_run,
+    read_results,
+    run_names,
+    save_picture,
+)
+
+# LSSAR, Figure A1
+TEXT = (
+    "Working from home can be great most days. I enjoy the flexibility and not having to commute "
+    "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
+)
+CLAMP = 0.5
+# A head with more than this on the first token is a sink (Gu et al. 2024, "When Attention Sink
+# Emerges in Language Models").
+SINK = 0.3
+# The longest text of a picture, and of one whose ticks are words.
+MAP_TOKENS, WORDS = 2048, 48
+NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
+DRAWN = {
+    "first_token": "share of the first token",
+    "entropy_share": "entropy / log n",
+    "zeros": "share of weights that are exactly 0",
+}
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    parser.add_argument("--layer", type=int, default=-1, help="0 is the first, -1 the last")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--text", help="of the maps (default: that of LSSAR's Figure A1)")
+    text.add_argument("--file", help="a UTF-8 file with the text of the maps")
+    parser.add_argument("--lengths", help="in tokens, such as 1024,8192 (default: 1x and 8x)")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="at each length (%(default)s); 0: only the text"
+    )
+    parser.add_argument("--data_dir", help="other shards than the run's own")
+    add_options(parser)
+    arguments = parser.parse_args()
+    arguments.text = read_text(arguments)
+    for path in arguments.runs:
+        Job(path, arguments)  # refuses what is wrong before anything is measured
+    results = [measure(Job(path, arguments)) for path in arguments.runs]
+    names = run_names(arguments.runs)
+    for of_all_runs in zip(*results, strict=True):
+        print_table(names, of_all_runs)
+    longest = [of_run[-1] for of_run in results]
+    plot_rows(names, longest, holding_folder(arguments.runs) / "attention_by_row.png")
+
+
+def read_text(arguments) -> str:
+    if arguments.file is None:
+        return TEXT if arguments.text is None else arguments.text
+    try:
+        return Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file {arguments.file}: cannot be read as text: {error}") from error
+
+
+class Job:
+    """A run, and what is asked of it; UserError where it cannot be done."""
+
+    def __init__(self, path, arguments):
+        self.run: Run = open_run(path, arguments)
+        config = self.run.config
+        if not -config.n_layer <= arguments.layer < config.n_layer:
+            raise UserError(
+                f"--layer {arguments.layer}: {path} has layers 0 to {config.n_layer - 1}, and -1 "
+                f"to {-config.n_layer} from the last"
+            )
+        self.layer = arguments.layer % config.n_layer
+        self.text, self.tokenizer = arguments.text, get_tokenizer(config.tokenizer)
+        self.ids = self.tokenizer.encode(self.text)
+        if not 2 <= len(self.ids) <= MAP_TOKENS:
+            raise UserError(
+                f"the text has {len(self.ids)} tokens; a map needs 2, and takes {MAP_TOKENS} at "
+                "most"
+            )
+        self.file = self.run.path / "attention_maps.json"
+        self.before = read_results(self.file)
+        self.lengths = []
+        if arguments.tokens == 0:
+            return
+        lengths = arguments.lengths or f"{config.block_size},{8 * config.block_size}"
+        self.lengths = sorted(parse_lengths(lengths, config))
+        if self.lengths[0] < 2:
+            raise UserError(f"--lengths {lengths} must be 2 at least: one key is no choice")
+        self.data_dir = arguments.data_dir or config.data_dir
+        self.tokens = shared_tokens(self.data_dir, self.lengths, arguments.tokens, config)
+
+
+def measure(job: Job) -> list[dict]:
+    """A run's measurements, of the text and at each length; draws its maps."""
+    run, results = job.run, job.before
+    facts = run.facts | {"layer": job.layer}
+
+    def keep(question: dict, sums: Tensor) -> dict:
+        result = (
+            question | summary(sums, question["length"]) | {"environment": checkpoint.environment()}
+        )
+        results.append(result)
+        write_json(job.file, results)
+        return result
+
+    n = len(job.ids)
+    question = facts | {"text": job.text, "data_dir": None, "length": n, "tokens": n}
+    A = weights(job, torch.tensor([job.ids], device=run.device), lambda A: A)
+    plot_maps(job, A, run.path / "attention_maps.png")
+    if old := find_result(results, question):
+        results.remove(old)
+    shown = [keep(question, group_sums(row_numbers(A[None])[0].double()))]
+
+    for length in job.lengths:
+        question = facts | {"text": None, "data_dir": job.data_dir}
+        question |= {"length": length, "tokens": job.tokens}
+        result = find_result(results, question)
+        if result is None:
+            sums = 0
+            with tqdm(total=job.tokens, unit="tok", desc=f"{run.path} {length}") as bar:
+                batches = validation_batches(job.data_dir, length, job.tokens, 1, device=run.device)
+                for x, _ in counted(batches, bar):
+                    sums = sums + group_sums(weights(job, x, row_numbers).double())
+            result = keep(question, sums)
+        shown.append(result)
+    return shown
+
+
+def weights(job: Job, idx: Tensor, reduce) -> Tensor:
+    """The layer's weights [H, L, L] for idx [1, L], or what `reduce` makes of them."""
+    layer = slice(job.layer, job.layer + 1)
+    with autocast(job.run.device, job.run.dtype):
+        (A,) = attention_weights(job.run.model, idx, slice(None), reduce, layer)
+    return A[0].cpu()
+
+
+def row_numbers(A: Tensor) -> Tensor:
+    """Of each row of A [.., rows, keys]: first token, entropy, weights that are not 0, sum |A|."""
+    size = A.abs()
+    total = size.sum(-1)
+    share = size / total.clamp_min(DEAD)[..., None]
+    entropy = torch.special.entr(share).sum(-1)
+    return torch.stack((share[..., 0], entropy, (A != 0).sum(-1).to(A.dtype), total), dim=-1)
+
+
+def group_sums(numbers: Tensor) -> Tensor:
+    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5]: rows, dead rows, and
+    NUMBERS over the others."""
+    H, L, _ = numbers.shape
+    n = torch.arange(2, L + 1, dtype=numbers.dtype)
+    first, entropy, seen, total = numbers[:, 1:].unbind(-1)
+    alive = (total > DEAD).to(numbers.dtype)
+    means = torch.stack((first, entropy, entropy / n.log(), 1 - seen / n, total), dim=-1)
+    values = torch.stack((torch.ones_like(alive), 1 - alive), dim=-1)
+    values = torch.cat((values, means * alive[..., None]), dim=-1)
+    group = torch.tensor([(keys - 1).bit_length() - 1 for keys in range(2, L + 1)])
+    return values.new_zeros(H, int(group[-1]) + 1, values.shape[-1]).index_add(1, group, values)
+
+
+def summary(sums: Tensor, length: int) -> dict:
+    """What a measurement holds of the sums [H, groups, 2 + 5] over its windows."""
+    all_rows = sums.sum(1)
+    by_group = mean_rows(sums) | {"dead": sums[..., 1].int().tolist()}
+    by_head = mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()}
+    return {
+        "keys": [min(length, 2 ** (i + 1)) for i in range(sums.shape[1])],
+        "rows": sums[0, :, 0].int().tolist(),
+        "groups": by_group,
+        "heads": by_head,
+    }
+
+
+def mean_rows(sums: Tensor) -> dict:
+    """NUMBERS, each as lists of the means over the rows that are not dead; None if all are."""
+    means = sums[..., 2:] / (sums[..., :1] - sums[..., 1:2])
+    return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
+
+
+def without_nan(value):
+    """Lists of numbers with None, which JSON has, for what is not one."""
+    if isinstance(value, list):
+        return [without_nan(v) for v in value]
+    return None if math.isnan(value) else value
+
+
+def over_heads(result: dict, name: str) -> float:
+    """A mean over all heads that have one."""
+    values = [v for v in result["heads"][name] if v is not None]
+    return sum(values) / len(values) if values else math.nan
+
+
+def subject(results) -> str:
+    """The layer and the text of measurements of several runs."""
+    layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
+    text = results[0]["text"]
+    what = "validation tokens" if text is None else ascii(text[:40])
+    return f"layer {layers}, {what}"
+
+
+def print_table(names: list[str], results) -> None:
+    """A row for every run, of the same text or validation tokens, and what equal weights give."""
+    print(f"\n{subject(results)}; means over heads and rows;")
+    print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
+    table = [("", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum")]
+    for name, result in zip(names, results, strict=True):
+        first = [value or 0.0 for value in result["heads"]["first_token"]]
+        numbers = (f"{over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
+        sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
+        share, *rest = numbers
+        table.append((name, f"{result['length']}", share, f"{max(first):.4f}", sinks, *rest))
+    for length in sorted({result["length"] for result in results}):
+        n = torch.arange(2, length + 1, dtype=torch.float64)
+        numbers = (1 / n).mean(), (1 / n).mean(), n.log().mean(), 1, 0, 0, 1
+        share, top, *rest = (f"{number:.4f}" for number in numbers)
+        table.append(("equal weights", f"{length}", share, top, "", *rest))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, *cells in table:
+        columns = zip(cells, widths[1:], strict=True)
+        print(f"{name:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in columns))
+
+
+def plot_maps(job: Job, A: Tensor, path: Path) -> None:
+    """All heads' weights A [H, L, L], one panel each, clamped as in Figure A1."""
+    H, L, _ = A.shape
+    columns = max(1, math.isqrt(H))  # 12 heads are the paper's 4 x 3
+    lines = -(-H // columns)
+    low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
+    unseen = torch.ones(L, L, dtype=torch.bool).triu(1)
+    figure = Figure(figsize=(2.6 * columns + 0.8, 2.6 * lines + 0.6), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False)
+    for head, axes in enumerate(panels.flat):
+        if head >= H:
+            axes.axis("off")
+            continue
+        image = axes.imshow(
+            A[head].masked_fill(unseen, math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
+            interpolation="nearest" if L <= 256 else "antialiased",
+        )  # fmt: skip
+        axes.set_title(f"head {head}", fontsize="small")
+        axes.tick_params(labelsize="x-small")
+        if L <= WORDS:
+            words = [ascii(job.tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in job.ids]
+            axes.set_xticks(range(L), words, rotation=90, fontsize=4)
+            axes.set_yticks(range(L), words, fontsize=4)
+        axes.label_outer()
+    figure.suptitle(
+        f"{job.run.config.variant_name}, layer {job.layer}: weights clamped to "
+        f"[{low:g}, {CLAMP:g}]; rows are queries",
+        fontsize="medium",
+    )
+    figure.colorbar(image, ax=panels, shrink=0.5)
+    save_picture(figure, path)
+
+
+def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
+    """Sink, entropy and zeros against the keys that a row sees: mean, least and most of heads."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
+    for name, axes in panels.items():
+        for i, (run, result) in enumerate(zip(names, results, strict=True)):
+            groups = torch.tensor(  # [H, groups]
+                [[math.nan if v is None else v for v in row] for row in result["groups"][name]]
+            )
+            look = {"color": f"C{i % 10}"}
+            axes.plot(result["keys"], groups.nanmean(0).numpy(), marker="o", label=run, **look)
+            least = groups.nan_to_num(math.inf).amin(0).numpy()
+            most = groups.nan_to_num(-math.inf).amax(0).numpy()
+            axes.fill_between(result["keys"], least, most, alpha=0.12, linewidth=0, **look)
+            axes.axvline(result["trained_length"], color="0.6", linestyle=":", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.tick_params(labelsize="small")
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_title(DRAWN[name], fontsize="medium")
+        axes.set_xlabel("keys that the row sees (dotted: training length)")
+        axes.grid(alpha=0.3)
+    # a sink stays of order 1 where equal weights go down with 1 / n
+    longest = max(results, key=lambda result: result["length"])
+    shares = 1 / torch.arange(1, longest["length"] + 1)
+    ends = [1, *longest["keys"]]
+    equal = [shares[i:j].mean().item() for i, j in zip(ends, ends[1:], strict=False)]
+    axes = panels["first_token"]
+    axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights")
+    axes.set_yscale("log", nonpositive="clip")
+    axes.set_ylim(equal[-1] / 10, 1.3)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    lengths = " and ".join(f"{n:,}" for n in sorted({result["length"] for result in results}))
+    figure.suptitle(
+        f"{subject(results)} in windows of {lengths}; mean over heads, shaded from the least head "
+        "to the greatest".replace("$", r"\$"),
+        fontsize="medium",
+    )
+    save_picture(figure, path)
+
+
+if __name__ == "__main__":
+    main()

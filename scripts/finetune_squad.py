@@ -1,0 +1,373 @@
+"""Fine-tune a run on the answerable questions of SQuAD 2.0: SSMax, section 3.3 and Table 3.
+
+python -m scripts.finetune_squad RUN --out_dir TUNED --squad train-v2.0.json
+
+10 epochs of 128 examples a step, AdamW (0.9, 0.999) without weight decay, gradients clipped at 1,
+2e-5 after one epoch of linear warm-up, cosine to 0. Without --squad the `datasets` library fetches
+the data. TUNED is a run like any other; its squad.json says what it was trained on. A run is never
+overwritten: --resume continues it from its last checkpoint, with the same batches. Exit codes are
+those of train.py: a signal ends it after a step, which is saved.
+
+The paper leaves open, and here:
+- an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
+- the loss is summed over the answer's tokens and averaged over the step's examples. The end-of-text
+  that may follow is not trained: it is no part of the answer span;
+- of a context that is too long, as many tokens before the answer as behind it are kept; what has no
+  room for its answer at all is left out;
+- each epoch takes all examples in an order of its own, with a smaller batch at its end;
+- the schedule spans all steps, its warm-up is the first epoch, and it ends at 0.
+
+One process, not compiled. Right padding, only up to the longest example of a micro-batch, changes
+nothing under a causal mask.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import checkpoint
+from config import CHOICES, Config
+from data.loader import shuffled
+from data.tokenizer import get_tokenizer
+from errors import UserError, command
+from evaluate import autocast, pick_device, pick_dtype
+from files import read_json, write_json
+from log import Log
+from model import GPT
+from processes import EXIT_STOPPED, Stop, job
+from scripts.retrieval import ASK, check_at_least
+from train import build_optimizers, learning_rate, memory_mb, resumed_state, stop_diverged
+
+DATASET = "rajpurkar/squad_v2"
+# Steps between checkpoints.
+CHECKPOINT_INTERVAL = 100
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Question:
+    context: str
+    question: str
+    answer: str
+    start: int  # of the answer in the context, in characters
+
+
+@dataclass(frozen=True)
+class Example:
+    tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
+    answer: int  # tokens of the answer
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", metavar="RUN", help="folder that train.py made")
+    parser.add_argument("--out_dir", required=True, help="the new run's folder")
+    parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--learning_rate", type=float, default=2e-5, help="peak")
+    parser.add_argument("--sequences", type=int, default=128, help="examples a step")
+    parser.add_argument("--batch_size", type=int, default=8, help="examples a micro-batch")
+    parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
+    arguments = parser.parse_args()
+    check_at_least(1, arguments, "epochs", "sequences", "batch_size")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("fine-tuning runs in one process: start it without torchrun")
+    out = Path(arguments.out_dir)
+    if not arguments.resume and checkpoint.exists(out):
+        raise UserError(f"{out} holds a run; --resume continues it, another --out_dir starts one")
+    if arguments.resume and not checkpoint.exists(out):
+        raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
+    device = pick_device(arguments.device)
+    base = checkpoint.read_config(arguments.run)
+    config = base.replace(
+        optimizer="adamw",
+        learning_rate=arguments.learning_rate,
+        schedule="cosine",
+        cooldown_iters=0,
+        min_lr=0.0,
+        weight_decay=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        grad_clip=1.0,
+        on_nonfinite="stop",
+        keep_every=0,
+        total_batch_size=arguments.sequences * base.block_size,
+        batch_size=arguments.batch_size,
+        checkpoint_interval=CHECKPOINT_INTERVAL,
+        out_dir=str(out),
+        init_from=arguments.run,
+        resume=False,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+    model = GPT(base)
+    step = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
+    source = arguments.squad or DATASET
+    questions = read_squad(source) if arguments.squad else download()
+    examples, counts = encode_all(questions, base, source)
+    steps = math.ceil(len(examples) / arguments.sequences)  # an epoch's
+    config = config.replace(warmup_iters=steps, max_iters=steps * arguments.epochs)
+    facts = {
+        "squad": source,
+        **counts,
+        "sha256": digest(examples),
+        "checkpoint": arguments.checkpoint,
+        "step": step,
+    }
+    if finetune(config, model, examples, facts, device, arguments.resume):
+        sys.exit(EXIT_STOPPED)
+
+
+def read_squad(path: str) -> list[Question]:
+    """The questions of SQuAD's official JSON that have a context, a question and an answer."""
+    content = read_json(path)
+    if content is None:
+        raise UserError(f"{path}: no such file; --squad takes SQuAD's official train-v2.0.json")
+    questions, where = [], "data"
+    try:
+        for i, article in enumerate(content["data"]):
+            for j, paragraph in enumerate(article["paragraphs"]):
+                where = f"data[{i}].paragraphs[{j}]"
+                for qa in paragraph["qas"]:
+                    for answer in qa["answers"][:1]:
+                        keep(
+                            questions,
+                            paragraph["context"],
+                            qa["question"],
+                            answer["text"],
+                            answer["answer_start"],
+                        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path}: not in SQuAD's format: {where}: {error!r}") from error
+    return questions
+
+
+def download() -> list[Question]:
+    """The same through the `datasets` library."""
+    other = "or give the official train-v2.0.json with --squad"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"SQuAD needs a library: pip install datasets, {other}") from None
+    try:
+        rows = load_dataset(DATASET, split="train")
+    except Exception as error:  # of several HTTP libraries
+        reason = checkpoint.first_line(error)
+        raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
+    questions = []
+    for row in rows:
+        answers = row["answers"]
+        for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):
+            keep(questions, row["context"], row["question"], text, start)
+    return questions
+
+
+def keep(questions: list[Question], context, question, answer, start) -> None:
+    """Add a question whose context, question and answer are not empty; TypeError for others."""
+    for value, kind in ((context, str), (question, str), (answer, str), (start, int)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} should be {kind.__name__}")
+    if context.strip() and question.strip() and answer.strip():
+        questions.append(Question(context, question.strip(), answer.strip(), start))
+
+
+def encode_all(questions: list[Question], config: Config, source) -> tuple[list[Example], dict]:
+    """Examples of at most block_size + 1 tokens, and what became of the questions."""
+    tokenizer = get_tokenizer(config.tokenizer)
+    examples, cut = [], 0
+    for question in tqdm(questions, desc="tokenising", unit="question"):
+        example, shortened = encode(tokenizer, question, config.block_size)
+        if example is not None:
+            examples.append(example)
+            cut += shortened
+    if not examples:
+        raise UserError(
+            f"{source}: {len(questions)} answerable questions, but none whose answer and question "
+            f"fit {config.block_size} tokens with a context"
+        )
+    counts = {
+        "examples": len(examples),
+        "contexts_cut": cut,
+        "left_out": len(questions) - len(examples),
+    }
+    return examples, counts
+
+
+def encode(tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
+    """A question's tokens, None where there is no room, and whether its context was cut."""
+    asked, answer = (
+        tokenizer.encode(ASK.format(question=q.question)),
+        tokenizer.encode(f" {q.answer}"),
+    )
+    context = tokenizer.encode(q.context)
+    room = block_size - len(asked) - len(answer)  # the last token is a target only
+    cut = len(context) > room
+    if cut:
+        if room < 2 * len(answer):
+            return None, cut
+        head = q.context[: q.start].rstrip()
+        before, rest = tokenizer.encode(head), tokenizer.encode(q.context[len(head) :])
+        rest = rest[: max(room - len(before), room - room // 2)]
+        context = before[max(0, len(before) + len(rest) - room) :] + rest
+    tokens = np.array([tokenizer.eot, *context, *asked, *answer], dtype=np.uint16)
+    return Example(tokens, len(answer)), cut
+
+
+def digest(examples: list[Example]) -> str:
+    sha = hashlib.sha256()
+    for example in examples:
+        sha.update(example.tokens)
+    return sha.hexdigest()
+
+
+def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
+    """The examples of a step, a pure function of (seed, step); the longest last."""
+    epoch, i = divmod(step, math.ceil(len(examples) / sequences))
+    places = np.arange(i * sequences, min(len(examples), (i + 1) * sequences))
+    order = shuffled(places, len(examples), seed, epoch)
+    return sorted((examples[k] for k in order), key=lambda example: len(example.tokens))
+
+
+def tensors(batch: list[Example], length: int | None, device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [B, length], padded on the right; targets are the answers' tokens."""
+    length = length or max(len(example.tokens) for example in batch) - 1
+    x = torch.zeros(len(batch), length, dtype=torch.long)
+    y = torch.full_like(x, IGNORED)
+    for i, example in enumerate(batch):
+        tokens, n = torch.from_numpy(example.tokens.astype(np.int64)), len(example.tokens) - 1
+        x[i, :n] = tokens[:-1]
+        y[i, n - example.answer : n] = tokens[-example.answer :]
+    return x.to(device), y.to(device)
+
+
+def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """Sum of the losses of the answers' tokens, in nats; no other logits are computed."""
+    inside = y != IGNORED
+    logits = model.logits(model.trunk(model.wte(x))[inside])
+    return F.cross_entropy(logits.float(), y[inside], reduction="sum")
+
+
+def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: bool) -> bool:
+    """Train until the last step or a signal, and say whether it was a signal; see train.train."""
+    out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
+    sequences = config.total_batch_size // config.block_size
+    # with this setting L is the length of the batch, which has to be a fixed one then
+    length = config.block_size if config.attention_length == "current" else None
+    state = resumed_state(out, config, quiet=False) if resume else None
+    if state is not None and (read_json(out / "squad.json") or {}).get("sha256") != facts["sha256"]:
+        raise UserError(f"{out} was trained on other examples than those of {facts['squad']}")
+
+    # ---- model and optimizer ----
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # as in training
+    model.to(device).train()
+    if state is not None:
+        model.load_state_dict(state["model"])
+    (optimizer,) = build_optimizers(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    step, resumed_at, wandb_id = 0, None, None
+    if state is not None:
+        optimizer.load_state_dict(state["optimizers"][0])
+        scaler.load_state_dict(state["scaler"])
+        step = resumed_at = state["step"]
+        wandb_id = state["wandb_id"]
+        del state
+
+    def where(step: int) -> str:
+        return f"in epoch {(step - 1) // config.warmup_iters + 1} of {facts['squad']}"
+
+    with contextlib.ExitStack() as stack:
+        # ---- signals, logs, checkpoints ----
+        stop = stack.enter_context(Stop(quiet=False))
+        stack.enter_context(checkpoint.held(out))
+        checkpoint.write_header(out, config, job())
+        write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
+        log = stack.enter_context(Log(out, config, step, wandb_id, where, quiet=False))
+        saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
+        log.say(
+            f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
+            f"contexts cut, {facts['left_out']:,} questions left out), {sequences} a step, "
+            f"{config.max_iters:,} steps on {device.type}; run folder {out}"
+        )
+
+        def save() -> None:
+            log.sync()
+            state = {
+                "model": model.state_dict(),
+                "step": step,
+                "config": config.as_dict(),
+                "optimizers": [optimizer.state_dict()],
+                "scaler": scaler.state_dict(),
+                "wandb_id": log.wandb_id,
+            }
+            saver.save("step", state)
+
+        # ---- loop ----
+        started, first = time.perf_counter(), step
+        while True:
+            last = step >= config.max_iters
+            due = last or stop.asked or step % config.checkpoint_interval == 0
+            if due and step != resumed_at:
+                if step and not all(p.isfinite().all() for p in model.parameters()):
+                    what = "its update left weights that are not finite"
+                    stop_diverged(config, step, what, where)
+                save()
+            if last or stop.asked:
+                return not last
+            begun = time.perf_counter()
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            batch = batch_of(step, examples, sequences, config.seed)
+            loss = torch.zeros((), device=device)
+            for i in range(0, len(batch), config.batch_size):
+                x, y = tensors(batch[i : i + config.batch_size], length, device)
+                with autocast(device, dtype):
+                    part = answer_loss(model, x, y) / len(batch)
+                scaler.scale(part).backward()
+                loss += part.detach()
+            scaler.unscale_(optimizer)
+            clip = config.grad_clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+            loss = loss.item()
+            # with float16 the scaler itself skips a step whose gradients overflow
+            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+                what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                stop_diverged(config, step + 1, what, where)
+            scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+            scaler.update()
+            step += 1
+            now = time.perf_counter()
+            log.step(
+                step=step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                ms=1000 * (now - begun),
+                tokens_per_s=sum(len(example.tokens) for example in batch) / (now - begun),
+                mfu=None,
+                memory_mb=memory_mb(device),
+                left_s=(now - started) / (step - first) * (config.max_iters - step),
+            )
+
+
+if __name__ == "__main__":
+    main()
