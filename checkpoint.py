@@ -280,16 +280,16 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     return state["step"]
 
 
-def start_metrics(path: Path, step: int) -> list[dict]:
-    """Keep the metrics up to a step: what a stopped run logged after its checkpoint comes again.
+def start_metrics(path: Path, step: int | None) -> list[dict]:
+    """Keep the metrics up to the step that a run is resumed from: what follows comes again.
 
-    Returns the lines that are kept.
+    Returns the lines that are kept: none where it starts from the beginning, with step None.
     """
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            if values["step"] <= step:
+            if step is not None and values["step"] <= step:
                 kept.append(values)
         except (ValueError, KeyError, TypeError):
             pass  # the line that a kill cut short

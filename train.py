@@ -55,10 +55,10 @@ def main() -> None:
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if restarted() and checkpoint.made_by(config.out_dir, job()):
-        config = config.replace(resume=True, init_from="")
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
+        if agreed(int(restarted()), device) and checkpoint.made_by(config.out_dir, job()):
+            config = config.replace(resume=True, init_from="")
         stopped = train(config, rank, world_size, device, peers, stack)
     if stopped:
         sys.exit(EXIT_STOPPED)
@@ -138,7 +138,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         path, offset = loader.where(step - 1)[0]
         return f"in {path} at token {offset}"
 
-    log = stack.enter_context(Log(run, config, step, wandb_id, where, quiet=not first))
+    log = stack.enter_context(Log(run, config, resumed_at, wandb_id, where, quiet=not first))
     saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
     log.say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, "
