@@ -33,7 +33,7 @@ class Log:
             return
         path = run / "metrics.jsonl"
         for line in checkpoint.start_metrics(path, resumed_at):
-            if "loss" in line:
+            if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, wandb_id)

@@ -79,9 +79,9 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- data ----
     sequences = config.total_batch_size // config.block_size
     meta = read_meta(config.data_dir)
-    if meta is not None and meta["tokenizer"] != config.tokenizer:
+    if meta is not None and meta.get("tokenizer") != config.tokenizer:
         raise UserError(
-            f"{config.data_dir} was made with tokenizer {meta['tokenizer']!r}, "
+            f"{config.data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
             f"but tokenizer = {config.tokenizer!r}"
         )
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
@@ -131,6 +131,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     stop = stack.enter_context(Stop(quiet=not first))
     if first:
         stack.enter_context(checkpoint.held(run))
+        checkpoint.tidy(run)
         checkpoint.write_header(run, config, job())
 
     def where(step: int) -> str:

@@ -169,14 +169,14 @@ def test_killed_and_resumed_many_times(shards, tmp_path):
     assert sum(done.values()) >= 100
 
 
-def shard_kills(tmp_path, points):
+def shard_kills(tmp_path, points, shard_size=2000):
     source = tmp_path / "source"
     source.mkdir()
     rng = random.Random(2)
     for number in range(8):
         words = [str(rng.randrange(10**6)) for _ in range(300)]
         (source / f"{number}.txt").write_text(" ".join(words))
-    more = [source, "--tokenizer", "bytes", "--shard_size", 2000, "--workers", 1, "--out_dir"]
+    more = [source, "--tokenizer", "bytes", "--shard_size", shard_size, "--workers", 1, "--out_dir"]
     count = 0
     for point in points:
         code = run([*more, tmp_path / "killed"], module="data.text", kill_at=point)
@@ -198,7 +198,7 @@ def test_killed_inside_a_shard_write(tmp_path):
 
 @pytest.mark.long
 def test_killed_inside_every_part_of_a_shard_write(tmp_path):
-    count = shard_kills(tmp_path, range(1, 40))
+    count = shard_kills(tmp_path, range(1, 61), shard_size=250)
     print(f"\nkills while making shards: {count}")
     assert count >= 25
 
@@ -438,6 +438,14 @@ def test_which_checkpoints_are_kept(train):
     assert sorted(path.name for path in folder.glob("*.pt")) == sorted([*names, best])
     train("run", "--max_iters=16", "--checkpoint_interval=2", "--keep_last=1", "--resume")
     assert [path.name for path in folder.glob("step_*.pt")] == ["step_000016.pt"]
+
+
+def test_checkpoints_without_their_index_are_not_overwritten(train, capsys):
+    folder = train("run")
+    (folder / "checkpoints.json").unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused(capsys, lambda: train("run"), "step_000006.pt", "checkpoints.json is missing")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def damaged(path, how):
