@@ -55,6 +55,8 @@ def main() -> None:
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
         if agreed(int(restarted()), device) and checkpoint.made_by(config.out_dir, job()):
@@ -101,7 +103,6 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- model ----
     torch.manual_seed(config.seed)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     model = GPT(config)
     if config.init_from:

@@ -83,18 +83,21 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at(number):
+def kill_at(point):
     """kill -9 in the middle of the write, or just before the sync, rename or unlink of this number.
 
-    Whatever a kill can leave on the disk is there before one of these.
+    Whatever a kill can leave on the disk is there before one of these. `point` is the number, and
+    the file to which the kill is noted first.
     """
-    count = 0
+    (number, notes), count = point, 0
 
     def trapped(before, real):
         def call(*args, **kwargs):
             nonlocal count
             count += 1
             if count == number:
+                with open(notes, "a") as file:
+                    file.write(f"{real.__name__}\n")
                 before(*args)
                 _kill()
             return real(*args, **kwargs)
