@@ -32,6 +32,7 @@ from files import read_json, replacing, write_json
 from model import GPT
 
 INDEX = "checkpoints.json"
+NAME = r"(step|best)_\d{6,}\.pt"
 KINDS = {"latest": "step", "best": "best"}
 
 
@@ -94,10 +95,7 @@ class Saver:
                 "are free on its disk. The checkpoints before it are untouched: make room, then "
                 "go on from them with --resume"
             ) from error
-        for kind in KINDS.values():
-            for file in [*self.run.glob(f"{kind}_*.pt"), *self.run.glob(f".{kind}_*.pt.tmp")]:
-                if file.name not in index:
-                    file.unlink()
+        tidy(self.run)
 
     def _beside(self, new: str) -> dict:
         """The entries that stay beside a new one, which replaces all later ones of its kind."""
@@ -163,7 +161,7 @@ def read_index(run) -> dict:
         return {}
     # a name is only ever a file of this folder
     if not isinstance(index, dict) or not all(
-        re.fullmatch(r"(step|best)_\d{6,}\.pt", name)
+        re.fullmatch(NAME, name)
         and isinstance(entry, dict)
         and isinstance(entry.get("bytes"), int)
         and isinstance(entry.get("sha256"), str)
@@ -182,8 +180,25 @@ def newest_first(index: dict, kind: str) -> list[str]:
 
 
 def exists(run) -> bool:
-    """Whether the folder holds a run that can be resumed."""
-    return bool(newest_first(read_index(run), "step"))
+    """Whether the folder holds a run that can be resumed.
+
+    Raises UserError where it has checkpoints but not the index that goes with them.
+    """
+    index = read_index(run)
+    there = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
+    # a kill before the very first save is done leaves files of step 0
+    if not index and any(step_of(name) for name in there):
+        raise UserError(f"{run}: holds {max(there)}, but its {INDEX} is missing; put it back")
+    return bool(newest_first(index, "step"))
+
+
+def tidy(run: Path) -> None:
+    """Delete the checkpoints that are no longer named, and what a kill left half written."""
+    index = read_index(run)
+    for file in run.iterdir():
+        name = file.name.removeprefix(".").removesuffix(".tmp")
+        if re.fullmatch(NAME, name) and (name not in index or name != file.name):
+            file.unlink()
 
 
 def made_by(run, job: str | None) -> bool:
@@ -280,18 +295,18 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     return state["step"]
 
 
-def start_metrics(path: Path, step: int) -> list[dict]:
-    """Keep the metrics up to a step: what a stopped run logged after its checkpoint comes again.
+def start_metrics(path: Path, step: int | None) -> list[dict]:
+    """Keep the metrics up to the step that a run is resumed from: what follows comes again.
 
-    Returns the lines that are kept.
+    Returns the lines that are kept: none where it starts from the beginning, with step None.
     """
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            if values["step"] <= step:
+            if step is not None and values["step"] <= step:
                 kept.append(values)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass  # the line that a kill cut short
     with replacing(path, "w") as file:
         file.writelines(json.dumps(values) + "\n" for values in kept)

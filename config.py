@@ -189,7 +189,7 @@ def read_file(path: str) -> dict:
         raise UserError(f"config file {path} does not exist; settings are written --key=value")
     try:
         names = runpy.run_path(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
     values = {}
     for key, value in names.items():
@@ -251,6 +251,8 @@ def check(config: Config) -> None:
         if type(value) not in allowed:
             wanted = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)
             raise UserError(f"{key} = {value!r} is {type(value).__name__}; it must be {wanted}")
+        if type(value) is int and abs(value) >= 2**63:
+            raise UserError(f"{key} = {value} must be below 2**63")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value} must be a finite number")
         if value is not None and key in AT_LEAST and value < AT_LEAST[key]:
@@ -303,6 +305,8 @@ def check(config: Config) -> None:
         raise UserError(
             "resume and init_from exclude each other: a resumed run has its own weights"
         )
+    if config.timeout > 7 * 86400:
+        raise UserError(f"timeout = {config.timeout:g} must be at most a week, 604800 seconds")
     if config.keep_every % config.checkpoint_interval:
         raise UserError(
             f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "
@@ -328,7 +332,8 @@ def workable(config: Config, world_size: int) -> str:
     """What would divide: micro-batches for this total, or else the nearest totals."""
     sequences, rest = divmod(config.total_batch_size, config.block_size * world_size)
     if sequences and not rest:
-        sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        most = min(sequences, 2 * config.batch_size + 1000)
+        sizes = [n for n in range(1, most + 1) if sequences % n == 0]
         near = sorted(sizes, key=lambda n: abs(math.log(n / config.batch_size)))[:4]
         return f"batch_size = {', '.join(map(str, sorted(near)))} would work"
     micro = config.batch_size * config.block_size * world_size

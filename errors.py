@@ -18,6 +18,13 @@ def command(main):
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
+        except (MemoryError, RuntimeError) as error:
+            text = str(error) or "more than this machine has"
+            # what both torch on a CPU and torch on a GPU say
+            if isinstance(error, RuntimeError) and "to allocate" not in text:
+                raise
+            print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)
+            sys.exit(2)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -42,8 +42,11 @@ def write_json(path, value) -> None:
 def read_json(path):
     """The content of a JSON file, None if there is none; UserError if it cannot be understood."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
+    if value is None:
+        raise UserError(f"{path}: holds null, nothing else")
+    return value

@@ -22,17 +22,18 @@ SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
 class Log:
     """Printed lines, metrics.jsonl and wandb; on processes other than the first it does nothing.
 
-    Goes on after `step`; `where(step)` says where the batch of a step, counted from 1, begins.
+    Goes on after the step `resumed_at`, if any; `where(step)` says where the batch of a step,
+    counted from 1, begins.
     """
 
-    def __init__(self, run: Path, config: Config, step: int, wandb_id: str | None, where, quiet):
+    def __init__(self, run: Path, config: Config, resumed_at: int | None, wandb_id, where, quiet):
         self.config, self.quiet, self.wandb, self.wandb_id = config, quiet, None, wandb_id
         self.where, self.losses = where, deque(maxlen=SPIKE_STEPS)
         if quiet:
             return
         path = run / "metrics.jsonl"
-        for line in checkpoint.start_metrics(path, step):
-            if "loss" in line:
+        for line in checkpoint.start_metrics(path, resumed_at):
+            if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, wandb_id)

@@ -40,7 +40,13 @@ def process_group(rank: int, world_size: int, device: torch.device, timeout: flo
         yield None
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout + BACKEND_GRACE_S))
+    wait = timedelta(seconds=timeout + BACKEND_GRACE_S)
+    attempt, store = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), None
+    if attempt != "0" and os.environ["LOCAL_WORLD_SIZE"] == str(world_size):
+        # torchrun keeps one store for all attempts: without a prefix, processes would look for the
+        # addresses of dead ones in it. Several nodes count differently; see train_slurm.sh.
+        store = dist.PrefixStore(attempt, store_client(wait))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     try:
         with Peers(rank, world_size, device, timeout) as peers:
             yield peers
@@ -50,6 +56,12 @@ def process_group(rank: int, world_size: int, device: torch.device, timeout: flo
         # group joins that thread with the GIL held, and would wait for ever.
         time.sleep(0.1)
         dist.destroy_process_group()
+
+
+def store_client(wait: timedelta) -> dist.TCPStore:
+    """The store that torchrun, or else the first process, keeps for all processes."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=wait)
 
 
 class Peers:
@@ -67,9 +79,7 @@ class Peers:
         self.left = threading.Event()
         token = torch.tensor(time.time_ns(), device=device)  # a restarted job has keys of its own
         dist.broadcast(token, 0)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        wait = timedelta(seconds=timeout)
-        store = dist.TCPStore(address, port, is_master=False, timeout=wait)
+        store = store_client(timedelta(seconds=timeout))
         self.store = dist.PrefixStore(f"peers/{token.item()}", store)
         self._write()
         dist.barrier()
@@ -82,7 +92,9 @@ class Peers:
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, RuntimeError):
-            # perhaps a collective whose peer is gone; if so, the watch soon sees it and ends us
+            # perhaps a collective whose peer is gone; if so, the watch soon sees it and ends us,
+            # unless torchrun, which sees it too, is faster
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.timeout = 3 * BEAT_S
             self.thread.join(6 * BEAT_S)
         self.left.set()
@@ -203,6 +215,9 @@ def job() -> str | None:
 
 
 def restarted() -> bool:
-    """Whether torchrun (--max-restarts) or Slurm (requeue) has started this job before."""
+    """Whether torchrun (--max-restarts) or Slurm (requeue) has started this job before.
+
+    Of several nodes, torchrun tells only the one where a process failed.
+    """
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(int(os.environ.get(name) or 0) for name in names)

@@ -55,10 +55,12 @@ def main() -> None:
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if restarted() and checkpoint.made_by(config.out_dir, job()):
-        config = config.replace(resume=True, init_from="")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
+        if agreed(int(restarted()), device) and checkpoint.made_by(config.out_dir, job()):
+            config = config.replace(resume=True, init_from="")
         stopped = train(config, rank, world_size, device, peers, stack)
     if stopped:
         sys.exit(EXIT_STOPPED)
@@ -79,9 +81,9 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- data ----
     sequences = config.total_batch_size // config.block_size
     meta = read_meta(config.data_dir)
-    if meta is not None and meta["tokenizer"] != config.tokenizer:
+    if meta is not None and meta.get("tokenizer") != config.tokenizer:
         raise UserError(
-            f"{config.data_dir} was made with tokenizer {meta['tokenizer']!r}, "
+            f"{config.data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
             f"but tokenizer = {config.tokenizer!r}"
         )
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
@@ -101,7 +103,6 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- model ----
     torch.manual_seed(config.seed)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     model = GPT(config)
     if config.init_from:
@@ -131,6 +132,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     stop = stack.enter_context(Stop(quiet=not first))
     if first:
         stack.enter_context(checkpoint.held(run))
+        checkpoint.tidy(run)
         checkpoint.write_header(run, config, job())
 
     def where(step: int) -> str:
@@ -138,7 +140,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         path, offset = loader.where(step - 1)[0]
         return f"in {path} at token {offset}"
 
-    log = stack.enter_context(Log(run, config, step, wandb_id, where, quiet=not first))
+    log = stack.enter_context(Log(run, config, resumed_at, wandb_id, where, quiet=not first))
     saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
     log.say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, "

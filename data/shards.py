@@ -118,9 +118,14 @@ def read_meta(data_dir):
     """What meta.json says of a folder of shards, or None: published shards come without one.
 
     Raises:
-        UserError: the file is there and is no JSON.
+        UserError: the file is there and is no JSON object.
     """
-    return read_json(Path(data_dir) / META)
+    meta = read_json(Path(data_dir) / META)
+    if meta is not None and not isinstance(meta, dict):
+        raise UserError(
+            f"{Path(data_dir) / META}: not a JSON object; delete it or make the set again"
+        )
+    return meta
 
 
 def write_meta(data_dir, meta):

@@ -14,6 +14,8 @@ import numpy as np
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+# An id that is no token: a model may have a larger vocabulary than its tokenizer.
+UNKNOWN = "\ufffd".encode()
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 # The hash by which tiktoken itself checks its download of this file.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -70,8 +72,12 @@ class GPT2Tokenizer:
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids):
-        """ids -> str; bytes that are no UTF-8 become U+FFFD, `eot` becomes its mark."""
-        return self._encoding.decode([int(i) for i in ids])
+        """ids -> str; `eot` becomes its mark, what is no token or no UTF-8 becomes U+FFFD."""
+        parts = [
+            self._encoding.decode_single_token_bytes(int(i)) if i < self.n_vocab else UNKNOWN
+            for i in ids
+        ]
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
 class ByteTokenizer:
@@ -90,10 +96,10 @@ class ByteTokenizer:
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids):
-        """ids -> str; bytes that are no UTF-8 become U+FFFD, `eot` becomes its mark."""
+        """ids -> str; `eot` becomes its mark, what is no token or no UTF-8 becomes U+FFFD."""
         mark = END_OF_TEXT.encode()
-        data = b"".join(mark if i == self.eot else bytes([i]) for i in map(int, ids))
-        return data.decode("utf-8", errors="replace")
+        parts = [bytes([i]) if i < 256 else mark if i == self.eot else UNKNOWN for i in ids]
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
 TOKENIZERS = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}

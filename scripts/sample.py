@@ -28,6 +28,10 @@ def main() -> None:
     for name in ("num_samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} {getattr(arguments, name)} must be at least 1")
+    if arguments.temperature and not 1e-4 <= arguments.temperature <= 1e4:
+        raise UserError(f"--temperature {arguments.temperature} must be 0, or 0.0001 to 10000")
+    if not 0 <= arguments.seed < 2**63:
+        raise UserError(f"--seed {arguments.seed} must be at least 0 and below 2**63")
     run = open_run(arguments.run, arguments)
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text

@@ -1,22 +1,44 @@
 #!/usr/bin/env bash
 # Several nodes under Slurm, one torchrun a node, that meet at the first node.
 # usage: sbatch --nodes=2 scripts/train_slurm.sh configs/lssar_p15.py [--setting=value ...]
-# Submitted again after a time limit or a failure, add --resume to go on from the checkpoint.
+# Five minutes before its time limit the run saves, and the job is queued again; when Slurm starts
+# it again, then or after a node failed, the run goes on from its last checkpoint.
 #SBATCH --job-name=train
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
 #SBATCH --output=out/slurm-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# A store of its own for every attempt: the addresses of dead processes are not found by new ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# The signal comes to this script alone: srun passes it to torchrun and that to its processes, for
+# which it waits as long as the shutdown timeout says.
 srun torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_id="$SLURM_JOB_ID" \
     --rdzv_backend=c10d \
     --rdzv_endpoint="$first:${PORT:-29500}" \
-    train.py "$@"
+    --max_restarts="${RESTARTS:-3}" \
+    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --shutdown_timeout=240 \
+    train.py "$@" &
+step=$!
+stopping=
+trap 'stopping=yes; trap "" USR1; kill -USR1 "$step" || true' USR1
+status=0
+wait "$step" || status=$?
+if [ "$stopping" ]; then
+    status=0 # the signal ended the first wait, not the step
+    wait "$step" || status=$?
+    [ "$status" = 0 ] || scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

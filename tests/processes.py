@@ -1,0 +1,193 @@
+"""Training in a process of its own that can be killed at any point, cheaply: for tests."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from tests.conftest import SMALL
+
+# Children are forked from a process that has imported torch and does nothing else.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["train", "data.text", "tests.processes"])
+
+
+def start(arguments, *, module="train", output=None, environment=None, **trouble):
+    """Run a command's main in a new process, and in it get into trouble: see `_child`."""
+    work = (module, list(map(str, arguments)), output, environment or {}, trouble)
+    process = context.Process(target=_child, args=work)
+    process.start()
+    return process
+
+
+def finish(process, timeout=120):
+    """Its exit code, minus the signal's number if one killed it."""
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"still running after {timeout} s")
+    return process.exitcode
+
+
+def run(arguments, **more):
+    return finish(start(arguments, **more))
+
+
+def arguments(shards, out, *more):
+    return [*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *more]
+
+
+def group(arguments, tmp_path, trouble):
+    """Start two gloo processes; `trouble[rank]` is the trouble of one. Gives them, and the
+    files of their output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    outputs = [tmp_path / f"output{rank}" for rank in range(2)]
+    processes = [
+        start(
+            [*arguments, "--batch_size=4"],
+            output=outputs[rank],
+            environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **trouble.get(rank, {}),
+        )
+        for rank in range(2)
+    ]
+    return processes, outputs
+
+
+def _child(module, arguments, output, environment, trouble):
+    if output:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    for name, value in trouble.items():
+        TROUBLES[name](value)
+    sys.argv = [module, *arguments]
+    main = __import__(module, fromlist=["main"]).main
+    main(arguments) if module.startswith("data") else main()
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(point):
+    """kill -9 in the middle of the write, or just before the sync, rename or unlink of this number.
+
+    Whatever a kill can leave on the disk is there before one of these. `point` is the number, and
+    the file to which the kill is noted first.
+    """
+    (number, notes), count = point, 0
+
+    def trapped(before, real):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == number:
+                with open(notes, "a") as file:
+                    file.write(f"{real.__name__}\n")
+                before(*args)
+                _kill()
+            return real(*args, **kwargs)
+
+        return call
+
+    def half(hashed, data):
+        hashed.file.write(bytes(data)[: len(data) // 2])
+        hashed.file.flush()
+
+    def nothing(*_):
+        pass
+
+    os.fsync = trapped(nothing, os.fsync)
+    os.replace = trapped(nothing, os.replace)
+    Path.unlink = trapped(nothing, Path.unlink)
+    checkpoint.Hashed.write = trapped(half, checkpoint.Hashed.write)
+
+
+def file_limit(size):
+    """No file may grow beyond so many bytes, as if the disk were full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def stuck_at(step):
+    """Never return from reading the batch of this step."""
+    from data.loader import TrainLoader
+
+    real = TrainLoader.batch
+
+    def batch(self, at):
+        if at == step:
+            time.sleep(1000)
+        return real(self, at)
+
+    TrainLoader.batch = batch
+
+
+def dead_at(step):
+    """End without a word at this step."""
+    from data.loader import TrainLoader
+
+    real = TrainLoader.batch
+
+    def batch(self, at):
+        if at == step:
+            _kill()
+        return real(self, at)
+
+    TrainLoader.batch = batch
+
+
+def nan_at(step):
+    """This process's loss of this step is NaN."""
+    from data.loader import TrainLoader
+    from model import GPT
+
+    batch, forward, now = TrainLoader.batch, GPT.forward, None
+
+    def remember(self, at):
+        nonlocal now
+        now = at
+        return batch(self, at)
+
+    def poisoned(self, idx, targets=None, cache=None):
+        out = forward(self, idx, targets, cache)
+        return out * float("nan") if now == step and targets is not None else out
+
+    TrainLoader.batch, GPT.forward = remember, poisoned
+
+
+def slow(seconds):
+    """Every step takes this much longer."""
+    from data.loader import TrainLoader
+
+    real = TrainLoader.batch
+
+    def batch(self, at):
+        time.sleep(seconds)
+        return real(self, at)
+
+    TrainLoader.batch = batch
+
+
+def same_request_s(seconds):
+    import processes
+
+    processes.SAME_REQUEST_S = seconds
+
+
+TROUBLES = {
+    f.__name__: f for f in (kill_at, file_limit, stuck_at, dead_at, nan_at, slow, same_request_s)
+}

@@ -1,0 +1,275 @@
+"""Whatever a user gives: it works, or it is refused in one sentence; never a traceback, and never a
+file that was changed by what was refused.
+"""
+
+import json
+import shutil
+import string
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import checkpoint
+from config import HINTS, Config, load_config
+from data.loader import TrainLoader, validation_batches
+from data.shards import check_shards, list_shards, read_meta, read_shard, write_shard
+from errors import UserError
+from log import Log
+from model import GPT
+from scripts import sample
+
+
+def fuzz(examples):
+    """So many examples, the same ones in every run: what fails in CI fails everywhere."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+texts = st.text(st.characters(exclude_categories=[]), max_size=30)
+numbers = st.one_of(
+    st.integers(-(10**20), 10**20), st.sampled_from([0, 1, 2, 3, 7, 64, 1024, 524288, 10**15])
+)
+values = st.one_of(
+    texts, numbers.map(str), st.floats().map(repr),
+    st.sampled_from(["None", "True", "[]", "{}", "()", "1e999", "-1", "0x10", "1_000", "'a'", ""]),
+)  # fmt: skip
+keys = st.one_of(st.sampled_from(sorted(HINTS)), texts)
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, st.floats(), texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def valid_or_refused(make):
+    """The config that comes out, if any, is one that Config takes back unchanged."""
+    try:
+        config = make()
+    except UserError as error:
+        assert str(error) and len(str(error)) < 2000
+        return
+    again = Config(**json.loads(json.dumps(config.as_dict())))
+    assert again == config
+    for key, value in config.as_dict().items():
+        assert not isinstance(value, float) or np.isfinite(value), key
+
+
+@fuzz(400)
+@given(st.lists(st.tuples(keys, values), max_size=4), st.booleans())
+def test_command_lines(pairs, equals):
+    arguments = []
+    for key, value in pairs:
+        arguments += [f"--{key}={value}"] if equals else [f"--{key}", value]
+    valid_or_refused(lambda: load_config(arguments))
+
+
+@fuzz(200)
+@given(st.lists(texts, max_size=3))
+def test_any_arguments(arguments):
+    valid_or_refused(lambda: load_config(arguments))
+
+
+@fuzz(200)
+@given(st.lists(st.tuples(st.sampled_from(sorted(HINTS)), st.one_of(json_values, texts))))
+def test_config_files_of_settings(tmp_path, pairs):
+    file = tmp_path / "config.py"
+    lines = [f"{key} = {value!r}" for key, value in pairs]
+    lines = [line.replace("inf", "float('inf')").replace("nan", "float('nan')") for line in lines]
+    file.write_text("\n".join(lines), errors="replace")
+    valid_or_refused(lambda: load_config([str(file)]))
+
+
+@fuzz(200)
+@given(st.one_of(st.binary(max_size=60), st.text(string.printable, max_size=60).map(str.encode)))
+def test_config_files_of_anything(tmp_path, data):
+    file = tmp_path / "config.py"
+    file.write_bytes(data)
+    valid_or_refused(lambda: load_config([str(file)]))
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit", "exit()", "import sys; sys.exit(0)"])
+def test_a_config_file_cannot_end_the_program_in_silence(tmp_path, text):
+    (tmp_path / "config.py").write_text(text)
+    with pytest.raises(UserError, match="fails: SystemExit"):
+        load_config([str(tmp_path / "config.py")])
+
+
+# ---- data ----
+
+
+def mutated(draw, data):
+    """These bytes with some changed, cut or added."""
+    data = bytearray(data)
+    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
+        data[at] = value
+    data = data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+    return bytes(data + draw(st.binary(max_size=5)))
+
+
+@st.composite
+def shard_files(draw):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, draw(st.sampled_from([0, 1, 40, 41, 100, -1, 2**31 - 1]))
+    tokens = np.array(draw(st.lists(st.integers(0, 2**16 - 1), max_size=60)), "<u2")
+    return mutated(draw, header.tobytes() + tokens.tobytes())
+
+
+@fuzz(200)
+@given(shard_files())
+def test_shards(tmp_path, data):
+    folder = tmp_path / "shards"
+    folder.mkdir(exist_ok=True)
+    write_shard(folder / "x_val_000000.bin", np.arange(40, dtype=np.uint16))
+    file = folder / "x_train_000001.bin"
+    file.write_bytes(data)
+    try:
+        tokens = read_shard(file)
+        check_shards(list_shards(folder, "train"), 50257)
+        x, y = TrainLoader(folder, 8, 2, seed=0).batch(3)
+        next(validation_batches(folder, 8, 20, 4))
+    except UserError as error:
+        assert "x_train_000001.bin" in str(error) or "shards" in str(error)
+    else:
+        assert len(data) == 1024 + 2 * len(tokens) and tokens.max() < 50257
+        assert torch.equal(x[:, 1:], y[:, :-1])
+    assert file.read_bytes() == data
+
+
+@fuzz(25)
+@given(st.one_of(json_values, st.dictionaries(st.just("tokenizer"), json_values)))
+def test_meta(train, tmp_path, shards, meta):
+    folder = tmp_path / "data"
+    shutil.copytree(shards, folder, dirs_exist_ok=True)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    if not isinstance(meta, dict):
+        with pytest.raises(UserError, match="meta.json"):
+            read_meta(folder)
+    with pytest.raises(SystemExit) as stop:
+        train("run", f"--data_dir={folder}")
+    assert stop.value.code == 2
+    assert not (tmp_path / "run").exists()
+
+
+settings_of_a_run = {
+    "learning_rate": st.floats(0, 1e300), "adam_eps": st.floats(0, 1), "s_init": st.floats(),
+    "beta1": st.floats(0, 1), "beta2": st.floats(0, 1), "grad_clip": st.floats(0, 1e300),
+    "weight_decay": st.floats(0, 1e300), "rope_theta": st.floats(1, 1e308), "seed": numbers,
+    "gamma": st.floats(), "eval_interval": numbers, "val_tokens": numbers, "timeout": st.floats(),
+    "warmup_iters": numbers, "keep_last": numbers, "checkpoint_interval": numbers, "norm": texts,
+    "min_lr": st.floats(), "batch_size": numbers, "total_batch_size": numbers, "out_dir": texts,
+    "optimizer": st.sampled_from(["adamw", "muon"]), "device": texts, "data_dir": texts,
+    "init_from": texts, "n_embd": st.sampled_from([0, 2, 6, 12, 10**9, 10**15]),
+    "attention": st.sampled_from(["ssmax", "relu_shen", "lssar", "sigmoid"]),
+}  # fmt: skip
+
+
+@fuzz(80)
+@given(st.data())
+def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    name = f"run{data.draw(st.integers(0, 10**9))}"
+    keys = data.draw(st.lists(st.sampled_from(sorted(settings_of_a_run)), max_size=3, unique=True))
+    more = [f"--{key}={data.draw(settings_of_a_run[key])}" for key in keys]
+    try:
+        train(name, "--max_iters=1", *more)
+    except SystemExit as stop:
+        assert stop.code in (1, 2)  # diverged, or refused
+    shutil.rmtree(tmp_path / name, ignore_errors=True)
+
+
+# ---- runs ----
+
+
+@pytest.fixture
+def run(train, tmp_path):
+    """A finished run to break, and a function that puts it back."""
+    folder = train("run", "--max_iters=2", "--vocab_size=400")
+    return folder, shutil.copytree(folder, tmp_path / "good")
+
+
+def opened(folder):
+    """Its config and the weights of both checkpoints, as every script opens a run."""
+    model = GPT(checkpoint.read_config(folder))
+    checkpoint.load_weights(model, folder)
+    checkpoint.load_weights(model, folder, "best")
+    return model.state_dict()
+
+
+@fuzz(60)
+@given(st.data())
+def test_damaged_runs(run, data):
+    """Any file of a run changed in any way: loaded as it was, or refused; nothing else happens."""
+    folder, good = run
+    before = opened(good)
+    names = [path.name for path in good.iterdir() if path.suffix in (".pt", ".json")]
+    name = data.draw(st.sampled_from(sorted(names)))
+    content = mutated(data.draw, (good / name).read_bytes())
+    (folder / name).write_bytes(content)
+    try:
+        state = opened(folder)
+    except UserError as error:
+        assert folder.name in str(error) or name == "config.json"
+    else:
+        if name.endswith(".pt") and content != (good / name).read_bytes() and "000002" in name:
+            assert not name.startswith("best"), "a damaged one was loaded"
+        assert state.keys() == before.keys()
+    assert (folder / name).read_bytes() == content
+    shutil.copy(good / name, folder / name)
+
+
+@fuzz(60)
+@given(json_values, st.sampled_from(["config.json", "checkpoints.json"]), st.data())
+def test_runs_of_other_json(run, value, name, data):
+    folder, good = run
+    content = json.loads((good / name).read_text())
+    if data.draw(st.booleans()):
+        value = content | {data.draw(st.sampled_from(sorted(content))): value}
+    (folder / name).write_text(json.dumps(value))
+    try:
+        opened(folder)
+    except UserError:
+        pass
+    shutil.copy(good / name, folder / name)
+
+
+@fuzz(40)
+@given(st.lists(st.one_of(json_values.map(json.dumps), texts), max_size=5))
+def test_metrics_of_anything(tmp_path, lines):
+    file = tmp_path / "metrics.jsonl"
+    good = {"step": 1, "loss": 2.5}
+    file.write_text("\n".join([json.dumps(good), *lines]), errors="replace")
+    with Log(tmp_path, Config(wandb_mode="disabled"), 3, None, str, quiet=False) as log:
+        log.step(
+            step=4, loss=2.0, lr=0.1, grad_norm=1.0, ms=1.0, tokens_per_s=1.0, mfu=None,
+            memory_mb=1.0, left_s=1.0,
+        )  # fmt: skip
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert written[0] == good and written[-1]["step"] == 4
+
+
+@fuzz(60)
+@given(texts, st.data())
+def test_prompts(run, call, prompt, data):
+    options = {
+        "--max_new_tokens": st.integers(-1, 4),
+        "--num_samples": st.integers(-1, 2),
+        "--temperature": st.one_of(st.floats(), st.just(0.0)),
+        "--top_k": st.integers(-1, 400),
+        "--seed": numbers,
+        "--rope_factor": st.floats(),
+        "--rope_theta": st.floats(),
+        "--rope": st.sampled_from(["dynamic_ntk", "ntk", "linear", "yarn", "none"]),
+    }
+    chosen = data.draw(st.lists(st.sampled_from(sorted(options)), max_size=2, unique=True))
+    more = [f"{option}={data.draw(options[option])}" for option in chosen]
+    try:
+        call(sample, run[0], f"--prompt={prompt}", "--max_new_tokens=3", *more)
+    except SystemExit as stop:
+        assert stop.code == 2
