@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import save, write_header
 from config import Config, load_config
 from model import GPT
 
@@ -37,3 +38,11 @@ def small_model(case: str, *more: str) -> GPT:
             elif name.endswith((".s", ".b", ".p_n")):
                 parameter.add_(torch.rand_like(parameter))
     return model
+
+
+def saved_run(folder: Path, model: GPT) -> Path:
+    """A run's folder, as train.py leaves it, for a model that nothing has trained."""
+    write_header(folder, model.config)
+    state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}
+    save(folder / "latest.pt", state)
+    return folder
