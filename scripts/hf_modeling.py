@@ -53,11 +53,13 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        self.shared = {other: first for first, *others in names.values() for other in others}
+        shared = {other: first for first, *others in names.values() for other in others}
+        self._tied_weights_keys = shared
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        return dict(self.shared)
+        # not only where tie_word_embeddings is set: layers may share parameters too
+        return dict(self._tied_weights_keys)
 
     def get_input_embeddings(self):
         return self.gpt.wte

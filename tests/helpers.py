@@ -1,5 +1,6 @@
 """Every attention config of configs/, and small models made from them."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -46,3 +47,12 @@ def saved_run(folder: Path, model: GPT) -> Path:
     state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}
     save(folder / "latest.pt", state)
     return folder
+
+
+def write_task(folder, name, docs, **settings):
+    """A local task of lm-evaluation-harness in a folder: JSON is YAML."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
+    (folder / f"{name}.yaml").write_text(json.dumps(settings))

@@ -9,7 +9,7 @@ import torch
 
 from config import load_config
 from scripts import downstream
-from tests.helpers import CONFIGS, saved_run, small_model
+from tests.helpers import CONFIGS, saved_run, small_model, write_task
 
 pytest.importorskip("lm_eval", reason="pip install -r requirements-dev.txt has lm_eval")
 
@@ -63,15 +63,6 @@ def tasks(tmp_path_factory):
     }  # fmt: skip
     (folder / "both.yaml").write_text(json.dumps(group))
     return folder
-
-
-def write_task(folder, name, docs, **settings):
-    """A task of the harness: JSON is YAML."""
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-    settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
-    (folder / f"{name}.yaml").write_text(json.dumps(settings))
 
 
 def generation(folder, gold, **options):
@@ -149,7 +140,7 @@ def test_scores(case, tasks, evaluate, tmp_path):
     answers = [
         bytes(i for i in say(model, q, 6) if i < 256).decode(errors="replace") for q in ASKED
     ]
-    gold = [answers[0], "wrong", *answers[2:]]
+    gold = [*answers[:3], "wrong", answers[4]]
     generation(tasks, gold, max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,text,gen")
     scores = {name: entry["scores"][name] for name, entry in result["tasks"].items()}
@@ -221,6 +212,23 @@ def test_batches_are_as_single_requests(case, tmp_path, monkeypatch):
     assert len(sizes) - len(batched) == len(pairs)
     assert sum(rows for rows, _ in batched) < len(pairs)
     assert len(batched) == (5 if config.attention_length == "train" else 11)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_means_every_token(case, tmp_path):
+    model, run = small_model(case), opened(case, tmp_path)
+    ids = list(b"words")
+
+    def likeliest(ids, length):
+        return log_chances(model, ids, length)[len(ids) - 1].argmax().item()
+
+    first = likeliest(ids, 6)
+    pairs = []
+    for token in (first, first ^ 1):
+        second = likeliest([*ids, token], 6)
+        pairs += [(ids, [token, second]), (ids, [token, second ^ 1])]
+    found = downstream.loglikelihoods(run, pairs, MAX_LENGTH)
+    assert [greedy for _, greedy in found] == [True, False, False, False]
 
 
 def opened(case, tmp_path):
