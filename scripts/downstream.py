@@ -6,14 +6,14 @@ python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_T
 
 Prints a table and writes RUN/downstream.json after every task, so that a stopped command goes on
 where it was: what has been measured before, from the same weights in the same way, is not measured
-again. Needs pip install lm_eval, and a network the first time that a task's data are read.
+again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
+are read.
 """
 
 import argparse
 import difflib
 import hashlib
 import json
-import logging
 import os
 import urllib.error
 import urllib.request
@@ -101,12 +101,9 @@ def measure(path: Path, arguments) -> dict:
 
 def parse_tasks(text: str) -> list[str]:
     """Names of tasks, each once; 'paper' stands for those of PAPER."""
-    names = []
-    for name in text.split(","):
-        names += (
-            [task for task, _ in PAPER["metrics"]] if name.strip() == "paper" else [name.strip()]
-        )
-    return list(dict.fromkeys(names))
+    paper = [task for task, _ in PAPER["metrics"]]
+    groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
+    return list(dict.fromkeys(sum(groups, [])))
 
 
 def import_harness():
@@ -114,7 +111,7 @@ def import_harness():
         import lm_eval
     except ImportError as error:
         raise UserError(
-            f"tasks need lm-evaluation-harness: pip install lm_eval ({error})"
+            f"tasks need lm-evaluation-harness: pip install -r requirements-dev.txt ({error})"
         ) from error
     # one process for bootstrapping: the default forks one for each core, after CUDA has started
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -214,10 +211,8 @@ def harness_model(run: Run, max_length: int):
                 for window in get_rolling_token_windows(tokens, tokenizer.eot, max_length, 1):
                     windows.append(make_disjoint_window(window))
                     texts.append(number)
-            sums = [0.0] * len(requests)
-            for number, (value, _) in zip(
-                texts, loglikelihoods(run, windows, max_length), strict=True
-            ):
+            sums, found = [0.0] * len(requests), loglikelihoods(run, windows, max_length)
+            for number, (value, _) in zip(texts, found, strict=True):
                 sums[number] += value
             return sums
 
@@ -291,18 +286,17 @@ def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, 
                 row[: len(read)] = torch.tensor(read)
             with autocast(run.device, run.dtype):
                 hidden = run.model.trunk(run.model.wte(idx.to(run.device)))
-            numbers = [number for read in batch for number in readers[read]]
-            rows, targets = [], []
+            numbers, rows, targets, sizes = [], [], [], []
             for x, read in zip(hidden, batch, strict=True):
                 for number in readers[read]:
                     continuation = pairs[number][1]
+                    numbers.append(number)
                     rows.append(x[len(read) - len(continuation) : len(read)])
                     targets += continuation
+                    sizes.append(len(continuation))
             losses, greedy = score(run, torch.cat(rows), torch.tensor(targets, device=run.device))
-            sizes = [len(pairs[number][1]) for number in numbers]
-            for number, loss, best in zip(
-                numbers, losses.split(sizes), greedy.split(sizes), strict=True
-            ):
+            parts = zip(numbers, losses.split(sizes), greedy.split(sizes), strict=True)
+            for number, loss, best in parts:
                 results[number] = (-loss.sum().item(), bool(best.all()))
             bar.update(len(numbers))
     return results
@@ -424,5 +418,4 @@ def print_table(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
     main()

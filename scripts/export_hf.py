@@ -65,7 +65,7 @@ def main() -> None:
         raise UserError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    print(f"{folder}: {run.config.variant_name}, step {run.facts['step']}")
+    print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 
 def write_config(folder: Path, run: Run, arguments) -> None:

@@ -375,7 +375,7 @@ def test_a_missing_harness_is_said(evaluate, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit) as stop:
         evaluate(run, "choice")
-    assert stop.value.code == 2 and "pip install lm_eval" in capsys.readouterr().err
+    assert stop.value.code == 2 and "pip install -r requirements-dev.txt" in capsys.readouterr().err
 
 
 def test_the_papers_numbers_stand_beside_its_own_models(capsys):
