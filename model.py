@@ -1,6 +1,7 @@
 """GPT-2 with rotary positions and any attention of attention.py: trunk, head, cache, generation."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -260,12 +261,14 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
         never: int | None = None,
+        stop: Callable[[Tensor], bool] | None = None,
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
-        Temperature 0 takes the likeliest token; the token `never` is not taken. A RoPE scaling that
-        depends on the length is fixed by the final one, so that cached keys stay right. Raises
-        UserError for an empty prompt.
+        Temperature 0 takes the likeliest token; the token `never` is not taken. Ends earlier once
+        `stop` holds for the tokens so far [B, L + new]. A RoPE scaling that depends on the length
+        is fixed by the final one, so that cached keys stay right. Raises UserError for an empty
+        prompt.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
@@ -286,6 +289,8 @@ class GPT(nn.Module):
                 chances = (logits / temperature).softmax(-1)
                 new = torch.multinomial(chances, 1, generator=generator)
             idx = torch.cat((idx, new), dim=1)
+            if stop is not None and stop(idx):
+                break
         return idx
 
     def scale_rope(self, scaling: str, factor: float | None = None, theta: float | None = None):

@@ -41,7 +41,7 @@ class GPT2Tokenizer:
             name="gpt2",
             explicit_n_vocab=self.n_vocab,
             pat_str=PATTERN,
-            mergeable_ranks=_read_ranks(MERGES_FILE),
+            mergeable_ranks=read_ranks(MERGES_FILE),
             special_tokens={END_OF_TEXT: self.eot},
         )
 
@@ -139,7 +139,15 @@ def split_text(text, size):
     yield text[start:]
 
 
-def _read_ranks(path):
+def byte_symbols():
+    """The printable character as which GPT-2's files write each byte {byte: str}: printable Latin-1
+    as itself, the others as the characters from 256 on. In the order of the single bytes' ids."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def read_ranks(path):
     """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge."""
     try:
         data = path.read_bytes()
@@ -151,12 +159,8 @@ def _read_ranks(path):
             f"{path}: sha256 is {found}, that of GPT-2's vocab.bpe is {MERGES_SHA256}; "
             "restore the file"
         )
-    # The file writes every byte as a printable character: printable Latin-1 as itself, the others
-    # as the characters from 256 on; the ids of the single bytes are in that same order.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    ranks = {bytes([b]): rank for rank, b in enumerate(printable + others)}
+    byte_of = {symbol: b for b, symbol in byte_symbols().items()}
+    ranks = {bytes([b]): rank for rank, b in enumerate(byte_symbols())}
     for merge in data.decode("utf-8").splitlines()[1:]:  # the first line is a version comment
         ranks[bytes(byte_of[c] for c in merge if c != " ")] = len(ranks)
     return ranks

@@ -1,9 +1,11 @@
 """Every attention config of configs/, and small models made from them."""
 
+import json
 from pathlib import Path
 
 import torch
 
+from checkpoint import save, write_header
 from config import Config, load_config
 from model import GPT
 
@@ -37,3 +39,20 @@ def small_model(case: str, *more: str) -> GPT:
             elif name.endswith((".s", ".b", ".p_n")):
                 parameter.add_(torch.rand_like(parameter))
     return model
+
+
+def saved_run(folder: Path, model: GPT) -> Path:
+    """A run's folder, as train.py leaves it, for a model that nothing has trained."""
+    write_header(folder, model.config)
+    state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}
+    save(folder / "latest.pt", state)
+    return folder
+
+
+def write_task(folder, name, docs, **settings):
+    """A local task of lm-evaluation-harness in a folder: JSON is YAML."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
+    (folder / f"{name}.yaml").write_text(json.dumps(settings))

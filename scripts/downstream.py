@@ -1,0 +1,421 @@
+"""Tasks of lm-evaluation-harness on a trained model: LSSAR Tables 2, A1 and A2, or any others.
+
+python -m scripts.downstream RUN --tasks paper
+python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
+python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
+
+Prints a table and writes RUN/downstream.json after every task, so that a stopped command goes on
+where it was: what has been measured before, from the same weights in the same way, is not measured
+again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
+are read.
+"""
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import checkpoint
+from config import Config
+from data.tokenizer import get_tokenizer
+from errors import UserError, command
+from evaluate import autocast
+from files import read_json, write_json
+from model import EVALUATED_ROWS
+from scripts.runs import Run, add_options, open_run
+
+PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]["downstream"]
+# Tokens of a batch, unless one request is longer.
+BATCH_TOKENS = 16384
+# Of a standard error that has no closed form, such as that of perplexity.
+BOOTSTRAP_SAMPLES = 1000
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", metavar="RUN", help="folder that train.py made")
+    parser.add_argument("--tasks", default="paper", help="of the harness, or 'paper': LSSAR's own")
+    parser.add_argument("--include_path", metavar="DIR", help="more tasks, as the harness's yaml")
+    parser.add_argument(
+        "--max_length", type=int, help="most tokens at once (default: 2x training, as in Table 2)"
+    )
+    parser.add_argument("--limit", type=int, help="only the first samples of a task, to try it")
+    add_options(parser)
+    arguments = parser.parse_args()
+    print_table(measure(Path(arguments.run), arguments))
+
+
+def measure(path: Path, arguments) -> dict:
+    """One run's scores, as they are saved in its downstream.json."""
+    config = checkpoint.read_config(path)
+    checkpoint.load(path / f"{arguments.checkpoint}.pt")  # refuses now, not after the downloads
+    for name in ("max_length", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value} must be at least 1")
+    max_length = arguments.max_length or 2 * config.block_size
+    lm_eval = import_harness()
+    tasks = load_tasks(parse_tasks(arguments.tasks), arguments.include_path)
+    run = open_run(path, arguments)
+    result = run.facts | {
+        "lm_eval": lm_eval.__version__,
+        "max_length": max_length,
+        "limit": arguments.limit,
+        "paper": paper_row(config),
+    }
+    file = path / "downstream.json"
+    before = read_json(file) or {}
+    same = all(before.get(key) == value for key, value in result.items())
+    result["tasks"] = before.get("tasks", {}) if same else {}
+    for number, (name, loaded) in enumerate(tasks.items(), 1):
+        content = fingerprint(loaded)
+        if result["tasks"].get(name, {}).get("content") == content:
+            continue
+        print(f"task {number} of {len(tasks)}: {name}", flush=True)
+        scores = lm_eval.simple_evaluate(
+            model=harness_model(run, max_length),
+            tasks=loaded["asked"],
+            task_manager=loaded["manager"],
+            limit=arguments.limit,
+            bootstrap_iters=BOOTSTRAP_SAMPLES,
+            log_samples=False,
+        )
+        result["tasks"][name] = {"content": content, "scores": readable(scores)}
+        write_json(file, result | {"environment": checkpoint.environment()})
+    return result | {"tasks": {name: result["tasks"][name] for name in tasks}}
+
+
+# ---- tasks ----
+
+
+def parse_tasks(text: str) -> list[str]:
+    """Names of tasks, each once; 'paper' stands for those of PAPER."""
+    paper = [task for task, _ in PAPER["metrics"]]
+    groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
+    return list(dict.fromkeys(sum(groups, [])))
+
+
+def import_harness():
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise UserError(
+            f"tasks need lm-evaluation-harness: pip install -r requirements-dev.txt ({error})"
+        ) from error
+    # one process for bootstrapping: the default forks one for each core, after CUDA has started
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    return lm_eval
+
+
+def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
+    """Name -> all its `tasks`, data included; what was `asked` for, since a group has a score of
+    its own; and their `manager`.
+
+    Raises UserError for an unknown name, and for data that are neither cached nor reachable.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--include_path {folder}: no such folder")
+    # the harness's own 14,000 tasks take 10 s to list: only where they are wanted
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.task_index:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
+            raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint}")
+    refuse_retries()
+    return {name: load_task(manager, name) for name in tqdm(names, desc="tasks", delay=2)}
+
+
+def refuse_retries() -> None:
+    """Without a network, let Hugging Face's libraries take what is cached or fail at once."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def load_task(manager, name: str) -> dict:
+    try:
+        loaded = manager.load([name])
+    except ConnectionError as error:
+        raise UserError(
+            f"task {name}: its data are not on this machine and huggingface.co cannot be reached; "
+            "run this once where it can, with HF_HOME on a disk that both share"
+        ) from error
+    except Exception as error:  # the yaml's own fault, or that of a library which it needs
+        reason = f"{type(error).__name__}: {checkpoint.first_line(error)}"
+        raise UserError(f"task {name} cannot be loaded: {reason}") from error
+    for task in loaded["tasks"].values():
+        if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
+            raise UserError(f"task {name} needs more than a language model: images, or to run code")
+    asked = [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
+    return {"tasks": loaded["tasks"], "asked": asked, "manager": manager}
+
+
+def fingerprint(loaded: dict) -> str:
+    """Of what is asked: every task's settings and samples."""
+    digest = hashlib.sha256()
+    for task in loaded["tasks"].values():
+        shots = task.fewshot_docs() if task.config.num_fewshot else ()
+        for part in (task.dump_config(), *task.eval_docs, *shots):
+            digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+# ---- the model, as the harness sees it ----
+
+
+def harness_model(run: Run, max_length: int):
+    """The run as a model of the harness. A text begins with end-of-text only where a request has no
+    context of its own, as is usual there."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    tokenizer = get_tokenizer(run.config.tokenizer)
+
+    class Model(TemplateLM):
+        eot_token_id = tokenizer.eot
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            return tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **kwargs):
+            return loglikelihoods(run, [request[1:] for request in requests], max_length)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            windows, texts = [], []
+            for number, request in enumerate(requests):
+                tokens = tokenizer.encode(request.args[0])
+                for window in get_rolling_token_windows(tokens, tokenizer.eot, max_length, 1):
+                    windows.append(make_disjoint_window(window))
+                    texts.append(number)
+            sums, found = [0.0] * len(requests), loglikelihoods(run, windows, max_length)
+            for number, (value, _) in zip(texts, found, strict=True):
+                sums[number] += value
+            return sums
+
+        def generate_until(self, requests, disable_tqdm=False):
+            asked = []
+            for request in requests:
+                context, options = request.args
+                options = normalize_gen_kwargs(options)
+                if options["do_sample"] or options.get("num_beams", 1) > 1:
+                    raise UserError(
+                        f"task {request.task_name} asks for sampling or beams ({request.args[1]}); "
+                        "here every answer is the greedy one"
+                    )
+                new = options["max_gen_toks"]
+                if new >= max_length:
+                    raise UserError(
+                        f"task {request.task_name} generates up to {new} tokens, which leaves none "
+                        f"for its prompt: --max_length {max_length} must be larger"
+                    )
+                prompt = tokenizer.encode(context) or [tokenizer.eot]
+                asked.append((prompt[new - max_length :], new, tuple(options["until"])))
+            return continuations(run, asked)
+
+    return Model()
+
+
+def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
+    """Token ids to run together, the longest first: BATCH_TOKENS of one length.
+
+    Up to `free` tokens lengths may differ. Beyond, a RoPE scaling depends on the length, padding
+    included.
+    """
+    batch = []
+    for request in sorted(requests, key=len, reverse=True):
+        if batch:
+            longest = len(batch[0])
+            alike = len(request) == longest or longest <= free
+            if not alike or (len(batch) + 1) * longest > BATCH_TOKENS:
+                yield batch
+                batch = []
+        batch.append(request)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, bool]]:
+    """For every (context, continuation) of token ids: the continuation's log-probability in nats,
+    and whether it is what greedy decoding gives. Contexts are cut from the left to max_length.
+
+    Raises UserError for a continuation of more than max_length tokens.
+    """
+    results = [(0.0, True)] * len(pairs)
+    # All but the last token is read. Answers of one token to one question are read once.
+    readers = defaultdict(list)  # tokens read -> the numbers of their pairs
+    for number, (context, continuation) in enumerate(pairs):
+        if len(continuation) > max_length:
+            text = get_tokenizer(run.config.tokenizer).decode(continuation[:20])
+            raise UserError(
+                f"the continuation {text!r}... has {len(continuation)} tokens, more than "
+                f"--max_length {max_length}"
+            )
+        if continuation:
+            readers[tuple((*context, *continuation)[-max_length - 1 : -1])].append(number)
+    # a row sees what is before it alone, so that padding on the right changes nothing
+    free = run.config.block_size if run.config.attention_length == "train" else 0
+    with tqdm(total=len(pairs), desc="loglikelihoods", unit="req") as bar:
+        for batch in batches(list(readers), free):
+            idx = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
+            for row, read in zip(idx, batch, strict=True):
+                row[: len(read)] = torch.tensor(read)
+            with autocast(run.device, run.dtype):
+                hidden = run.model.trunk(run.model.wte(idx.to(run.device)))
+            numbers, rows, targets, sizes = [], [], [], []
+            for x, read in zip(hidden, batch, strict=True):
+                for number in readers[read]:
+                    continuation = pairs[number][1]
+                    numbers.append(number)
+                    rows.append(x[len(read) - len(continuation) : len(read)])
+                    targets += continuation
+                    sizes.append(len(continuation))
+            losses, greedy = score(run, torch.cat(rows), torch.tensor(targets, device=run.device))
+            parts = zip(numbers, losses.split(sizes), greedy.split(sizes), strict=True)
+            for number, loss, best in parts:
+                results[number] = (-loss.sum().item(), bool(best.all()))
+            bar.update(len(numbers))
+    return results
+
+
+def score(run: Run, hidden, targets):
+    """Loss in nats [n] in float64 of targets [n] after hidden states [n, n_embd], and where they
+    are the likeliest tokens [n]."""
+    losses, greedy = [], []
+    for h, t in zip(hidden.split(EVALUATED_ROWS), targets.split(EVALUATED_ROWS), strict=True):
+        with autocast(run.device, run.dtype):
+            logits = run.model.logits(h)
+        losses.append(F.cross_entropy(logits.float(), t, reduction="none"))
+        greedy.append(logits.argmax(-1) == t)
+    return torch.cat(losses).cpu().double(), torch.cat(greedy).cpu()
+
+
+def continuations(run: Run, asked: list) -> list[str]:
+    """For every (prompt ids, most new tokens, stop strings): the greedy continuation before the
+    first end-of-text or stop string."""
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    results = [""] * len(asked)
+
+    def text(new: list[int], stops) -> tuple[str, bool]:
+        """The continuation that these ids are, and whether it has come to its end."""
+        ended = tokenizer.eot in new
+        found = tokenizer.decode(new[: new.index(tokenizer.eot)] if ended else new)
+        cut = min((at for stop in stops if stop and (at := found.find(stop)) >= 0), default=None)
+        return found[:cut], ended or cut is not None
+
+    groups = defaultdict(list)
+    for number, (prompt, new, stops) in enumerate(asked):
+        groups[len(prompt), new, stops].append(number)
+    with tqdm(total=len(asked), desc="generation", unit="req") as bar:
+        for (length, new, stops), numbers in sorted(groups.items(), reverse=True):
+            size = max(1, BATCH_TOKENS // (length + new))
+            for start in range(0, len(numbers), size):
+                batch = numbers[start : start + size]
+                idx = torch.tensor([asked[number][0] for number in batch], device=run.device)
+
+                def ended(idx, length=length, stops=stops):
+                    return all(text(row, stops)[1] for row in idx[:, length:].tolist())
+
+                with autocast(run.device, run.dtype):
+                    out = run.model.generate(idx, new, temperature=0, stop=ended)
+                for number, row in zip(batch, out[:, length:].tolist(), strict=True):
+                    results[number] = text(row, stops)[0]
+                bar.update(len(batch))
+    return results
+
+
+# ---- results ----
+
+
+def readable(scores: dict) -> dict:
+    """Task or group -> number of samples, of few-shot examples, and metric -> value and stderr."""
+    tables, counts = {}, scores["n-samples"]
+    for name, row in scores["results"].items():
+        metrics = {}
+        for key, value in row.items():
+            metric, comma, way = key.partition(",")  # the way in which an answer was read, or none
+            if comma and not metric.endswith("_stderr"):
+                error = row.get(f"{metric}_stderr,{way}")
+                metrics[metric if way == "none" else key] = {
+                    "value": float(value),
+                    "stderr": float(error) if isinstance(error, (int, float)) else None,
+                }
+        parts = {name, *below(scores, name)} & counts.keys()
+        tables[name] = {
+            "samples": sum(counts[part]["effective"] for part in parts),
+            "num_fewshot": scores["n-shot"].get(name),
+            "metrics": metrics,
+        }
+    return tables
+
+
+def below(scores: dict, group: str) -> set[str]:
+    """All that a group is made of, at any depth."""
+    children = scores["group_subtasks"].get(group, [])
+    return set(children).union(*(below(scores, child) for child in children))
+
+
+def paper_row(config: Config) -> str | None:
+    """The row of PAPER that a run of this config repeats, if there is one."""
+    scales = {(6, 512): "45M", (12, 768): "124M", (24, 1024): "355M"}
+    scale = scales.get((config.n_layer, config.n_embd))
+    data = "FineWeb-Edu" if "fineweb_edu" in config.data_dir else "FineWeb"
+    row = f"{config.variant_name} {scale} {data}"
+    return row if row in PAPER["rows"] and "fineweb" in config.data_dir else None
+
+
+def print_table(result: dict) -> None:
+    paper = {}
+    if result["paper"]:
+        keys = map(tuple, PAPER["metrics"])
+        paper = dict(zip(keys, PAPER["rows"][result["paper"]], strict=True))
+    print(
+        f"\n{result['variant']}, step {result['step']}, RoPE scaling {result['rope']}, at most "
+        f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
+    )
+    print(f"{'task':28}{'metric':24}{'value':>10}{'stderr':>9}{'samples':>9}", end="")
+    print(f"   paper ({result['paper']})" if paper else "")
+    chosen = {tuple(pair) for pair in PAPER["metrics"]}
+    known = {task for task, _ in chosen}
+    for name, entry in result["tasks"].items():
+        scores = entry["scores"]
+        # a group has a score of its own, a tag only those of its tasks
+        for task in [name] if name in scores else scores:
+            for metric, score in scores[task]["metrics"].items():
+                if task in known and (task, metric) not in chosen:
+                    continue
+                percent = 100 if metric.startswith("acc") else 1
+                error = score["stderr"]
+                line = f"{task:28}{metric:24}{percent * score['value']:10.2f}"
+                line += f"{'' if error is None else f'{percent * error:.2f}':>9}"
+                line += f"{scores[task]['samples']:>9}"
+                line += f"{paper[task, metric]:10.2f}" if (task, metric) in paper else ""
+                print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A trained model as a folder that Hugging Face's transformers load, without this repository.
+
+python -m scripts.export_hf RUN DIR
+
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+    AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)
+    lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks arc_easy
+
+DIR gets the weights in float32, the settings, the tokenizer, and this repository's own model code:
+any variant of attention.VARIANTS, any RoPE scaling. It appears whole or not at all. Needs
+pip install safetensors tokenizers; loading needs transformers 5.
+"""
+
+import argparse
+import os
+import re
+import shutil
+from pathlib import Path
+
+import checkpoint
+from config import Config
+from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, get_tokenizer, read_ranks
+from errors import UserError, command
+from files import write_json
+from scripts.runs import Run, add_options, open_run
+
+ROOT = Path(__file__).parent.parent
+IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
+# Where a run was made, which its model does not depend on.
+PLACES = {"data_dir", "out_dir", "init_from"}
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", metavar="RUN", help="folder that train.py made")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
+    add_options(parser)
+    parser.set_defaults(device="cpu")
+    arguments = parser.parse_args()
+    folder = arguments.dir.resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; name another one")
+    try:
+        import safetensors.torch
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"an export needs pip install safetensors tokenizers ({error})") from error
+    run = open_run(arguments.run, arguments)
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        # parameters that layers share are written once, under their first name
+        weights = {f"gpt.{name}": tensor.detach() for name, tensor in run.model.named_parameters()}
+        data = safetensors.torch.save(weights, {"format": "pt"})
+        (aside / "model.safetensors").write_bytes(data)
+        write_config(aside, run, arguments)
+        write_tokenizer(aside, run.config)
+        for name, text in sources().items():
+            (aside / name).write_text(text, encoding="utf-8")
+        shutil.copy(ROOT / "LICENSE", aside)
+        os.replace(aside, folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
+
+
+def write_config(folder: Path, run: Run, arguments) -> None:
+    config, eot = run.config, get_tokenizer(run.config.tokenizer).eot
+    ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
+    settings = {key: value for key, value in config.as_dict().items() if key not in PLACES}
+    rope = {
+        "scaling": arguments.rope,
+        "factor": arguments.rope_factor,
+        "theta": arguments.rope_theta,
+    }
+    values = {
+        "model_type": "sharp_attention",
+        "architectures": ["SharpAttentionForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "hf_modeling.SharpAttentionConfig",
+            "AutoModelForCausalLM": "hf_modeling.SharpAttentionForCausalLM",
+        },
+        "dtype": "float32",
+        "vocab_size": config.n_vocab,
+        "hidden_size": config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "max_position_embeddings": config.block_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "settings": settings,
+        "rope": rope,
+        "run": run.facts | {"environment": checkpoint.environment()},
+    }
+    write_json(folder / "config.json", values | ids)
+    write_json(folder / "generation_config.json", ids)
+
+
+def write_tokenizer(folder: Path, config: Config) -> None:
+    """The tokenizers library's files: byte-level BPE with the ids of data/tokenizer.py. Bytes are
+    that without merges. The end-of-text mark in a text is ordinary text, as it is there."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    if config.tokenizer == "gpt2":
+        ranks = read_ranks(MERGES_FILE)
+        lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
+        merges = [tuple(line.split(" ")) for line in lines]
+    else:
+        ranks, merges = {bytes([b]): b for b in range(256)}, []
+    symbols = byte_symbols()
+    vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    split = config.tokenizer == "gpt2"  # into words, which merges do not cross
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    assert tokenizer.token_to_id(END_OF_TEXT) == get_tokenizer(config.tokenizer).eot
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "pad")}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", values | special)
+
+
+def sources() -> dict[str, str]:
+    """File name -> text of hf_modeling.py and of what it needs from this repository, directly or
+    not, with the imports among them made relative, as transformers wants them."""
+    files, todo = {}, [Path(__file__).with_name("hf_modeling.py")]
+
+    def relative(match: re.Match) -> str:
+        space, package, names, module, alias = match.groups()
+        path = ROOT / f"{package or module}.py"
+        if not path.exists():
+            return match[0]
+        todo.append(path)
+        if package:
+            return f"{space}from .{package} {names}"
+        # transformers copies the files that lines of the first kind name, and no others
+        line = f"from .{module} import __name__ as _; from . import {module}{alias or ''}"
+        return f"{space}{line}"
+
+    while todo:
+        path = todo.pop()
+        if path.name not in files:
+            files[path.name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
+    return files
+
+
+if __name__ == "__main__":
+    main()
