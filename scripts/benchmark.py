@@ -1,7 +1,9 @@
 """What a training step and an evaluation step cost, as ratios to softmax in the same run.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
+python -m scripts.benchmark configs/lssar_p15.py --impls auto,reference --lengths 1024,4096
 python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
+python -m scripts.benchmark --suite gpu      see scripts/suite_gpu.py
 
 The columns are those of the LSSAR paper's Table A7, whose figures are printed beside. Every row is
 a process of its own, so that its peak memory is its own; the rows take turns, round by round, so
@@ -34,40 +36,95 @@ PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("configs", nargs="+", metavar="CONFIG.py", help="the first is the baseline")
+    parser.add_argument("configs", nargs="*", metavar="CONFIG.py", help="the first is the baseline")
     parser.add_argument(
         "--scale", metavar="CONFIG.py", help="a scale for all, e.g. configs/scales/45m.py"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all"
     )
+    parser.add_argument(
+        "--impls", default="auto", help="paths of attention: auto,triton,blocked,reference"
+    )
+    parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure beside")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--suite", choices=("gpu",), help="all that the kernels are held to")
     parser.add_argument("--out", help="write the figures to this JSON file")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
         raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
+    if arguments.suite:
+        from scripts.suite_gpu import run_suite
+
+        run_suite(arguments.out or "results/benchmark_gpu.json", arguments.nanogpt)
+        return
+    if not arguments.configs:
+        raise UserError("which configs? For example: configs/softmax.py configs/lssar_p15.py")
+    rows, baselines = parse_rows(arguments)
+    figures = measure(rows, arguments.rounds, arguments.nanogpt)
+    config = next(iter(rows.values()))
+    device = pick_device(config.device)
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    environment = checkpoint.environment()
+    shape = f"{config.batch_size} x {arguments.lengths or config.block_size}"
+    print(
+        f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
+        f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
+        f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
+    )
+    print_table(figures, baselines)
+    if arguments.out:
+        settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
+        result = {"environment": environment, "settings": settings}
+        write_json(arguments.out, result | {"baselines": baselines, "rows": figures})
+        print(f"written: {arguments.out}")
+
+
+def parse_rows(arguments) -> tuple[dict, dict]:
+    """The Config of every row, and the row that each is compared with: the first of its length."""
+    impls = arguments.impls.split(",")
+    lengths = (arguments.lengths or "").split(",")
     common = [arguments.scale] if arguments.scale else []
     common += ["--batch_size=4"] + [f"--{pair}" for pair in arguments.set]
-    rows = {}
-    for path in arguments.configs:
-        config = load_config([path, *common])
-        rows[config.variant_name] = config
-    baseline = next(iter(rows))
-    config = rows[baseline]
-    device = pick_device(config.device)
-    if arguments.nanogpt:
-        rows["nanoGPT"] = config
+    rows, baselines = {}, {}
+    for length in lengths:
+        size = [f"--block_size={length}"] if length else []
+        baseline = None
+        for path in arguments.configs:
+            for impl in impls:
+                config = load_config([path, *common, *size, f"--attention_impl={impl}"])
+                if size:  # a step is one micro-batch
+                    tokens = config.batch_size * config.block_size
+                    config = config.replace(total_batch_size=tokens)
+                name = " ".join(
+                    [config.variant_name]
+                    + ([impl] if len(impls) > 1 else [])
+                    + ([f"at {length}"] if len(lengths) > 1 else [])
+                )
+                rows[name], baseline = config, baseline or name
+                baselines[name] = baseline
+        if arguments.nanogpt:
+            name = "nanoGPT" + (f" at {length}" if len(lengths) > 1 else "")
+            rows[name], baselines[name] = rows[baseline], baseline
+    return rows, baselines
+
+
+def measure(rows: dict, rounds: int, nanogpt: str | None = None) -> dict:
+    """Milliseconds and MB of a training and an evaluation step of every row.
+
+    Each row is a process of its own; they take turns, round by round.
+    """
     workers = {
-        (name, phase): Worker(row, phase, arguments.nanogpt if name == "nanoGPT" else None)
+        (name, phase): Worker(row, phase, nanogpt if name.startswith("nanoGPT") else None)
         for name, row in rows.items()
         for phase in ("train", "eval")
     }
     times = {key: [] for key in workers}
     # the first round of each is warm-up: it allocates, compiles and fills caches
-    for _ in tqdm(range(arguments.rounds + 1), desc="rounds"):
+    for _ in tqdm(range(rounds + 1), desc="rounds"):
         for key, worker in workers.items():
             times[key].append(worker.step())
     figures = {}
@@ -78,27 +135,7 @@ def main() -> None:
             figures[name][f"{phase}_ms"] = statistics.median(measured)
             figures[name][f"{phase}_ms_spread"] = [min(measured), max(measured)]
             figures[name][f"{phase}_mb"] = workers[name, phase].stop()
-    shape = f"{config.batch_size} x {config.block_size}"
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    environment = checkpoint.environment()
-    print(
-        f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
-        f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
-        f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
-    )
-    print_table(figures, baseline)
-    if arguments.out:
-        settings = {"shape": shape, "dtype": dtype, "rounds": arguments.rounds, **config.as_dict()}
-        write_json(
-            arguments.out,
-            {
-                "environment": environment,
-                "settings": settings,
-                "baseline": baseline,
-                "rows": figures,
-            },
-        )
-        print(f"written: {arguments.out}")
+    return figures
 
 
 class Worker:
@@ -195,19 +232,19 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def print_table(figures: dict, baseline: str) -> None:
-    columns = PAPER["columns"]
-    paper = PAPER["rows"]
-    print(
-        f"{'':22}" + "".join(f"{column:>18}" for column in columns) + "   (ratio to the first row)"
-    )
+def print_table(figures: dict, baselines: dict) -> None:
+    columns, paper = PAPER["columns"], PAPER["rows"]
+    width = max(22, *(len(name) + 2 for name in figures))
+    heads = "".join(f"{column:>18}" for column in columns)
+    print(" " * width + heads + "   (ratio to the first row of that length)")
     for name, row in figures.items():
-        cells = [f"{row[c]:10.1f} ({row[c] / figures[baseline][c]:4.2f})" for c in columns]
-        print(f"{name:22}" + "".join(f"{cell:>18}" for cell in cells))
-        if name in paper and baseline in paper:
-            pairs = zip(paper[name], paper[baseline], strict=True)
+        base = baselines[name]
+        cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
+        print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
+        if name in paper and base in paper:
+            pairs = zip(paper[name], paper[base], strict=True)
             cells = [f"{mine:10.1f} ({mine / first:4.2f})" for mine, first in pairs]
-            print(f"{'  paper, A100':22}" + "".join(f"{cell:>18}" for cell in cells))
+            print(f"{'  paper, A100':{width}}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 if __name__ == "__main__":
