@@ -86,15 +86,18 @@ def _kill():
 def kill_at(point):
     """kill -9 in the middle of the write, or just before the sync, rename or unlink of this number.
 
-    Whatever a kill can leave on the disk is there before one of these. `point` is the number, and
-    the file to which the kill is noted first.
+    Whatever a kill can leave on the disk is there before one of these. Of the many writes of a
+    checkpoint each 40th counts. `point` is the number, and the file to which the kill is noted.
     """
     (number, notes), count = point, 0
 
-    def trapped(before, real):
+    def trapped(before, real, each=1):
+        calls = 0
+
         def call(*args, **kwargs):
-            nonlocal count
-            count += 1
+            nonlocal count, calls
+            calls += 1
+            count += calls % each == 0
             if count == number:
                 with open(notes, "a") as file:
                     file.write(f"{real.__name__}\n")
@@ -114,7 +117,7 @@ def kill_at(point):
     os.fsync = trapped(nothing, os.fsync)
     os.replace = trapped(nothing, os.replace)
     Path.unlink = trapped(nothing, Path.unlink)
-    checkpoint.Hashed.write = trapped(half, checkpoint.Hashed.write)
+    checkpoint.Hashed.write = trapped(half, checkpoint.Hashed.write, each=40)
 
 
 def file_limit(size):

@@ -149,7 +149,7 @@ def kills(shards, tmp_path, points, seconds):
 
 def test_killed_and_resumed(shards, tmp_path):
     # file operations up to the end of the third checkpoint that such a start writes
-    points = random.Random(0).sample(range(1, 400), 5)
+    points = random.Random(0).sample(range(1, 60), 5)
     assert kills(shards, tmp_path, points, [0.5, 0.7]) >= 5
 
 
@@ -159,7 +159,7 @@ def test_killed_and_resumed_many_times(shards, tmp_path):
     for attempt in range(20):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        points = [rng.randrange(1, 500) for _ in range(6)]
+        points = [rng.randrange(1, 80) for _ in range(6)]
         kills(shards, folder, points, [])
         done.update((folder / "notes").read_text().split())
         folder = tmp_path / f"{attempt}t"
