@@ -1,3 +1,4 @@
+import math
 import os
 import sys
 
@@ -53,6 +54,18 @@ def train(shards, tmp_path, monkeypatch):
         return out
 
     return run
+
+
+@pytest.fixture
+def poisoned_buffers(monkeypatch):
+    """What kernels are given to write to holds NaN, so that nothing unwritten can pass."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self, *args, **kwargs):
+        x = empty(self, *args, **kwargs)
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""The GPU suite's parts that a CPU can check: its peers compute what they are compared with."""
+
+import pytest
+import torch
+
+from scripts import benchmark, suite_gpu
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(suite_gpu, "HEADS", 2)
+    monkeypatch.setattr(suite_gpu, "HEAD_SIZE", 16)
+
+
+def test_two_flex_attention_calls_are_lssar(small):
+    q, k, v, _ = suite_gpu.inputs(2, 128, 128, "cpu", torch.float32)
+    ours = suite_gpu.layer("lssar_p15")(q, k, v)
+    error = (suite_gpu.flex_lssar(15)(q, k, v) - ours).norm() / ours.norm()
+    assert error < 1e-5
+
+
+def test_softmax_peers_are_softmax(small):
+    q, k, v, _ = suite_gpu.inputs(2, 64, 64, "cpu", torch.float32)
+    ours = suite_gpu.layer("softmax")(q, k, v)
+    torch.testing.assert_close(suite_gpu.default_sdpa(q, k, v), ours)
+    torch.testing.assert_close(suite_gpu.flash(q, k, v), ours)
+
+
+def test_every_figure_names_what_it_is_held_to(small):
+    figures = suite_gpu.decoding("cpu", torch.float32, (64,))
+    assert [f["name"] for f in figures] == ["softmax, SDPA", "lssar_p15", "lssa"] * 2
+    for figure in figures:
+        assert figure["ms"] > 0 and figure["ratio"] > 0
+        assert figure["spread"][0] <= figure["ms"] <= figure["spread"][1]
+    assert figures[1]["target"] == 0.8
+    failed = suite_gpu.row("lssar_p15", "training", (1, 2, 64, 16), "out of memory", [1.0])
+    assert failed["failed"] == "out of memory" and "ms" not in failed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run the suite")
+def test_the_suite_is_refused_without_a_gpu(call, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        call(benchmark, "--suite", "gpu", "--out", tmp_path / "gpu.json")
+    assert stop.value.code == 2 and "NVIDIA GPU" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
+    tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes"]
+    settings = [x for pair in tiny for x in ("--set", pair[2:])]
+    call(
+        benchmark, "configs/softmax.py", "configs/lssar_p3.py", *settings, "--rounds", 1,
+        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "b.json",
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    from files import read_json
+
+    saved = read_json(tmp_path / "b.json")
+    assert len(saved["rows"]) == 8
+    for name, figures in saved["rows"].items():
+        length = name.split(" at ")[1]
+        assert saved["baselines"][name] == f"softmax auto at {length}"
+        assert figures["train_ms"] > 0 and figures["train_mb"] > 50 and name in printed

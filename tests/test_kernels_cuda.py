@@ -1,0 +1,158 @@
+"""The fused kernels on an NVIDIA GPU: pytest -m cuda, and -m stress for the long ones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import train as training
+from attention import VARIANTS, no_kernel
+from data.shards import write_meta, write_shard
+from tests.helpers import ROWS, small_config
+from tests.textbook import TEXTBOOK, build, draw_off_kinks, evaluate
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.usefixtures("poisoned_buffers"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
+FUSED = [row for row in ROWS if not no_kernel(VARIANTS[small_config(row).attention], 64)]
+LENGTHS = [1, 3, 4, 5, 63, 64, 65, 127, 129, 1000, 1024, 4096]
+
+
+def compare(case, Lq, Lk, d, dtype, *settings, formula=None):
+    """Within twice the error of the formula in the same dtype, both on the GPU, or where that
+    overflows, of the reference path; in float32 some roundings more, each multiplied by p."""
+    tensors = [x.cuda() for x in draw_off_kinks(Lq, Lk, d, dtype, B=1)]
+    fused, reference = (build(case, d, *settings, impl).cuda() for impl in (TRITON, REFERENCE))
+    exactly = build(case, d, *settings, REFERENCE).cuda().double()
+    truth = evaluate(exactly, [x.double() for x in tensors])
+    ours = evaluate(fused, tensors)
+    with torch.device("cuda"):
+        bar = evaluate(reference, tensors, formula)
+    if not all(x.isfinite().all() for x in bar.values()):
+        bar = evaluate(reference, tensors)
+    eps = torch.finfo(dtype).eps
+    roundings = (32 + 4 * (fused.p or 0) if dtype is FLOAT32 else 1) * eps
+    size = tensors[-1].double().norm() * (1 if Lk <= 5 else 1e-3)
+    for name, exact in truth.items():
+        scale = max(exact.norm(), size) * (10 if name in ("ds", "db", "dp_n") else 1)
+        error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
+        assert error <= allowed + roundings * scale, (Lk, d, name, error / scale, allowed / scale)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32])
+@pytest.mark.parametrize("case", FUSED)
+def test_every_row_against_its_formula(case, dtype):
+    index = FUSED.index(case)
+    for step in (0, 5):
+        L, d = LENGTHS[(index + step) % len(LENGTHS)], (64, 128, 16)[(index + step) % 3]
+        compare(case, L, L, d, dtype, formula=TEXTBOOK[case])
+
+
+@pytest.mark.parametrize("L", LENGTHS)
+@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py"])
+def test_every_length(case, L):
+    compare(case, L, L, 64, BFLOAT16, formula=TEXTBOOK[case])
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 2.5, 100])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_powers(p, dtype):
+    compare("lssa.py", 300, 300, 64, dtype, f"--p={p}")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("L", [16384, 32768])
+@pytest.mark.parametrize(
+    "case", ["lssar_p15.py", "lssa.py", "relu_li.py", "sigmoid_logn_l1_p15.py"]
+)
+def test_long(case, L):
+    """The last 256 queries against all keys."""
+    compare(case, 256, L, 64, BFLOAT16)
+
+
+@pytest.mark.parametrize("L", [1, 17, 1000, 16384])
+@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "relu_li.py", "softmax_p3.py"])
+def test_decoding(case, L):
+    q, k, v, _ = (x.cuda() for x in draw_off_kinks(1, L, 64, BFLOAT16, B=2))
+    exactly = build(case, 64, REFERENCE).cuda().double()
+    exact = exactly(q.double(), k.double(), v.double())
+    with torch.no_grad():
+        out = build(case, 64, TRITON).cuda()(q, k, v)
+    assert (out.double() - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
+
+
+def test_memory_grows_with_the_length_alone():
+    attn = build("lssar_p15.py", 64, TRITON).cuda()
+
+    def peak(L):
+        q, k, v, gradient = (
+            torch.randn(1, 2, L, 64, device="cuda", dtype=BFLOAT16) for _ in "qkvg"
+        )
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        evaluate_only = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attn(*evaluate_only), evaluate_only, gradient)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(4096)  # measured block shapes need memory of their own
+    assert peak(16384) < 4.5 * peak(4096)
+
+
+def test_deterministic_gradients_are_bitwise_the_same():
+    tensors = [x.cuda() for x in draw_off_kinks(500, 500, 64, BFLOAT16, B=2)]
+    attn = build("lssar_p15.py", 64, TRITON).cuda()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = evaluate(attn, tensors), evaluate(attn, tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_compiled_without_graph_breaks():
+    tensors = [x.cuda() for x in draw_off_kinks(200, 200, 64, BFLOAT16, B=2)]
+    attn = build("lssar_p15.py", 64, TRITON).cuda()
+    eager, compiled = (
+        evaluate(attn, tensors),
+        evaluate(torch.compile(attn, fullgraph=True), tensors),
+    )
+    for name in eager:
+        assert (eager[name] - compiled[name]).norm() < 0.01 * eager[name].norm()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Shards of 2.2 million bytes with something to learn."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 9, size=2000)
+    vocabulary = [rng.integers(97, 123, n, np.uint8).tobytes() + b" " for n in lengths]
+    for name, n in (("text_val_000000", 40000), ("text_train_000001", 360000)):
+        text = b"".join(vocabulary[i] for i in rng.integers(0, 2000, size=n))
+        write_shard(tmp_path / f"{name}.bin", np.frombuffer(text, np.uint8).astype(np.uint16))
+    write_meta(tmp_path, {"tokenizer": "bytes", "vocab_size": 257, "shards": []})
+    return tmp_path
+
+
+def test_200_steps_of_the_45m_model_follow_those_of_the_reference(words, tmp_path, monkeypatch):
+    def losses(impl):
+        out = tmp_path / impl
+        settings = [
+            "configs/lssar_p15.py", "configs/scales/45m.py", "--tokenizer=bytes", "--compile=False",
+            "--batch_size=8", "--total_batch_size=8192", "--max_iters=200", "--warmup_iters=50",
+            "--wandb_mode=disabled", "--val_tokens=65536", "--eval_interval=1000",
+            "--dtype=bfloat16", f"--data_dir={words}", f"--attention_impl={impl}",
+            f"--out_dir={out}", "--log_interval=50",
+        ]  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["train.py", *settings])
+        training.main()
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return np.array([line["loss"] for line in lines if "loss" in line])
+
+    ours, reference = losses("triton"), losses("reference")
+    assert len(ours) == 200 and ours[-1] < 0.7 * ours[0]
+    assert np.abs(ours - reference).max() < 0.02
