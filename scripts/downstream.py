@@ -67,7 +67,7 @@ def main() -> None:
 def measure(path: Path, arguments) -> dict:
     """One run's scores, as they are saved in its downstream.json."""
     config = checkpoint.read_config(path)
-    checkpoint.load(path / f"{arguments.checkpoint}.pt")  # refuses now, not after the downloads
+    checkpoint.find(path, arguments.checkpoint)  # refuses now, not after the downloads
     for name in ("max_length", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

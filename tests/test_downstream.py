@@ -342,7 +342,7 @@ def test_group(evaluate, tmp_path, capsys):
         ("choice", ("--include_path", "nowhere"), "nowhere: no such folder"),
         ("choice", ("--limit", "0"), "--limit 0 must be at least 1"),
         ("choice", ("--max_length", "0"), "--max_length 0 must be at least 1"),
-        ("choice", ("--checkpoint", "best"), "best.pt: no such checkpoint"),
+        ("choice", ("--checkpoint", "best"), "no checkpoint in it (best)"),
     ],
 )
 def test_refuses(evaluate, tmp_path, capsys, names, more, message):
