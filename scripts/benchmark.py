@@ -88,7 +88,8 @@ def main() -> None:
     )
     print_table(figures, baseline)
     if arguments.out:
-        settings = {"shape": shape, "dtype": dtype, "rounds": arguments.rounds, **config.as_dict()}
+        measured = {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
+        settings = config.as_dict() | measured
         write_json(
             arguments.out,
             {
