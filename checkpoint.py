@@ -179,6 +179,12 @@ def newest_first(index: dict, kind: str) -> list[str]:
     return sorted((name for name in index if name.startswith(kind)), key=step_of, reverse=True)
 
 
+def step(run) -> int | None:
+    """The step of a run's newest checkpoint, None where there is none."""
+    names = newest_first(read_index(run), "step")
+    return step_of(names[0]) if names else None
+
+
 def exists(run) -> bool:
     """Whether the folder holds a run that can be resumed.
 

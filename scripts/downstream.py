@@ -34,7 +34,15 @@ from files import read_json, write_json
 from model import EVALUATED_ROWS
 from scripts.runs import Run, add_options, open_run
 
-PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]["downstream"]
+LSSAR = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]
+TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
+# What they report: (task, metric).
+METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
+# (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name of it
+SCALES = {
+    (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
+    (24, 1024, True): "355m",
+}  # fmt: skip
 # Tokens of a batch, unless one request is longer.
 BATCH_TOKENS = 16384
 # Of a standard error that has no closed form, such as that of perplexity.
@@ -59,7 +67,7 @@ def main() -> None:
 def measure(path: Path, arguments) -> dict:
     """One run's scores, as they are saved in its downstream.json."""
     config = checkpoint.read_config(path)
-    checkpoint.load(path / f"{arguments.checkpoint}.pt")  # refuses now, not after the downloads
+    checkpoint.find(path, arguments.checkpoint)  # refuses now, not after the downloads
     for name in ("max_length", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -100,8 +108,8 @@ def measure(path: Path, arguments) -> dict:
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Names of tasks, each once; 'paper' stands for those of PAPER."""
-    paper = [task for task, _ in PAPER["metrics"]]
+    """Names of tasks, each once; 'paper' stands for those of TABLES."""
+    paper = [task for task, _ in METRICS]
     groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
     return list(dict.fromkeys(sum(groups, [])))
 
@@ -380,33 +388,39 @@ def below(scores: dict, group: str) -> set[str]:
 
 
 def paper_row(config: Config) -> str | None:
-    """The row of PAPER that a run of this config repeats, if there is one."""
-    scales = {(6, 512): "45M", (12, 768): "124M", (24, 1024): "355M"}
-    scale = scales.get((config.n_layer, config.n_embd))
-    data = "FineWeb-Edu" if "fineweb_edu" in config.data_dir else "FineWeb"
-    row = f"{config.variant_name} {scale} {data}"
-    return row if row in PAPER["rows"] and "fineweb" in config.data_dir else None
+    """The row of TABLES, with its scale, that a run of this config repeats, if there is one."""
+    edu = "fineweb_edu" in config.data_dir
+    row = f"{config.variant_name} {SCALES.get((config.n_layer, config.n_embd, edu))}"
+    return row if paper_values(row) and "fineweb" in config.data_dir else None
+
+
+def paper_values(row: str) -> dict[tuple[str, str], float]:
+    """The paper's value of every (task, metric), from all TABLES that have this row and scale."""
+    name, scale = row.split()
+    values = {}
+    for table in TABLES:
+        for column, value in zip(
+            table["columns"], table["scales"].get(scale, {}).get(name, ()), strict=False
+        ):
+            values[tuple(column.split())] = value
+    return values
 
 
 def print_table(result: dict) -> None:
-    paper = {}
-    if result["paper"]:
-        keys = map(tuple, PAPER["metrics"])
-        paper = dict(zip(keys, PAPER["rows"][result["paper"]], strict=True))
+    paper = paper_values(result["paper"]) if result["paper"] else {}
     print(
         f"\n{result['variant']}, step {result['step']}, RoPE scaling {result['rope']}, at most "
         f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
     )
     print(f"{'task':28}{'metric':24}{'value':>10}{'stderr':>9}{'samples':>9}", end="")
     print(f"   paper ({result['paper']})" if paper else "")
-    chosen = {tuple(pair) for pair in PAPER["metrics"]}
-    known = {task for task, _ in chosen}
+    known = {task for task, _ in METRICS}
     for name, entry in result["tasks"].items():
         scores = entry["scores"]
         # a group has a score of its own, a tag only those of its tasks
         for task in [name] if name in scores else scores:
             for metric, score in scores[task]["metrics"].items():
-                if task in known and (task, metric) not in chosen:
+                if task in known and (task, metric) not in METRICS:
                     continue
                 percent = 100 if metric.startswith("acc") else 1
                 error = score["stderr"]

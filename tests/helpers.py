@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import save, write_header
+from checkpoint import Saver, write_header
 from config import Config, load_config
 from model import GPT
 
@@ -43,9 +43,11 @@ def small_model(case: str, *more: str) -> GPT:
 
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder, as train.py leaves it, for a model that nothing has trained."""
-    write_header(folder, model.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_header(folder, model.config, job=None)
     state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}
-    save(folder / "latest.pt", state)
+    with Saver(folder, keep_last=1, keep_every=0) as saver:
+        saver.save("step", state)
     return folder
 
 

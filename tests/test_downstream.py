@@ -342,7 +342,7 @@ def test_group(evaluate, tmp_path, capsys):
         ("choice", ("--include_path", "nowhere"), "nowhere: no such folder"),
         ("choice", ("--limit", "0"), "--limit 0 must be at least 1"),
         ("choice", ("--max_length", "0"), "--max_length 0 must be at least 1"),
-        ("choice", ("--checkpoint", "best"), "best.pt: no such checkpoint"),
+        ("choice", ("--checkpoint", "best"), "no checkpoint in it (best)"),
     ],
 )
 def test_refuses(evaluate, tmp_path, capsys, names, more, message):
@@ -384,8 +384,8 @@ def test_the_papers_numbers_stand_beside_its_own_models(capsys):
             load_config([str(CONFIGS / a) if a.endswith("py") else a for a in arguments])
         )
 
-    assert row("softmax.py") == "softmax 124M FineWeb"
-    assert row("lssar_p15.py", "scales/355m.py") == "lssar_p15 355M FineWeb-Edu"
+    assert row("softmax.py") == "softmax 124m"
+    assert row("lssar_p15.py", "scales/355m.py") == "lssar_p15 355m"
     assert row("lssa.py") is row("softmax.py", "--n_layer=2") is None
     assert row("softmax.py", "--data_dir=data/text_bytes") is None
     metrics = {"acc": {"value": 0.1, "stderr": 0.2}, "acc_norm": {"value": 0.5, "stderr": 0.011}}

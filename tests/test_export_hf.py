@@ -293,7 +293,7 @@ def test_a_further_file_comes_along(tmp_path, monkeypatch):
     [
         ("file.txt", (), "exists and is not an empty folder"),
         ("folder/file.txt", (), "exists and is not an empty folder"),
-        (None, ("--checkpoint", "best"), "best.pt: no such checkpoint"),
+        (None, ("--checkpoint", "best"), "no checkpoint in it (best)"),
         (None, ("--rope_factor", "0.5"), "rope factor = 0.5 must be at least 1"),
     ],
 )

@@ -1,0 +1,481 @@
+"""The papers' tables and figures: the rows of each, how they are measured, how they are shown."""
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint
+from config import Config
+from data.tokenizer import get_tokenizer
+from errors import UserError
+from files import read_json
+from scripts import needle, passkey, report
+from scripts.eval_length import shared_tokens
+from scripts.rows import Run, Scale, call, find_row
+
+PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
+LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
+TRAINED_LENGTH = LSSAR["training"]["trained_length"]  # in both papers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one command is to do: these rows and seeds of a scale, written to this folder."""
+
+    scale: Scale
+    rows: tuple[str, ...]
+    seeds: range
+    folder: Path
+    squad: str | None = None  # SQuAD's train-v2.0.json
+
+    @property
+    def runs(self) -> list[Run]:
+        """All rows of a seed before those of the next, so that a first table is there soon."""
+        return [self.scale.run(row, seed) for seed in self.seeds for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a script measures a run, and where in its results the table's columns are."""
+
+    script: str  # of scripts/; its results are in <script>.json of the run's folder
+    keys: tuple  # of the columns: multiples of the training length, or names
+    arguments: Callable[[Config], list[str]]
+    values: Callable[[dict, Config], list[float] | None]  # None: not of this measurement
+    rope: str = "dynamic_ntk"
+    rope_theta: float | None = None
+    fits: Callable[[Config], object] = lambda config: None  # UserError where it cannot be measured
+    better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
+    digits: int = 4
+    finetuned: bool = False  # measured after scripts.finetune_squad
+
+    trained = True
+
+    def command(self, config: Config) -> list[str]:
+        theta = [f"--rope_theta={self.rope_theta:g}"] if self.rope_theta else []
+        script = [sys.executable, "-m", f"scripts.{self.script}", f"--rope={self.rope}", *theta]
+        return [*script, *self.arguments(config)]
+
+    def check(self, work: Work) -> None:
+        """Raise UserError for what would only be refused after the training."""
+        self.fits(work.scale.config)
+        if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
+            raise UserError(
+                "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
+            )
+        if self.finetuned and work.squad and not Path(work.squad).is_file():
+            raise UserError(f"--squad {work.squad}: no such file")
+
+    def plan(self, work: Work) -> str:
+        left = sum(self.find(run) is None for run in work.runs)
+        tuning = "fine-tuned on SQuAD, then " if self.finetuned else ""
+        shown = " ".join(["python", *self.command(work.scale.config)[1:]])
+        return f"to evaluate: {left} runs" + (f", each {tuning}with {shown}" if left else "")
+
+    def measure(self, work: Work) -> list[str]:
+        """Measure what has not been measured of the finished runs; sentences on what failed."""
+        failures = []
+        for run in work.runs:
+            if not run.finished or self.find(run):
+                continue
+            tuned = self.finetuned and not finetuned(run)
+            commands = [finetune(run, work.squad)] if tuned else []
+            for command in [*commands, [*self.command(run.config), str(self.folder(run))]]:
+                code = call(command)
+                if code == 2:
+                    raise UserError(f"{run.folder} cannot be evaluated; the message is above")
+                if code:
+                    failures.append(f"python {' '.join(command[1:])} ended with exit code {code}")
+                    break
+        return failures
+
+    def folder(self, run: Run) -> Path:
+        return run.folder / "squad" if self.finetuned else run.folder
+
+    def find(self, run: Run) -> tuple[list[float], dict] | None:
+        """The run's values and the measurement that they are from, if it has been made."""
+        results = read_json(self.folder(run) / f"{self.script}.json") or []
+        asked = {
+            "checkpoint": "latest", "step": checkpoint.step(self.folder(run)), "rope": self.rope,
+            "rope_factor": None, "rope_theta": self.rope_theta,
+        }  # fmt: skip
+        for result in results if isinstance(results, list) else [results]:
+            if all(result.get(key) == value for key, value in asked.items()):
+                if (values := self.values(result, run.config)) is not None:
+                    return values, result
+        return None
+
+    def results(self, work: Work, row: str) -> list[dict]:
+        """What table.json keeps of each finished and measured run of a row."""
+        results = []
+        for run in (work.scale.run(row, seed) for seed in work.seeds):
+            if run.finished and not run.disagreement() and (found := self.find(run)):
+                values, measured = found
+                results.append(
+                    {
+                        "seed": run.config.seed,
+                        "values": values,
+                        "run": str(run.folder),
+                        "step": run.step,
+                        "tokens": run.tokens,
+                        "began_with": run.base and str(run.base.folder),
+                        "environment": read_json(run.folder / "environment.json"),
+                        "evaluation": measured | {"folder": str(self.folder(run))},
+                    }
+                )
+        return results
+
+
+def finetuned(run: Run) -> bool:
+    folder = run.folder / "squad"
+    step = checkpoint.step(folder)
+    return step is not None and step >= checkpoint.read_config(folder).max_iters
+
+
+def finetune(run: Run, squad: str | None) -> list[str]:
+    folder = run.folder / "squad"
+    command = [sys.executable, "-m", "scripts.finetune_squad", str(run.folder)]
+    command += [f"--out_dir={folder}", *([f"--squad={squad}"] if squad else [])]
+    return command + (["--resume"] if checkpoint.step(folder) is not None else [])
+
+
+class Benchmark:
+    """LSSAR Table A7: what a step costs, measured for all rows in turns; nothing is trained."""
+
+    keys = tuple(LSSAR["table_a7"]["columns"])
+    better, digits, trained = "lower", 1, False
+
+    def check(self, work: Work) -> None:
+        pass
+
+    def file(self, work: Work) -> Path:
+        return work.folder / "benchmark.json"
+
+    def plan(self, work: Work) -> str:
+        if self.file(work).exists():
+            return f"measured before: {self.file(work)}; delete it to measure again"
+        return "to measure: steps of 4 sequences in python -m scripts.benchmark, minutes"
+
+    def measure(self, work: Work) -> list[str]:
+        if self.file(work).exists():
+            return []
+        work.folder.mkdir(parents=True, exist_ok=True)
+        rows = [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]]
+        command = [sys.executable, "-m", "scripts.benchmark", *rows, f"--out={self.file(work)}"]
+        command += [f"--scale={file}" for file in work.scale.files]
+        command += [f"--set={setting.removeprefix('--')}" for setting in work.scale.settings]
+        if code := call(command):
+            raise UserError(f"scripts.benchmark ended with exit code {code}; its message is above")
+        return []
+
+    def results(self, work: Work, row: str) -> list[dict]:
+        measured = read_json(self.file(work))
+        values = [measured["rows"][row][key] for key in self.keys]
+        environment = measured["environment"]
+        how = {key: measured["settings"][key] for key in ("shape", "dtype", "rounds")}
+        how["environment"] = environment
+        return [{"seed": None, "values": values, "environment": environment, "evaluation": how}]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure: its rows (names of scripts.rows), how they are measured and shown."""
+
+    title: str
+    unit: str
+    rows: tuple[str, ...]
+    evaluation: Evaluation | Benchmark
+    draw: Callable[[dict], dict]  # a table as scripts.report has it -> pictures by name
+    paper: dict | None = None  # the section of papers.json that has values for these rows
+    paper_scale: str = "124m"  # where the section does not tell scales apart
+    notes: tuple[str, ...] = ()
+
+
+def at(multiple: float, config: Config) -> int:
+    """A multiple of the training length, in tokens."""
+    return round(multiple * config.block_size)
+
+
+def joined(multiples, config: Config) -> str:
+    return ",".join(str(at(multiple, config)) for multiple in multiples)
+
+
+@functools.cache
+def tokens_at(config: Config, lengths: tuple[int, ...]) -> int:
+    """What scripts.eval_length predicts at each of these lengths."""
+    return shared_tokens(config.data_dir, list(lengths), config.val_tokens, config)
+
+
+def loss(*multiples: float) -> Evaluation:
+    """Loss by length, over the same tokens at every length."""
+
+    def values(result, config):
+        lengths = tuple(at(multiple, config) for multiple in multiples)
+        losses = dict(zip(result["lengths"], result["loss"], strict=True))
+        same = result["tokens"] == tokens_at(config, lengths) and losses.keys() >= set(lengths)
+        return [losses[length] for length in lengths] if same else None
+
+    return Evaluation(
+        "eval_length",
+        multiples,
+        lambda config: [f"--lengths={joined(multiples, config)}"],
+        values,
+        fits=lambda config: tokens_at(config, tuple(at(m, config) for m in multiples)),
+    )
+
+
+def loss_by_position(multiple: float, *shown: float) -> Evaluation:
+    """SSMax Fig. 5: loss at every position of windows of one length, told at some of them."""
+
+    def values(result, config):
+        losses = result.get("loss_by_position", {}).get(str(at(multiple, config)))
+        if losses is None or result["tokens"] != tokens_at(config, (at(multiple, config),)):
+            return None
+        return [mean_around(losses, at(position, config)) for position in shown]
+
+    return Evaluation(
+        "eval_length",
+        shown,
+        lambda config: [f"--lengths={at(multiple, config)}", "--per_position"],
+        values,
+        rope="none",
+        rope_theta=SSMAX["figure5"]["rope_theta"],
+        fits=lambda config: tokens_at(config, (at(multiple, config),)),
+    )
+
+
+def mean_around(losses: list[float], position: int) -> float:
+    """Over the positions within a sixteenth of this one: a single position's loss is noisy."""
+    near = losses[position - position // 16 - 1 : position + position // 16]
+    return sum(near) / len(near)
+
+
+def passkeys(*multiples: float) -> Evaluation:
+    """LSSAR Figs. 2 and A3: passkeys found, in percent."""
+
+    def values(result, config):
+        parts = [result["parts"].get(str(at(multiple, config))) for multiple in multiples]
+        if None in parts or result["trials"] != 100:
+            return None
+        return [100 * part["accuracy"] for part in parts]
+
+    def fits(config):
+        for multiple in multiples:
+            passkey.make_trials(get_tokenizer(config.tokenizer), at(multiple, config), 1, 0)
+
+    return Evaluation(
+        "passkey",
+        multiples,
+        lambda config: [f"--lengths={joined(multiples, config)}", "--trials=100"],
+        values,
+        fits=fits,
+        better="higher",
+        digits=1,
+    )
+
+
+def downstream(number: str) -> Evaluation:
+    """LSSAR Tables 2, A1 and A2: tasks of lm-evaluation-harness; accuracies in percent."""
+    columns = tuple(LSSAR[f"table{number}"]["columns"])
+    pairs = [column.split() for column in columns]
+
+    def values(result, config):
+        if result["limit"] is not None or result["max_length"] != 2 * config.block_size:
+            return None
+        scores = [result["tasks"].get(task, {}).get("scores") for task, _ in pairs]
+        if None in scores:
+            return None
+        found = [
+            score[task]["metrics"][metric]["value"]
+            for score, (task, metric) in zip(scores, pairs, strict=True)
+        ]
+        return [
+            100 * value if metric.startswith("acc") else value
+            for value, (_, metric) in zip(found, pairs, strict=True)
+        ]
+
+    def installed(config):
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError("tasks need lm-evaluation-harness: pip install lm_eval")
+
+    return Evaluation(
+        "downstream",
+        columns,
+        lambda config: ["--tasks=" + ",".join(dict.fromkeys(task for task, _ in pairs))],
+        values,
+        fits=installed,
+        better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
+        digits=2,
+    )
+
+
+NEEDLE_LENGTHS = (1, 2, 4, 8, 10)
+SCORE_LENGTH = SSMAX["figure8"]["length"] / TRAINED_LENGTH
+
+
+def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
+    """SSMax Figs. 6 to 8, three views of one measurement.
+
+    `values` makes the columns of the needle scores, of the cells (length, depth) with their shares
+    of right answers, and of the Config.
+    """
+
+    def all_values(result, config):
+        parts = result["parts"]
+        cells = [part for part in parts.values() if "depth" in part]
+        lengths = {at(multiple, config) for multiple in NEEDLE_LENGTHS}
+        scores = [part for part in parts.values() if "one needle" in part]
+        done = {cell["length"] for cell in cells} >= lengths and scores
+        done = done and result["samples"] == SSMAX["figure6"]["samples"]
+        return values(scores[0], cells, config) if done else None
+
+    def fits(config):
+        haystack = needle.Haystack(config.data_dir, get_tokenizer(config.tokenizer))
+        for multiple in (*NEEDLE_LENGTHS, SCORE_LENGTH):
+            haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, at(multiple, config), 0.0)
+
+    return Evaluation(
+        "needle",
+        keys,
+        lambda config: [
+            f"--lengths={joined(NEEDLE_LENGTHS, config)}",
+            f"--samples={SSMAX['figure6']['samples']}",
+            f"--score_length={at(SCORE_LENGTH, config)}",
+            f"--score_trials={SSMAX['figure8']['trials']}",
+        ],
+        all_values,
+        rope="none",
+        rope_theta=SSMAX["figure6"]["rope_theta"],
+        fits=fits,
+        better="higher",
+        digits=digits,
+        finetuned=True,
+    )
+
+
+def found(scores, cells, config) -> list[float]:
+    """Percent of needles found at each length, over all depths."""
+    shares = [
+        [cell["correct"] for cell in cells if cell["length"] == at(multiple, config)]
+        for multiple in NEEDLE_LENGTHS
+    ]
+    return [100 * sum(one) / len(one) for one in shares]
+
+
+def one_needle(scores, cells, config) -> list[float]:
+    heads = [head["score"] for head in scores["one needle"]["heads"]]
+    return [heads[0], sum(heads) / len(heads)]
+
+
+def many_needles(scores, cells, config) -> list[float]:
+    trials = scores["trials"]
+    graded = [
+        sum(trial["grade"] == grade for trial in trials) / len(trials)
+        for grade in ("correct", "first digit")
+    ]
+    return [sum(trial["top_score"] for trial in trials) / len(trials), *graded]
+
+
+def maps() -> Evaluation:
+    """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
+    names = ("first_token", "entropy_share", "zeros")
+
+    def values(result, config):
+        if result["text"] is None or result["layer"] != config.n_layer - 1:
+            return None
+        return [mean_of(result["heads"][name]) for name in names]
+
+    return Evaluation("attention_maps", names, lambda config: [], values, better=None)
+
+
+def mean_of(values: list[float | None]) -> float:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there)
+
+
+TABLE1 = LSSAR["table1"]
+TWO = ("softmax", "lssar_p15")
+P_SWEEP = tuple(
+    f"{name}_p{p}" for name in ("lssar", "softmax") for p in (1, 2, 3, 5, 10, 15, 20, 30)
+)
+LOSS = "validation loss (nats a token)"
+SSMAX_ROWS = tuple(SSMAX["rows"])
+SWAP_NOTE = (
+    "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
+    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant.",
+)
+
+
+def loss_table(number: int, what: str) -> Experiment:
+    """A table of losses at the training length."""
+    paper = LSSAR[f"table_a{number}"]
+    rows = tuple(paper["rows"])
+    return Experiment(f"LSSAR Table A{number}, {what}", LOSS, rows, loss(1), report.dots, paper)
+
+
+EXPERIMENTS = {
+    "table1": Experiment(
+        "LSSAR Table 1, loss by length", LOSS, tuple(TABLE1["rows"]), loss(1, 2, 4, 8),
+        report.curves, TABLE1,
+    ),
+    "table2": Experiment(
+        "LSSAR Table 2, downstream tasks", "zero-shot scores", TWO, downstream("2"), report.dots,
+        LSSAR["table2"],
+    ),
+    "table_a1": Experiment(
+        "LSSAR Table A1, downstream tasks after FineWeb-Edu", "zero-shot scores", TWO,
+        downstream("_a1"), report.dots, LSSAR["table_a1"],
+    ),
+    "table_a2": Experiment(
+        "LSSAR Table A2, LAMBADA", "zero-shot scores", TWO, downstream("_a2"), report.dots,
+        LSSAR["table_a2"],
+    ),
+    "table_a4": loss_table(4, "modified scores"),
+    "table_a5": loss_table(5, "softmax without its parts"),
+    "table_a6": loss_table(6, "activation functions"),
+    "table_a7": Experiment(
+        "LSSAR Table A7, cost of a step", "milliseconds and MB", tuple(LSSAR["table_a7"]["rows"]),
+        Benchmark(), report.dots, LSSAR["table_a7"],
+        notes=("The paper's is unfused; ours is what attention_impl = 'auto' picks.",),
+    ),
+    "loss_by_length": Experiment(
+        "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),
+        report.curves, TABLE1,
+    ),
+    "p_sweep": Experiment(
+        "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
+        TABLE1,
+    ),
+    "passkey": Experiment(
+        "LSSAR Figs. 2 and A3, passkey retrieval", "passkeys found (%)", TWO,
+        passkeys(1, 1.5, 2, 4, 8), report.curves, LSSAR["passkey"],
+        notes=("Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds.",),
+    ),
+    "attention_maps": Experiment(
+        "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO, maps(),
+        report.maps,
+    ),
+    "ssmax_figure5": Experiment(
+        "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
+        loss_by_position(SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16),
+        report.positions, notes=SWAP_NOTE,
+    ),
+    "ssmax_figure6": Experiment(
+        "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,
+        needles(NEEDLE_LENGTHS, found, digits=1), report.haystacks, notes=SWAP_NOTE,
+    ),
+    "ssmax_figure7": Experiment(
+        "SSMax Fig. 7, needle scores of the heads", "needle score", SSMAX_ROWS,
+        needles(("highest", "mean of the 25 highest"), one_needle, digits=4), report.heads,
+        notes=SWAP_NOTE,
+    ),
+    "ssmax_figure8": Experiment(
+        "SSMax Fig. 8, highest needle score of each trial", "over 100 trials", SSMAX_ROWS,
+        needles(("mean highest score", "found", "first digit only"), many_needles, digits=4),
+        report.trials, notes=SWAP_NOTE,
+    ),
+}  # fmt: skip

@@ -1,0 +1,399 @@
+"""A table of the papers beside ours: its numbers, as Markdown and as pictures.
+
+A table is a dict, as table.json has it:
+
+    name, title, scale, unit, paper_scale, columns, paper_columns, better ("lower", "higher"),
+    compare ("difference", "ratio"), digits, caption (sentences), not_run (rows), failures
+    rows   {row: {paper, mean, low, high, compared: lists over columns, or null; compared is
+            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values, its
+            folder, step, tokens, environment and the whole evaluation}}
+"""
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from config import Config
+from files import replacing, write_json
+
+# Of an evaluation, what stays in the run's own file.
+LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
+MARKERS = "osD^v<>pPX*hd8H"
+
+
+def summarise(runs: list[dict]) -> dict:
+    """Mean, lowest and highest value of every column over the seeds' runs."""
+    columns = list(zip(*(run["values"] for run in runs), strict=True))
+    return {
+        "mean": [statistics.mean(values) for values in columns],
+        "low": [min(values) for values in columns],
+        "high": [max(values) for values in columns],
+        "runs": runs,
+    }
+
+
+def spread(row: dict, column: int) -> float | None:
+    """The range over seeds; None for a single one."""
+    return row["high"][column] - row["low"][column] if len(row["runs"]) > 1 else None
+
+
+def best_rows(table: dict, column: int) -> set[str]:
+    """The best row of a column and all that cannot be told from it.
+
+    Two rows can be told apart where their means differ by more than the larger of their ranges over
+    seeds; rows of a single seed cannot be compared at all.
+    """
+    rows = {name: row for name, row in table["rows"].items() if spread(row, column) is not None}
+    if not rows or table["better"][column] is None:
+        return set()
+    pick = min if table["better"][column] == "lower" else max
+    best = pick(rows.values(), key=lambda row: row["mean"][column])
+    return {
+        name
+        for name, row in rows.items()
+        if row is best
+        or abs(row["mean"][column] - best["mean"][column])
+        <= max(spread(row, column), spread(best, column))
+    }
+
+
+def compare(table: dict) -> None:
+    """Add to every row how ours compares with the paper's: the difference, or ratios to softmax."""
+    zero = table["rows"].get("softmax")
+    for row in table["rows"].values():
+        paper = row["paper"] or [None] * len(table["columns"])
+        if table["compare"] == "ratio":
+            row["compared"] = {
+                "ours": over(row["mean"], zero and zero["mean"]),
+                "paper": over(paper, zero and zero["paper"]),
+            }
+        else:
+            row["compared"] = [
+                None if theirs is None else ours - theirs
+                for ours, theirs in zip(row["mean"], paper, strict=True)
+            ]
+
+
+def over(values: list, zero: list | None) -> list:
+    pairs = zip(values, zero or [None] * len(values), strict=True)
+    return [None if value is None or first is None else value / first for value, first in pairs]
+
+
+def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
+    """Sentences on what the numbers are of, how much they vary, and what is missing."""
+    rows, last = table["rows"], len(table["columns"]) - 1
+    runs = [run for row in rows.values() for run in row["runs"]]
+    seeds = sorted({run["seed"] for run in runs} - {None})
+    sentences = [f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide."]
+    if seeds:
+        sentences[0] = (
+            f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide, trained at "
+            f"length {config.block_size:,} for {ranged(run['tokens'] for run in runs)} tokens of "
+            f"{config.data_dir}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
+            f"{', '.join(map(str, seeds))}."
+        )
+    if any(row["paper"] for row in rows.values()):
+        ratio = table["compare"] == "ratio"
+        how = "its ratio to softmax, as behind ours" if ratio else "ours minus it"
+        sentences.append(f"In parentheses the paper's value and {how}.")
+        if table["scale"] != table["paper_scale"]:
+            sentences.append(
+                f"The paper's are of {table['paper_scale']}: at scale {table['scale']} the model, "
+                "the data and the tokens are others, so the differences are no errors; compare "
+                "the rows with each other."
+            )
+    if len(seeds) > 1:
+        digits = table["digits"]
+        widest = [max(spread(row, i) or 0 for row in rows.values()) for i in range(last + 1)]
+        sentences.append(
+            "± is half the range over seeds; the widest range of each column: "
+            + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
+        )  # fmt: skip
+        if best := best_rows(table, last):
+            told = ", ".join(f"`{name}`" for name in rows if name in best)
+            sentences.append(
+                "Bold: the best of a column and every row that cannot be told from it, because the "
+                "means differ by no more than the larger of the two rows' ranges. In the last "
+                f"column: {told}."
+            )
+    elif seeds and table["better"][last]:
+        sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
+    evaluations = [run["evaluation"] for run in runs]
+    environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
+    facts = [f"{each(evaluations, 'dtype')} on {each(environments, 'machine')}"]
+    if seeds:
+        facts.append(f"RoPE scaling {each(evaluations, 'rope')}")
+    if theta := each(evaluations, "rope_theta").replace("None", ""):
+        facts.append(f"RoPE base {theta}")
+    for key in ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds"):
+        if values := each(evaluations, key).replace("None", ""):
+            facts.append(f"{key} {values}")
+    sentences.append(
+        f"Measured in {', '.join(facts)}; torch {each(environments, 'torch')}, commit "
+        f"{each(environments, 'commit', 7)}."
+    )
+    sentences += notes
+    if table["not_run"]:
+        sentences.append("Not there: " + ", ".join(f"`{row}`" for row in table["not_run"]) + ".")
+    return sentences + [f"{failure}." for failure in table["failures"]]
+
+
+def each(items: list[dict], key: str, width: int | None = None) -> str:
+    """The different values of a key, in the order in which they come."""
+    return ", ".join(dict.fromkeys(str(item.get(key))[:width] for item in items))
+
+
+def ranged(numbers) -> str:
+    low, high = min(numbers := list(numbers)), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None:
+    """Save table.md, table.json and the pictures; those that are files are copied."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        with replacing(folder / name) as file:
+            if isinstance(picture, Path):
+                file.write(picture.read_bytes())
+            else:
+                picture.savefig(file, format="png", dpi=150)
+    write_json(folder / "table.json", without(table, LONG))
+    with replacing(folder / "table.md", "w") as file:
+        file.write(markdown(table, list(pictures)))
+
+
+def without(value, keys: tuple[str, ...]):
+    """Nested dicts and lists without these keys of an `evaluation`."""
+    if isinstance(value, list):
+        return [without(item, keys) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without(item, keys) for key, item in value.items()}
+    if "evaluation" in kept:
+        kept["evaluation"] = {k: v for k, v in kept["evaluation"].items() if k not in keys}
+    return kept
+
+
+def markdown(table: dict, pictures: list[str]) -> str:
+    columns = range(len(table["columns"]))
+    best = [best_rows(table, column) for column in columns]
+    heads = [
+        ours if paper is None or ours.endswith(paper) else f"{ours} (paper {paper})"
+        for ours, paper in zip(table["columns"], table["paper_columns"], strict=True)
+    ]
+    lines = [f"# {table['title']}, scale {table['scale']}", ""]
+    lines += ["| row | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name, row in table["rows"].items():
+        cells = [cell(table, row, column, name in best[column]) for column in columns]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines += ["", *(f"- {sentence}" for sentence in table["caption"]), ""]
+    return "\n".join(lines + [f"![{name}]({name})\n" for name in pictures])
+
+
+def cell(table: dict, row: dict, column: int, best: bool) -> str:
+    """Ours, half the range over seeds, and in parentheses the paper's and how ours compares."""
+    digits = table["digits"]
+    text = f"{row['mean'][column]:,.{digits}f}"
+    text = f"**{text}**" if best else text
+    if (width := spread(row, column)) is not None:
+        text += f" ± {width / 2:.{digits}f}"
+    paper = row["paper"] and row["paper"][column]
+    if table["compare"] == "ratio":
+        text += f", {row['compared']['ours'][column]:.2f}x"
+        if paper is not None:
+            text += f" ({paper:.{digits}f}, {row['compared']['paper'][column]:.2f}x)"
+    elif paper is not None:
+        text += f" ({paper:.{digits}f}; {row['compared'][column]:+.{digits}f})"
+    return text
+
+
+# ---- pictures ----
+
+
+def panels(count: int, **options):
+    figure = Figure(figsize=(max(6.4, 5.2 * count), 4.8), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
+
+
+def look(i: int) -> dict:
+    """Colour and marker of the i-th row: 20 that differ."""
+    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4,
+            "linestyle": "-" if i < 10 else "--"}  # fmt: skip
+
+
+def curves(table: dict) -> dict[str, Figure]:
+    """Each row over the lengths, in multiples of the training length; beside it the paper's."""
+    known = any(any(v is not None for v in row["paper"] or []) for row in table["rows"].values())
+    figure, axes = panels(2 if known else 1)
+    x = table["multiples"]
+    for i, (name, row) in enumerate(table["rows"].items()):
+        axes[0].plot(x, row["mean"], label=name, **look(i))
+        axes[0].fill_between(x, row["low"], row["high"], color=look(i)["color"], alpha=0.2)
+        points = [(m, v) for m, v in zip(x, row["paper"] or [], strict=False) if v is not None]
+        if points:
+            axes[1].plot(*zip(*points, strict=True), **look(i))
+    for title, one in zip(("ours", f"the paper's ({table['paper_scale']})"), axes, strict=False):
+        one.set_xscale("log", base=2)
+        one.set_xticks(x, [f"{multiple:g}x" for multiple in x])
+        one.minorticks_off()
+        one.set_xlabel("length, in multiples of the training length")
+        one.set_ylabel(table["unit"])
+        one.set_title(f"{title}: {table['scale']}" if title == "ours" else title, fontsize="medium")
+        one.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def dots(table: dict) -> dict[str, Figure]:
+    """For every column a panel: each row's seeds and the paper's value, relative to softmax's."""
+    names = list(table["rows"])
+    figure, axes = panels(len(table["columns"]), sharey=True)
+    figure.set_size_inches(max(6.4, 3.2 * len(axes)), 1.6 + 0.35 * len(names))
+    ratio = table["compare"] == "ratio"
+
+    def relative(value, zero):
+        return value / zero if ratio else value - zero
+
+    for column, one in enumerate(axes):
+        zero = table["rows"].get("softmax")
+        for y, name in enumerate(names):
+            row = table["rows"][name]
+            if zero is None:
+                continue
+            ours = [relative(r["values"][column], zero["mean"][column]) for r in row["runs"]]
+            one.plot(ours, [y] * len(ours), "o", color="C0", alpha=0.7, label="ours, each seed")
+            if row["paper"] and zero["paper"] and row["paper"][column] is not None:
+                paper = relative(row["paper"][column], zero["paper"][column])
+                one.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
+        one.set_yticks(range(len(names)), names)
+        one.set_xlabel(f"{table['columns'][column]} {'over' if ratio else 'minus'} softmax's")
+        one.axvline(1 if ratio else 0, color="0.6", linewidth=1)
+        one.grid(alpha=0.3)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{table['unit']}, scale {table['scale']}", fontsize="medium")
+    handles, labels = axes[0].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique, loc="outside lower center", ncols=2, fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def over_p(table: dict) -> dict[str, Figure]:
+    """Loss over p, a curve for each length, a panel for each attention that is sharpened."""
+    families = {}
+    for name, row in table["rows"].items():
+        first, _, p = name.rpartition("_p")
+        families.setdefault(first, []).append((float(p), row))
+    figure, axes = panels(len(families), sharey=True)
+    for (first, members), one in zip(families.items(), axes, strict=True):
+        members.sort(key=lambda member: member[0])
+        ps = [p for p, _ in members]
+        for i, length in enumerate(table["columns"]):
+            one.plot(ps, [row["mean"][i] for _, row in members], label=length, **look(i))
+            low, high = ([row[side][i] for _, row in members] for side in ("low", "high"))
+            one.fill_between(ps, low, high, color=look(i)["color"], alpha=0.2)
+        one.set_xlabel("p")
+        one.set_ylabel(table["unit"])
+        one.set_title(f"{first}, {table['scale']}", fontsize="medium")
+        one.grid(alpha=0.3)
+        one.legend(fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def first_seeds(table: dict):
+    """(number, row's label, the whole measurement of its first seed), for every row."""
+    for i, (name, row) in enumerate(table["rows"].items()):
+        yield i, name, row["runs"][0]["evaluation"]
+
+
+def maps(table: dict) -> dict[str, Path]:
+    """The maps that scripts.attention_maps drew of each row, of the first seed."""
+    folders = {name: Path(measured["folder"]) for _, name, measured in first_seeds(table)}
+    return {f"{name}.png": folder / "attention_maps.png" for name, folder in folders.items()}
+
+
+def positions(table: dict) -> dict[str, Figure]:
+    """SSMax Fig. 5: loss over positions, means over bins of a sixteenth of the position."""
+    figure, (axes,) = panels(1)
+    for i, name, measured in first_seeds(table):
+        losses = measured["loss_by_position"][max(measured["loss_by_position"], key=int)]
+        edges = sorted({round(1.0625**k) for k in range(int(math.log(len(losses), 1.0625)) + 1)})
+        bins = [(a, b) for a, b in itertools.pairwise([*edges, len(losses) + 1]) if b > a]
+        means = [statistics.mean(losses[a - 1 : b - 1]) for a, b in bins]
+        axes.plot([a for a, _ in bins], means, label=name, color=look(i)["color"])
+    axes.axvline(measured["trained_length"], color="0.6", linestyle=":", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("position in tokens (dotted: training length)")
+    axes.set_ylabel("validation loss (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def haystacks(table: dict) -> dict[str, Figure]:
+    """SSMax Fig. 6: a heat map for every row, the share of needles found by length and depth."""
+    rows = list(first_seeds(table))
+    figure = Figure(figsize=(4.2 * min(3, len(rows)), 2.6 * -(-len(rows) // 3)))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(-(-len(rows) // 3), min(3, len(rows)), squeeze=False)
+    for one in axes.flat[len(rows) :]:
+        one.axis("off")
+    for (_, name, measured), one in zip(rows, axes.flat, strict=False):
+        cells = [part for part in measured["parts"].values() if "depth" in part]
+        lengths = sorted({cell["length"] for cell in cells})
+        depths = sorted({cell["depth"] for cell in cells})
+        shares = {(cell["depth"], cell["length"]): 100 * cell["correct"] for cell in cells}
+        values = [[shares.get((d, n), math.nan) for n in lengths] for d in depths]
+        image = one.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        one.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+        one.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
+        one.set_title(name, fontsize="medium")
+    figure.supxlabel("length in tokens", fontsize="medium")
+    figure.supylabel("depth", fontsize="medium")
+    figure.colorbar(image, ax=axes, label="needles found (%)")
+    return {f"{table['name']}.png": figure}
+
+
+def scores(measured: dict) -> dict:
+    return next(part for part in measured["parts"].values() if "one needle" in part)
+
+
+def heads(table: dict) -> dict[str, Figure]:
+    """SSMax Fig. 7: the highest needle scores of all heads at one needle."""
+    figure, (axes,) = panels(1)
+    for i, name, measured in first_seeds(table):
+        one = scores(measured)["one needle"]
+        values = [head["score"] for head in one["heads"]]
+        label = f"{name} ({one['grade']})"
+        axes.plot(range(1, len(values) + 1), values, label=label, **look(i))
+    axes.set_xlabel("attention head, by needle score")
+    axes.set_ylabel("needle score")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def trials(table: dict) -> dict[str, Figure]:
+    """SSMax Fig. 8: the highest needle score of each trial, marked by what was answered."""
+    figure, (axes,) = panels(1)
+    marks = {"correct": "o", "first digit": "^", "wrong": "x"}
+    for i, name, measured in first_seeds(table):
+        ranked = sorted(scores(measured)["trials"], key=lambda trial: -trial["top_score"])
+        axes.plot([], [], color=f"C{i}", label=name)
+        for grade, marker in marks.items():
+            points = [(x, t["top_score"]) for x, t in enumerate(ranked, 1) if t["grade"] == grade]
+            axes.scatter(
+                *zip(*points, strict=True) if points else ([], []),
+                s=18,
+                color=f"C{i}",
+                marker=marker,
+            )
+    for grade, marker in marks.items():
+        axes.scatter([], [], color="0.3", marker=marker, label=grade)
+    axes.set_xlabel("trial, by highest needle score")
+    axes.set_ylabel("highest needle score")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return {f"{table['name']}.png": figure}

@@ -1,0 +1,162 @@
+"""A table or figure of the papers, from nothing to the numbers beside the paper's own.
+
+python -m scripts.reproduce table1 --scale tiny --seeds 2
+python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
+
+Says what it will cost, trains what is missing in OUT/<scale>/<row>/seed<seed> (with all GPUs of the
+machine), evaluates it, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
+tables share the runs. Stopped at any point it goes on from there; what is done is not done again.
+--only and --seeds limit the work; the table has every row that is there for these seeds.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from config import CHOICES
+from errors import UserError, command
+from processes import EXIT_STOPPED
+from scripts import report
+from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
+from scripts.rows import FIRST_SEED, check, cost, open_scale, train, with_bases
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog=list_experiments(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="one of those below")
+    parser.add_argument(
+        "--scale", required=True, help="124m (the papers'), another of configs/scales, or a FILE.py"
+    )
+    parser.add_argument("--only", metavar="ROW,ROW", help="train and evaluate these rows only")
+    parser.add_argument("--seeds", type=int, default=1, help=f"runs a row, from seed {FIRST_SEED}")
+    parser.add_argument("--data", metavar="DIR", help="shards to train on, not the scale's own")
+    parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
+    parser.add_argument("--out", default="out", metavar="DIR", help="holds the runs (%(default)s)")
+    parser.add_argument(
+        "--results", default="results", metavar="DIR", help="holds the tables (%(default)s)"
+    )
+    parser.add_argument("--plan", action="store_true", help="say what it would cost, and stop")
+    parser.add_argument("--wandb_mode", default="auto", choices=CHOICES["wandb_mode"])
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="a setting of the machine for all runs, such as batch_size=16",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    name = arguments.name
+    if name not in EXPERIMENTS:
+        raise UserError(f"{name!r} is none of {', '.join(EXPERIMENTS)}")
+    if arguments.seeds < 1:
+        raise UserError(f"--seeds {arguments.seeds} must be at least 1")
+    experiment = EXPERIMENTS[name]
+    chosen = arguments.only.split(",") if arguments.only else list(experiment.rows)
+    for row in chosen:
+        if row not in experiment.rows:
+            raise UserError(f"--only {row!r}: {name} has {', '.join(experiment.rows)}")
+    scale = open_scale(
+        arguments.scale, arguments.out, arguments.data, arguments.wandb_mode, arguments.set
+    )
+    work = Work(
+        scale,
+        tuple(chosen),
+        range(FIRST_SEED, FIRST_SEED + arguments.seeds),
+        Path(arguments.results) / scale.name / name,
+        arguments.squad,
+    )
+    evaluation = experiment.evaluation
+    runs = work.runs if evaluation.trained else []
+    check(with_bases(runs))
+    evaluation.check(work)
+
+    print(f"{experiment.title}, scale {scale.name}, {len(chosen)} of {len(experiment.rows)} rows")
+    if runs:
+        print(cost(runs, scale))
+    print(evaluation.plan(work), flush=True)
+    if arguments.plan:
+        return
+    # the end of a job's time ends the child too, which would otherwise go on alone
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
+    failures = train(runs, scale)
+    failures += evaluation.measure(work)
+    table = build_table(name, experiment, work, failures)
+    report.write(work.folder, table, experiment.draw(table))
+    print("\n" + (work.folder / "table.md").read_text())
+    print(f"written: {work.folder}")
+    if failures:
+        sys.exit(1)
+
+
+def list_experiments() -> str:
+    """The names, and what each costs where nothing has been trained yet."""
+    scale = open_scale("124m", "out", None, "disabled", [])
+    lines = ["what there is, and what it trains at scale 124m for each seed, once for all of them:"]
+    for name, experiment in EXPERIMENTS.items():
+        runs = [scale.run(row, FIRST_SEED) for row in experiment.rows]
+        runs = with_bases(runs) if experiment.evaluation.trained else []
+        tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
+        what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "nothing, minutes"
+        lines.append(f"  {name:15} {experiment.title}: {what}")
+    return "\n".join(lines)
+
+
+def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
+    """The table as scripts.report has it, of all rows that are there for these seeds.
+
+    Raises UserError where there is none.
+    """
+    evaluation, config = experiment.evaluation, work.scale.config
+    paper, paper_scale = paper_values(experiment, work.scale.name)
+    rows = {}
+    for row in experiment.rows:
+        if results := evaluation.results(work, row):
+            rows[row] = report.summarise(results) | {"paper": paper.get(row)}
+    if not rows:
+        raise UserError("no row is there: " + "; ".join(failures))
+    keys, better = evaluation.keys, evaluation.better
+    lengths = not isinstance(keys[0], str)
+    table = {
+        "name": name,
+        "title": experiment.title,
+        "scale": work.scale.name,
+        "paper_scale": paper_scale,
+        "unit": experiment.unit,
+        "columns": [f"{key:g}x, {at(key, config):,}" if lengths else key for key in keys],
+        "paper_columns": [
+            (f"{key * TRAINED_LENGTH:,.0f}" if lengths else key) if paper else None for key in keys
+        ],
+        "multiples": list(keys) if lengths else None,
+        "better": list(better) if isinstance(better, tuple) else [better] * len(keys),
+        "compare": "difference" if evaluation.trained else "ratio",
+        "digits": evaluation.digits,
+        "rows": rows,
+        "not_run": [row for row in experiment.rows if row not in rows],
+        "failures": failures,
+    }
+    report.compare(table)
+    table["caption"] = report.caption(table, config, experiment.notes)
+    return table
+
+
+def paper_values(experiment: Experiment, scale: str) -> tuple[dict[str, list], str]:
+    """The paper's values for the columns, None where it has none, and the scale they are of."""
+    section, name = experiment.paper, experiment.paper_scale
+    if section is None:
+        return {}, name
+    rows = section.get("rows")
+    if rows is None:
+        name = next(one for one in (scale, name, *section["scales"]) if one in section["scales"])
+        rows = section["scales"][name]
+    keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
+    return {
+        row: [dict(zip(keys, values, strict=True)).get(key) for key in experiment.evaluation.keys]
+        for row, values in rows.items()
+    }, name
+
+
+if __name__ == "__main__":
+    main()

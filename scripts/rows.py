@@ -1,0 +1,292 @@
+"""The rows of the papers' tables as runs: the files that make each, what is done, the rest trained.
+
+A run of a scale lies in OUT/<scale>/<row>/seed<seed>, whichever table asks for it.
+"""
+
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from config import Config, accumulation_steps, load_config
+from data.shards import list_shards, read_meta
+from errors import UserError
+from evaluate import pick_device
+from processes import EXIT_STOPPED
+from train import FREE_ON_RESUME
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+FIRST_SEED = Config.seed
+# What may differ between the machines that train one table. The rest makes a run what it is.
+OF_THE_MACHINE = FREE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: the config file, and what it changes in a scale's settings."""
+
+    name: str
+    file: Path
+    changes: Callable[[Config], dict] = lambda scale: {}
+    base: str | None = None  # the row whose last weights it begins with
+
+
+def swap(scale: Config) -> dict:
+    """SSMax (e): softmax's weights, no step; s is 1 over the mean of log n (Sect. 3)."""
+    return {"s_init": scale.block_size / math.lgamma(scale.block_size + 1), "max_iters": 0}
+
+
+def before_swap(scale: Config) -> dict:
+    return {"max_iters": scale.max_iters - scale.max_iters // 8}
+
+
+def swap_and_train(scale: Config) -> dict:
+    """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, at any scale's number."""
+    return swap(scale) | {
+        "max_iters": scale.max_iters // 8,
+        "warmup_iters": max(1, scale.max_iters // 200),
+    }
+
+
+SWAPS = {
+    row.name: row
+    for row in (
+        Row("ssmax_e", CONFIGS / "ssmax.py", swap, "softmax"),
+        Row("ssmax_f", CONFIGS / "ssmax.py", swap_and_train, "softmax_before_f"),
+        Row("softmax_before_f", CONFIGS / "softmax.py", before_swap),
+    )
+}
+
+
+def find_row(name: str) -> Row:
+    """The row of a config's name, of lssar_p5 and its like (another p), or of a swap."""
+    if name in SWAPS:
+        return SWAPS[name]
+    for folder in (CONFIGS, CONFIGS / "ablations"):
+        if (folder / f"{name}.py").is_file():
+            return Row(name, folder / f"{name}.py")
+    first, p = re.fullmatch(r"(.+)_p([\d.]+)", name).groups()
+    return Row(name, CONFIGS / f"{first}_p15.py", lambda scale: {"p": float(p)})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a row: its settings, the arguments that give them, the run that it begins
+    with."""
+
+    name: str
+    config: Config
+    arguments: list[str]
+    base: "Run | None"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out_dir)
+
+    @property
+    def step(self) -> int | None:
+        return checkpoint.step(self.folder)
+
+    @property
+    def finished(self) -> bool:
+        return self.step is not None and self.step >= self.config.max_iters
+
+    @property
+    def tokens(self) -> int:
+        """Trained on so far, those of the run that it began with included."""
+        before = self.base.tokens if self.base else 0
+        return before + (self.step or 0) * self.config.total_batch_size
+
+    @property
+    def tokens_left(self) -> int:
+        return (self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
+
+    def disagreement(self) -> str | None:
+        """The setting that makes what lies in the folder another run, with both values."""
+        if self.step is None:
+            return None
+        saved = checkpoint.read_config(self.folder).as_dict()
+        for key, mine in self.config.as_dict().items():
+            same = saved[key] == mine or key in FREE_ON_RESUME - {"max_iters", "data_dir"}
+            if key == "data_dir":
+                same = Path(saved[key]).resolve() == Path(mine).resolve()
+            if not same:
+                return f"{key} = {saved[key]!r}, not {mine!r}"
+        return None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale's name, its file if it has one, and what the command line adds for all its runs."""
+
+    name: str
+    files: tuple[str, ...]
+    out: Path
+    settings: tuple[str, ...]  # as --key=value
+
+    @property
+    def config(self) -> Config:
+        return load_config([*self.files, *self.settings])
+
+    def run(self, name: str, seed: int) -> Run:
+        row = find_row(name)
+        base = self.run(row.base, seed) if row.base else None
+        changes = row.changes(self.config) | {
+            "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
+        }  # fmt: skip
+        if base:
+            changes["init_from"] = base.folder
+        arguments = [str(row.file), *self.files, *self.settings]
+        arguments += [f"--{key}={value}" for key, value in changes.items()]
+        return Run(name, load_config(arguments), arguments, base)
+
+
+def open_scale(
+    name: str, out: str, data: str | None, wandb_mode: str, settings: list[str]
+) -> Scale:
+    """The scale of --scale: 124m (train.py's defaults), a file of configs/scales, or any file.
+
+    Raises UserError for one that is not there, and for a setting that would make other runs.
+    """
+    there = {"124m": ()} | {
+        path.stem: (str(path),) for path in sorted((CONFIGS / "scales").glob("*.py"))
+    }
+    if name.endswith(".py"):
+        there = {Path(name).stem: (name,)}
+        name = Path(name).stem
+    elif name not in there:
+        raise UserError(f"--scale {name!r} is one of {', '.join(there)}, or a config file")
+    for pair in settings:
+        if pair.partition("=")[0] not in OF_THE_MACHINE:
+            raise UserError(
+                f"--set {pair!r} would make other runs than the scale's, for which there is "
+                f"--scale FILE.py; --set takes {', '.join(sorted(OF_THE_MACHINE))}"
+            )
+    extra = [f"--wandb_mode={wandb_mode}", *(f"--{pair}" for pair in settings)]
+    if data:
+        extra.append(f"--data_dir={data}")
+    return Scale(name, there[name], Path(out), tuple(extra))
+
+
+def with_bases(runs: list[Run]) -> list[Run]:
+    """The runs, each after the one that it begins with."""
+    ordered = {}
+    for run in runs:
+        if run.base and not run.finished:
+            ordered |= {base.folder: base for base in with_bases([run.base])}
+        ordered.setdefault(run.folder, run)
+    return list(ordered.values())
+
+
+def check(runs: list[Run]) -> None:
+    """Raise UserError now for whatever training would refuse later, or must not go on from."""
+    for run in runs:
+        if problem := run.disagreement():
+            raise UserError(
+                f"{run.folder} was trained with {problem}; move it away, or give another --out"
+            )
+        accumulation_steps(run.config, processes_of(run.config))
+    for data_dir, tokenizer in {(run.config.data_dir, run.config.tokenizer) for run in runs}:
+        for split in ("train", "val"):
+            list_shards(data_dir, split)
+        meta = read_meta(data_dir)
+        if meta is not None and meta["tokenizer"] != tokenizer:
+            raise UserError(
+                f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but this scale has "
+                f"tokenizer = {tokenizer!r}"
+            )
+
+
+def processes_of(config: Config) -> int:
+    """Training processes: one for each GPU of the machine, or one."""
+    if config.device not in ("auto", "cuda") or pick_device(config.device).type != "cuda":
+        return 1
+    return torch.cuda.device_count()
+
+
+def timings(folder: Path) -> dict[str, float]:
+    """Median seconds of a step in each row of a scale that has been trained, if only in part."""
+    steps = {}
+    for path in folder.glob("*/seed*/metrics.jsonl"):
+        values = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        # the first step compiles and allocates
+        times = [value["ms"] / 1000 for value in values if "ms" in value][1:]
+        steps.setdefault(path.parent.parent.name, []).extend(times)
+    return {name: statistics.median(times) for name, times in steps.items() if times}
+
+
+def cost(runs: list[Run], scale: Scale) -> str:
+    """What training these runs takes: how many, tokens, and time once a step has been timed."""
+    left = [run for run in with_bases(runs) if not run.finished]
+    if not left:
+        return f"to train: nothing, all of {len(runs)} runs are done"
+    begun = sum(run.step is not None for run in left)
+    text = (
+        f"to train: {len(left)} runs ({begun} of them continued), "
+        f"{sum(run.tokens_left for run in left):,} tokens"
+    )
+    timed = timings(scale.out / scale.name)
+    if not timed:
+        return text + "; no time can be told before a step has been timed at this scale"
+    other = statistics.mean(timed.values())
+    seconds = sum(
+        timed.get(run.name, other) * run.tokens_left / run.config.total_batch_size for run in left
+    )
+    known = sum(run.name in timed for run in left)
+    return (
+        f"{text}, about {timedelta(seconds=round(seconds))} by the median step of {known} of these "
+        f"runs' rows in {scale.out / scale.name}"
+        + (f" and, for the rest, the mean of {len(timed)} rows there" if known < len(left) else "")
+    )
+
+
+def train(runs: list[Run], scale: Scale) -> list[str]:
+    """Train what is not finished, one run after the other; sentences on those that failed.
+
+    A run that fails, such as one that diverges, does not keep the others from being trained; one
+    that is refused (exit code 2) does.
+    """
+    failures = []
+    for run in with_bases(runs):
+        if run.finished:
+            continue
+        print(f"\n{run.folder}; {cost(runs, scale)}", flush=True)
+        if run.base and not run.base.finished:
+            failures.append(f"{run.folder} begins with {run.base.folder}, which is not finished")
+            continue
+        arguments = run.arguments
+        if run.step is not None:
+            arguments = [a for a in arguments if not a.startswith("--init_from")] + ["--resume"]
+        launcher = [sys.executable]
+        if (processes := processes_of(run.config)) > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc_per_node={processes}"]
+        code = call([*launcher, "train.py", *arguments])
+        if code == 2:
+            raise UserError(f"{run.folder} was refused; the message is above")
+        if code:
+            failures.append(f"{run.folder} stopped with exit code {code} at step {run.step}")
+    return failures
+
+
+def call(command: list[str]) -> int:
+    """Run a command, its output on ours; returns its exit code. Stopped, we stop too."""
+    with subprocess.Popen(command) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # train.py saves, then ends
+            process.wait()
+            raise
+    if code == EXIT_STOPPED:
+        sys.exit(code)
+    return code

@@ -1,0 +1,270 @@
+"""The papers' tables from nothing: what is trained, what is not again, and what is written."""
+
+import json
+import math
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+import checkpoint
+from config import Config, load_config
+from processes import EXIT_STOPPED
+from scripts import experiments, report, reproduce, rows
+from tests.conftest import SMALL
+from tests.helpers import CONFIGS, ROWS
+
+ROOT = Path(__file__).parent.parent
+PAPERS = json.loads((ROOT / "scripts/papers.json").read_text())
+LSSAR = PAPERS["lssar"]
+
+
+@pytest.fixture
+def scale(tmp_path):
+    """A scale file with conftest's SMALL settings."""
+    settings = load_config([*SMALL, "--out_dir=unused"]).as_dict()
+    changed = {k: v for k, v in settings.items() if v != getattr(Config, k) and k != "out_dir"}
+    path = tmp_path / "small.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in changed.items()))
+    return path
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that would be processes, run in this one; a list of them."""
+    done = []
+
+    def call(command):
+        done.append(command)
+        module = command[2] if command[1] == "-m" else command[1].removesuffix(".py")
+        monkeypatch.setattr(sys, "argv", command[2 if command[1] == "-m" else 1 :])
+        monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a second one
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=False)
+        except SystemExit as stop:
+            return stop.code or 0
+        return 0
+
+    monkeypatch.setattr(rows, "call", call)
+    monkeypatch.setattr(experiments, "call", call)
+    return done
+
+
+@pytest.fixture
+def run(call, commands, scale, shards, tmp_path):
+    """`python -m scripts.reproduce NAME ...` at that scale; returns the table's folder."""
+
+    def reproduced(name, *arguments):
+        common = ["--wandb_mode=disabled", f"--data={shards}", f"--out={tmp_path / 'out'}"]
+        common += [f"--scale={scale}", f"--results={tmp_path / 'results'}"]
+        call(reproduce, name, *common, *arguments)
+        return tmp_path / "results/small" / name
+
+    return reproduced
+
+
+def read(folder):
+    return json.loads((folder / "table.json").read_text())
+
+
+def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
+    folder = run("table1", "--only=softmax,lssar_p15", "--seeds=2")
+    printed = capsys.readouterr().out
+    # 4 runs of 6 steps of 128 tokens, told before any of them
+    assert "to train: 4 runs (0 of them continued), 3,072 tokens" in printed
+    assert printed.index("to train: 4 runs") < printed.index("step 6/6")
+    assert len(commands) == 8
+    table, text = read(folder), (folder / "table.md").read_text()
+    assert list(table["rows"]) == ["softmax", "lssar_p15"]
+    assert set(table["not_run"]) == set(LSSAR["table1"]["rows"]) - set(table["rows"])
+    for name, row in table["rows"].items():
+        losses = []
+        for seed in (1337, 1338):
+            saved = tmp_path / f"out/small/{name}/seed{seed}"
+            assert checkpoint.read_config(saved).seed == seed
+            measured = json.loads((saved / "eval_length.json").read_text())
+            assert [one["lengths"] for one in measured] == [[16, 32, 64, 128]]
+            losses.append(measured[0]["loss"])
+        for i, both in enumerate(zip(*losses, strict=True)):
+            paper = LSSAR["table1"]["rows"][name][i]
+            mean, half = sum(both) / 2, abs(both[0] - both[1]) / 2
+            assert row["mean"][i] == pytest.approx(mean) and row["paper"][i] == paper
+            assert row["compared"][i] == pytest.approx(mean - paper)
+            shown = f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})"
+            assert shown in text.replace("**", "")
+        for one in row["runs"]:
+            assert (one["step"], one["tokens"]) == (6, 768)
+            assert one["environment"]["commit"] and one["evaluation"]["environment"]["torch"]
+    assert "8x, 128 (paper 8,192)" in text and "no errors" in text and "seeds 1337, 1338" in text
+    assert matplotlib.image.imread(folder / "table1.png").std() > 0
+    # the same again: nothing is trained or measured, and the files say the same
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    commands.clear()
+    assert read(run("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
+    assert "all of 4 runs are done" in capsys.readouterr().out and not commands
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    # one seed: nothing is ranked; another table shares the runs
+    folder = run("table1", "--only=softmax")
+    assert list(read(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
+    text = (folder / "table.md").read_text()
+    assert "nothing is ranked" in text and "**" not in text and "±" not in text
+    assert len(read(run("loss_by_length"))["rows"]["softmax"]["mean"]) == 5
+    assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
+
+
+def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tmp_path):
+    with open(scale, "a") as file:
+        file.write("max_iters = 150\ncheckpoint_interval = 10\neval_interval = 150\n")
+    killed = tmp_path / "killed"
+    common = ["table_a4", "--only=softmax", f"--scale={scale}", "--wandb_mode=disabled"]
+    arguments = [*common, f"--data={shards}", f"--out={killed}", f"--results={tmp_path / 'two'}"]
+    command = [sys.executable, "-m", "scripts.reproduce", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    folder = killed / "small/softmax/seed1337"
+    for _ in range(1200):
+        if (checkpoint.step(folder) or 0) > 0 or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    stopped = checkpoint.step(folder)
+    assert 0 < stopped < 150 and process.returncode == EXIT_STOPPED
+    time.sleep(0.3)
+    assert checkpoint.step(folder) == stopped  # the training has ended too
+    done = read(run("table_a4", "--only=softmax", f"--out={killed}"))
+    whole = read(run("table_a4", "--only=softmax"))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line] == list(range(1, 151))
+    assert done["rows"]["softmax"]["mean"] == whole["rows"]["softmax"]["mean"]
+
+
+def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
+    """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
+    swapped = experiments.EXPERIMENTS["loss_by_length"]
+    changed = {**vars(swapped), "rows": ("ssmax_e", "ssmax_f")}
+    monkeypatch.setitem(experiments.EXPERIMENTS, "swaps", experiments.Experiment(**changed))
+    table = read(run("swaps", "--set=log_interval=3"))
+    small = tmp_path / "out/small"
+    assert sorted(path.name for path in small.iterdir()) == [
+        "softmax", "softmax_before_f", "ssmax_e", "ssmax_f"
+    ]  # fmt: skip
+    steps = {path.name: checkpoint.step(path / "seed1337") for path in small.iterdir()}
+    assert steps == {"softmax": 6, "softmax_before_f": 6, "ssmax_e": 0, "ssmax_f": 0}
+    s = 16 / sum(math.log(n) for n in range(1, 17))
+    config = checkpoint.read_config(small / "ssmax_e/seed1337")
+    assert config.s_init == pytest.approx(s) and config.attention == "ssmax"
+    assert table["rows"]["ssmax_e"]["runs"][0]["began_with"].endswith("softmax/seed1337")
+    full = rows.open_scale("ssmax_paper", "out", None, "disabled", [])
+    f = full.run("ssmax_f", 1337).config
+    assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
+    assert full.run("softmax_before_f", 1337).config.max_iters == 175000
+
+
+def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeypatch, capsys):
+    call = rows.call
+
+    def fails(command):
+        return 1 if any("lssar_p15.py" in part for part in command) else call(command)
+
+    monkeypatch.setattr(rows, "call", fails)
+    with pytest.raises(SystemExit) as stop:
+        run("table1", "--only=lssar_p15,softmax")
+    printed = capsys.readouterr().out
+    assert stop.value.code == 1
+    assert "lssar_p15/seed1337 stopped with exit code 1 at step None" in printed
+    assert "| `softmax` |" in printed and "| `lssar_p15` |" not in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["table9"], ["'table9'", "table1, table2"]),
+        (["table1", "--only=softmax,lssar_p16"], ["'lssar_p16'", "lssar_p15"]),
+        (["table1", "--seeds=0"], ["--seeds 0", "at least 1"]),
+        (["table1", "--scale=huge"], ["'huge'", "124m", "tiny"]),
+        (["table1", "--scale=nowhere.py"], ["nowhere.py", "does not exist"]),
+        (["table1", "--data=nowhere"], ["nowhere", "python -m data.text"]),
+        (["table1", "--data=fineweb10B"], ["fineweb10B", "python -m data.fineweb"]),
+        (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
+        (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
+        (["passkey"], ["--lengths 16 is too short"]),
+        (["ssmax_figure6"], ["length 16 is too short"]),
+        (["ssmax_figure5"], ["312"]),
+    ],
+)
+def test_refusals_come_before_any_work(run, commands, capsys, arguments, parts):
+    with pytest.raises(SystemExit) as stop:
+        run(*arguments)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and not commands
+    assert all(part in message for part in parts), message
+
+
+def test_a_run_with_other_settings_is_refused(run, scale, capsys):
+    run("table_a4", "--only=softmax")
+    scale.write_text(scale.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
+    with pytest.raises(SystemExit) as stop:
+        run("table_a4", "--only=softmax")
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "learning_rate = 0.01, not 0.02" in message
+
+
+def table_of(**seeds):
+    """A table of one column: the values of each row's seeds."""
+    made = {
+        name: report.summarise([{"values": [value]} for value in values])
+        for name, values in seeds.items()
+    }
+    return {"rows": made, "better": ["lower"]}
+
+
+def test_rows_that_the_seeds_cannot_tell_apart_are_not_ranked():
+    assert report.best_rows(table_of(a=[1.0, 1.2], b=[1.05, 1.3], c=[1.5, 1.6]), 0) == {"a", "b"}
+    assert report.best_rows(table_of(a=[1.0, 1.02], b=[1.1, 1.13]), 0) == {"a"}
+    # a row that varies much cannot be told from a better one that does not
+    assert report.best_rows(table_of(a=[1.0, 1.02], b=[1.0, 1.9]), 0) == {"a", "b"}
+    assert report.best_rows(table_of(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]), 0) == {"a", "b"}
+    assert report.best_rows(table_of(a=[1.0], b=[2.0]), 0) == set()
+    higher = table_of(a=[1.0, 1.1], b=[2.0, 2.1]) | {"better": ["higher"]}
+    assert report.best_rows(higher, 0) == {"b"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_first_line_of_every_config_has_the_papers_numbers(row):
+    line, name = (CONFIGS / row).read_text().splitlines()[0], Path(row).stem
+    if name.startswith("ssmax"):
+        assert PAPERS["ssmax"] and not re.search(r"\d\.\d{3}", line)  # curves only
+        return
+    table = re.search(r"LSSAR Table (\w+)", line)[1].lower()
+    section = LSSAR["table1" if table == "1" else f"table_{table}"]
+    numbers = [float(number) for number in re.findall(r"\d+\.\d{3,}", line)]
+    if table != "1":
+        assert numbers.pop() == section["rows"]["softmax"][0]
+    assert numbers == section["rows"][name]
+
+
+def test_every_row_of_the_papers_has_a_config():
+    for name, experiment in experiments.EXPERIMENTS.items():
+        for row in experiment.rows:
+            assert rows.find_row(row).file.is_file(), (name, row)
+        if experiment.paper:
+            scales = experiment.paper.get("scales", {"": experiment.paper.get("rows")})
+            assert all(set(there) & set(experiment.rows) for there in scales.values()), name
+    assert rows.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
+
+
+def test_tables_that_the_papers_print_twice_agree():
+    """Softmax, ReLU (Li et al.) and Sigmoid (Tab. A6) are in several tables."""
+    losses = {}
+    for key in ("table1", "table_a4", "table_a5", "table_a6"):
+        for row, values in LSSAR[key]["rows"].items():
+            assert losses.setdefault(row, values[0]) == values[0], (key, row)
+    assert len(losses) == 26
