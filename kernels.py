@@ -62,8 +62,8 @@ FORWARD_BLOCKS = blocks(
 BACKWARD_BLOCKS = blocks(
     (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
-# What a measurement holds for; `size` is the length's power of two.
-KEY = ["size", "D", "PHI", "P", "UNIT", "SAVE"]
+# What a measurement of them holds for, kept on disk as JSON; `size` is the length's power of two.
+KEY = ["size", "D", "P", "BIASED", "UNIT", "SAVE"]
 
 
 # ---- phi ----
@@ -320,6 +320,28 @@ def _scores(q, k, K_INVERSE, keys, Lk, UNIT: tl.constexpr, PRECISION: tl.constex
     return s
 
 
+@triton.jit
+def _scale_and_bias(
+    SCALE, BIAS, Q_INVERSE, scale_strides, bias_strides, h, rows, L, BIASED: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """What a block of rows multiplies its scores by, over |q_i| for unit rows, and adds to them."""
+    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < L, 0.0)
+    if UNIT:
+        alpha *= _vector(Q_INVERSE, rows, L)
+    beta = alpha * 0
+    if BIASED:
+        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < L, 0.0)
+    return alpha, beta
+
+
+@triton.jit
+def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tiles end that every row of a block sees whole, and where those that any sees."""
+    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
+    return full, tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+
+
 # The loops over keys run twice: first the tiles that every row of the block sees whole, then those
 # on the diagonal, with the mask.
 
@@ -335,20 +357,16 @@ def _forward_one_stage(
 ):  # fmt: skip
     # the longest rows first, so that no block of them is left alone at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h = bh // H, bh % H
+    b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
     K_INVERSE += bh.to(tl.int64) * Lk
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
-    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < Lq, 0.0)
-    beta = alpha * 0
-    if BIASED:
-        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < Lq, 0.0)
-    if UNIT:
-        alpha *= _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
-    past = Lk - Lq
-    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
-    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+    alpha, beta = _scale_and_bias(
+        SCALE, BIAS, Q_INVERSE + bh.to(tl.int64) * Lq, scale_strides, bias_strides, h, rows, Lq,
+        BIASED, UNIT,
+    )  # fmt: skip
+    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -392,20 +410,16 @@ def _forward_two_stages(
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h = bh // H, bh % H
+    b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
     K_INVERSE += bh.to(tl.int64) * Lk
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
-    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < Lq, 0.0)
-    beta = alpha * 0
-    if BIASED:
-        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < Lq, 0.0)
-    if UNIT:
-        alpha *= _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
-    past = Lk - Lq
-    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
-    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+    alpha, beta = _scale_and_bias(
+        SCALE, BIAS, Q_INVERSE + bh.to(tl.int64) * Lq, scale_strides, bias_strides, h, rows, Lq,
+        BIASED, UNIT,
+    )  # fmt: skip
+    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     total, most = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -622,8 +636,7 @@ def _backward_queries(
         ROWS, DELTA, COUPLING, bh, rows, B * H, Lq, P, L1
     )
     past = Lk - Lq
-    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
-    last = tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dscale, dbias = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)

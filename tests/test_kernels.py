@@ -332,6 +332,13 @@ def test_constants_and_phis_are_those_of_the_table():
         assert (shift is None) == (row.phi.shift is None)
 
 
+def test_measured_block_shapes_can_be_kept():
+    """Triton keeps them by the values of KEY, as JSON, which has no functions."""
+    for kernel in (kernels._forward_one_stage, kernels._forward_two_stages, kernels._backward_keys):
+        assert kernel.keys == kernels.KEY and {"size", "D"} <= set(kernel.arg_names)
+    assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.KEY)
+
+
 def test_the_kernels_compile_for_the_gpus_they_are_for():
     """To machine code, with Triton's own assembler, which needs no GPU."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

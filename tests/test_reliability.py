@@ -324,7 +324,11 @@ def test_a_lost_process_is_named(shards, tmp_path, trouble, says, rank):
     else:
         assert f"error: rank {rank} (" in output and f"process {lost})" in output
         assert says in output
-    assert checkpoint.find(tmp_path / "run").name == "step_000003.pt"
+    # the first process may have been killed while it still wrote step 3 beside its training
+    whole = {"step_000003.pt"} | (
+        {"step_000000.pt"} if "dead_at" in trouble and not rank else set()
+    )
+    assert checkpoint.find(tmp_path / "run").name in whole
 
 
 def test_what_is_not_finite_is_skipped_by_all_alike(shards, tmp_path):
