@@ -21,6 +21,8 @@ from files import replacing, write_json
 
 # Of an evaluation, what stays in the run's own file.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
+# Of an evaluation, what the caption says where it is there.
+HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds", "attention_impl")
 MARKERS = "osD^v<>pPX*hd8H"
 
 
@@ -128,7 +130,16 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         facts.append(f"RoPE scaling {each(evaluations, 'rope')}")
     if theta := each(evaluations, "rope_theta").replace("None", ""):
         facts.append(f"RoPE base {theta}")
-    for key in ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds"):
+    for key in (
+        "tokens",
+        "trials",
+        "samples",
+        "limit",
+        "lm_eval",
+        "shape",
+        "rounds",
+        "attention_impl",
+    ):
         if values := each(evaluations, key).replace("None", ""):
             facts.append(f"{key} {values}")
     sentences.append(
@@ -143,7 +154,8 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
 
 def each(items: list[dict], key: str, width: int | None = None) -> str:
     """The different values of a key, in the order in which they come."""
-    return ", ".join(dict.fromkeys(str(item.get(key))[:width] for item in items))
+    texts = (f"{v:,}" if isinstance(v := item.get(key), int) else str(v) for item in items)
+    return ", ".join(dict.fromkeys(text[:width] for text in texts))
 
 
 def ranged(numbers) -> str:
@@ -249,32 +261,34 @@ def curves(table: dict) -> dict[str, Figure]:
 
 def dots(table: dict) -> dict[str, Figure]:
     """For every column a panel: each row's seeds and the paper's value, relative to softmax's."""
-    names = list(table["rows"])
-    figure, axes = panels(len(table["columns"]), sharey=True)
-    figure.set_size_inches(max(6.4, 3.2 * len(axes)), 1.6 + 0.35 * len(names))
-    ratio = table["compare"] == "ratio"
+    names, columns, zero = list(table["rows"]), table["columns"], table["rows"].get("softmax")
+    if zero is None:
+        return {}
+    across, ratio = min(4, len(columns)), table["compare"] == "ratio"
+    down = -(-len(columns) // across)
+    figure = Figure(figsize=(max(6.4, 3.2 * across), 1 + down * (1.2 + 0.35 * len(names))))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(down, across, sharey=True, squeeze=False)
 
-    def relative(value, zero):
-        return value / zero if ratio else value - zero
+    def relative(value, first):
+        return value / first if ratio else value - first
 
-    for column, one in enumerate(axes):
-        zero = table["rows"].get("softmax")
-        for y, name in enumerate(names):
-            row = table["rows"][name]
-            if zero is None:
-                continue
-            ours = [relative(r["values"][column], zero["mean"][column]) for r in row["runs"]]
+    for column, one in zip(range(len(columns)), axes.flat, strict=False):
+        for y, row in enumerate(table["rows"].values()):
+            ours = [relative(run["values"][column], zero["mean"][column]) for run in row["runs"]]
             one.plot(ours, [y] * len(ours), "o", color="C0", alpha=0.7, label="ours, each seed")
-            if row["paper"] and zero["paper"] and row["paper"][column] is not None:
+            if row["paper"] and row["paper"][column] is not None:
                 paper = relative(row["paper"][column], zero["paper"][column])
                 one.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
         one.set_yticks(range(len(names)), names)
-        one.set_xlabel(f"{table['columns'][column]} {'over' if ratio else 'minus'} softmax's")
+        one.set_xlabel(f"{columns[column]}\n{'over' if ratio else 'minus'} softmax's", fontsize=8)
         one.axvline(1 if ratio else 0, color="0.6", linewidth=1)
         one.grid(alpha=0.3)
-    axes[0].invert_yaxis()
+    for one in axes.flat[len(columns) :]:
+        one.axis("off")
+    axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
     figure.suptitle(f"{table['unit']}, scale {table['scale']}", fontsize="medium")
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique, loc="outside lower center", ncols=2, fontsize="small")
     return {f"{table['name']}.png": figure}

@@ -54,7 +54,7 @@ def main() -> None:
     if arguments.seeds < 1:
         raise UserError(f"--seeds {arguments.seeds} must be at least 1")
     experiment = EXPERIMENTS[name]
-    chosen = arguments.only.split(",") if arguments.only else list(experiment.rows)
+    chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
     for row in chosen:
         if row not in experiment.rows:
             raise UserError(f"--only {row!r}: {name} has {', '.join(experiment.rows)}")
@@ -63,7 +63,7 @@ def main() -> None:
     )
     work = Work(
         scale,
-        tuple(chosen),
+        chosen,
         range(FIRST_SEED, FIRST_SEED + arguments.seeds),
         Path(arguments.results) / scale.name / name,
         arguments.squad,

@@ -96,6 +96,6 @@ def test_is_benchmarked(copy):
     arguments = ["configs/elu1.py", "--rounds=1", *settings, "--out=elu1.json"]
     printed = call(copy, "-m", "scripts.benchmark", *arguments)
     figures = json.loads((copy / "elu1.json").read_text())
-    assert figures["settings"]["attention"] == "elu1" and figures["baseline"] == "elu1"
+    assert figures["settings"]["attention"] == "elu1" and figures["baselines"]["elu1"] == "elu1"
     assert all(figures["rows"]["elu1"][f"{phase}_ms"] > 0 for phase in ("train", "eval"))
     assert "\nelu1  " in printed
