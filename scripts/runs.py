@@ -37,6 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
+    impls = CHOICES["attention_impl"]
+    parser.add_argument("--attention_impl", default="auto", choices=impls, help="path of attention")
 
 
 def open_run(path, arguments: argparse.Namespace) -> Run:
@@ -44,6 +46,8 @@ def open_run(path, arguments: argparse.Namespace) -> Run:
     device = pick_device(arguments.device)
     dtype = pick_dtype(arguments.dtype, device)
     config = checkpoint.read_config(path)
+    # the path that trained it was a matter of that machine
+    config = config.replace(attention_impl=arguments.attention_impl)
     model = GPT(config).scale_rope(arguments.rope, arguments.rope_factor, arguments.rope_theta)
     step = checkpoint.load_weights(model, path, arguments.checkpoint)
     facts = {

@@ -1,7 +1,10 @@
 """The attention family against a reference written from the formulas, one row at a time."""
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -619,3 +622,34 @@ def test_softmax_of_unit_vectors_is_as_exact_in_half_precision(dtype, monkeypatc
     assert_near(out.double(), exact, tolerance, tolerance)
     out.backward(torch.ones_like(out))
     assert_finite(q.grad, v.grad, k.grad[:, :, 2:])
+
+
+PEAK = """
+import resource
+import sys
+
+import torch
+
+from tests.textbook import build
+
+torch.set_num_threads(1)
+attn = build(sys.argv[1], 64, "--n_head=6", "--n_embd=384")
+q, k, v = (torch.randn(1, 6, 4096, 64, requires_grad=sys.argv[2] == "train") for _ in range(3))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = attn(q, k, v)
+if out.requires_grad:
+    out.sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is in KiB on Linux")
+@pytest.mark.parametrize(
+    "case, phase", [("lssar_p15.py", "train"), ("ablations/softmax_recentred_l1.py", "eval")]
+)
+def test_long_rows_take_the_memory_of_blocks(case, phase):
+    """A process of its own; one matrix of all scores would be 403 MB, and the formula makes ten."""
+    command = [sys.executable, "-c", PEAK, case, phase]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert 1024 * int(done.stdout) < 4 * 6 * 4096**2 / 2
