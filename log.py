@@ -32,12 +32,16 @@ class Log:
         if quiet:
             return
         path = run / "metrics.jsonl"
-        for line in checkpoint.start_metrics(path, resumed_at):
+        kept = checkpoint.start_metrics(path, resumed_at)
+        for line in kept:
             if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
         self.file = open(path, "a")
-        self.wandb = start_wandb(run, config, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else None
+        self.wandb, self.row = start_wandb(run, config, wandb_id), {}
+        if self.wandb:
+            self.wandb_id = self.wandb.id
+            for line in kept:  # a kill may have come before wandb had sent them
+                self.to_wandb(line)
 
     def __enter__(self):
         return self
@@ -46,6 +50,8 @@ class Log:
         if not self.quiet:
             self.file.close()
             if self.wandb:
+                if error is None:
+                    self.send_row()
                 self.wandb.finish(exit_code=0 if error is None else 1)
 
     def say(self, text: str) -> None:
@@ -60,7 +66,18 @@ class Log:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log(values, step=values["step"])
+            self.to_wandb(values)
+
+    def to_wandb(self, values: dict) -> None:
+        """Send whole rows, a step with its validation: wandb never adds to one that it has."""
+        if self.row and self.row["step"] != values["step"]:
+            self.send_row()
+        self.row |= values
+
+    def send_row(self) -> None:
+        row, self.row = self.row, {}
+        if row and row["step"] >= self.wandb.starting_step:  # the steps before are in wandb
+            self.wandb.log(row, step=row["step"], commit=True)
 
     def sync(self) -> None:
         """Bring metrics.jsonl to the disk, so that it never ends before a checkpoint does."""
@@ -128,17 +145,40 @@ def start_wandb(run: Path, config: Config, wandb_id: str | None):
     if mode == "auto":
         mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
     settings = wandb.Settings(init_timeout=8, silent=True)
-    arguments = dict(
-        project=config.wandb_project, name=run.name, dir=run, id=wandb_id, resume="allow",
-        config=config.as_dict(), settings=settings,
-    )  # fmt: skip
+    uploaded = set_aside(run, wandb_id)
+
+    def start(mode: str):
+        # an offline part is whole; wandb would not join it to one that its server has
+        new = mode == "offline" and uploaded
+        return wandb.init(
+            mode=mode, project=config.wandb_project, name=run.name, dir=run,
+            id=None if new else wandb_id, resume="allow", config=config.as_dict(),
+            settings=settings,
+        )  # fmt: skip
+
     try:
-        started = wandb.init(mode=mode, **arguments)
+        started = start(mode)
     except wandb.errors.Error as error:
         print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
-        mode, started = "offline", wandb.init(mode="offline", **arguments)
+        mode, started = "offline", start("offline")
     if mode == "offline":
         print(
             f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
         )
     return started
+
+
+def set_aside(run: Path, wandb_id: str | None) -> bool:
+    """Rename what wandb kept offline of a resumed run, if not uploaded: the next part has it all.
+
+    Says whether wandb's server may have another part of it.
+    """
+    uploaded, folder = False, run / "wandb"
+    for part in list(folder.iterdir()) if wandb_id and folder.exists() else []:
+        kind, _, of = part.name.rpartition("-")
+        if of == wandb_id and kind.startswith(("run", "offline-run")):
+            if kind.startswith("run") or list(part.glob("*.synced")):
+                uploaded = True
+            else:
+                part.rename(folder / f"superseded-{part.name}")
+    return uploaded

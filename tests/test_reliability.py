@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from model import GPT
 from processes import EXIT_STOPPED
 from tests.processes import arguments, finish, group, run, start
 from tests.test_train import metrics, refused, saved
+from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parent.parent
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu", "save_ms"}
@@ -117,6 +119,77 @@ def test_resuming_reads_each_tensor_once(train, monkeypatch):
     monkeypatch.setattr(GPT, "load_state_dict", load)
     train("run", "--resume")
     assert sources and all(source.endswith("step_000003.pt") for source in sources)
+
+
+# ---- wandb ----
+
+
+def wandb_rows(runs, identity):
+    """What wandb's server holds of a run, all but times and memory."""
+    return [
+        {k: v for k, v in row.items() if k not in TIMES | {"_runtime", "_timestamp"}}
+        for row in runs.history(identity)
+    ]
+
+
+def rows_of(folder):
+    """metrics.jsonl with one row for every step, as wandb shows it."""
+    rows = {}
+    for line in lines(folder):
+        rows.setdefault(line["step"], {"_step": line["step"]}).update(line)
+    return list(rows.values())
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_killed_run_goes_on_in_wandb_without_gap_or_duplicate(shards, tmp_path, ahead):
+    """Killed when wandb's server has steps that the checkpoint has not, and the other way round."""
+    folder = tmp_path / "run"
+    command = arguments(
+        shards, folder, "--wandb_mode=online", "--checkpoint_interval=5", "--max_iters=14"
+    )
+    with wandb_server() as (runs, environment):
+        environment["WANDB__FILE_STREAM_TRANSMIT_INTERVAL"] = "1" if ahead else "60"  # seconds
+
+        def killed_after(steps):
+            process = start([*command, *go_on(folder)], environment=environment, stuck_at=steps)
+            wait_for(lambda: steps_logged(folder) == steps)
+            held, identity = checkpoint.step(folder), saved(folder)["wandb_id"]
+            if ahead:
+                wait_for(lambda: len(runs.history(identity)) > held + 1)
+            else:
+                assert len(runs.history(identity)) <= held
+            process.kill()
+            finish(process)
+            return identity
+
+        assert killed_after(8) == killed_after(13)
+        assert run([*command, "--resume"], environment=environment) == 0
+        (identity,) = runs.configs
+        assert wandb_rows(runs, identity) == rows_of(folder)
+        assert [row["_step"] for row in wandb_rows(runs, identity)] == list(range(15))
+
+
+def test_a_run_kept_offline_is_whole_in_wandb_once_uploaded(shards, tmp_path):
+    """Killed and resumed before it is uploaded: one run; after that: another that is whole."""
+    folder, ids = tmp_path / "run", []
+    command = arguments(shards, folder, "--wandb_mode=offline")
+    with wandb_server() as (runs, environment):
+        for steps in (12, 20):
+            end = [*command, f"--max_iters={steps}", "--log_interval=100"]
+            process = start([*end, *go_on(folder)], stuck_at=steps - 4)
+            wait_for(lambda n=steps - 4: steps_logged(folder) == n)
+            process.kill()
+            finish(process)
+            assert run([*end, "--resume"], output=tmp_path / "output") == 0
+            parts = list(folder.glob("wandb/offline-run-*"))
+            *_, told = re.findall("wandb sync (.*)", (tmp_path / "output").read_text())
+            assert told in map(str, parts)
+            sync = [sys.executable, "-m", "wandb", "sync", *map(str, parts)]
+            done = subprocess.run(sync, env=os.environ | environment, capture_output=True)
+            assert done.returncode == 0, done
+            ids.append(saved(folder)["wandb_id"])
+            assert list(runs.configs) == ids
+            assert wandb_rows(runs, ids[-1]) == rows_of(folder)
 
 
 # ---- kill -9 ----
