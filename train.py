@@ -23,7 +23,7 @@ from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
-from evaluate import autocast, mean_loss, pick_device, pick_dtype
+from evaluation import autocast, mean_loss, pick_device, pick_dtype
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted

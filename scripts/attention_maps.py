@@ -47,7 +47,7 @@ from attention import DEAD
 from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import attention_weights, autocast
+from evaluation import attention_weights, autocast
 from files import write_json
 from scripts.eval_length import counted, parse_lengths, shared_tokens
 from scripts.runs import (

@@ -25,7 +25,7 @@ from tqdm import tqdm
 import checkpoint
 from config import load_config
 from errors import UserError, command
-from evaluate import autocast, pick_device, pick_dtype
+from evaluation import autocast, pick_device, pick_dtype
 from files import write_json
 from model import GPT
 from train import build_optimizers, memory_mb, use_compile

@@ -29,7 +29,7 @@ import checkpoint
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import autocast
+from evaluation import autocast
 from files import read_json, write_json
 from model import EVALUATED_ROWS
 from scripts.runs import Run, add_options, open_run

@@ -35,7 +35,7 @@ from config import Config
 from data.loader import validation_batches, validation_tokens
 from data.shards import read_meta
 from errors import UserError, command
-from evaluate import autocast
+from evaluation import autocast
 from files import write_json
 from model import Rope
 from scripts.runs import (

@@ -42,7 +42,7 @@ from config import CHOICES, Config
 from data.loader import shuffled
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import autocast, pick_device, pick_dtype
+from evaluation import autocast, pick_device, pick_dtype
 from files import read_json, write_json
 from log import Log
 from model import GPT

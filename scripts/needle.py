@@ -35,7 +35,7 @@ from data.loader import validation_tokens
 from data.shards import read_meta
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import attention_weights, autocast
+from evaluation import attention_weights, autocast
 from scripts.eval_length import parse_lengths
 from scripts.retrieval import (
     ANSWER_TOKENS,

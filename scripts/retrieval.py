@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import checkpoint
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from evaluate import autocast
+from evaluation import autocast
 from files import write_json
 from scripts.runs import Run, find_result, read_results, save_picture
 

@@ -20,7 +20,7 @@ import checkpoint
 from config import Config, accumulation_steps, load_config
 from data.shards import list_shards, read_meta
 from errors import UserError
-from evaluate import pick_device
+from evaluation import pick_device
 from processes import EXIT_STOPPED
 from train import FREE_ON_RESUME
 

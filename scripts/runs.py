@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import checkpoint
 from config import CHOICES, Config
 from errors import UserError
-from evaluate import pick_device, pick_dtype
+from evaluation import pick_device, pick_dtype
 from files import read_json, replacing
 from model import GPT, Rope
 

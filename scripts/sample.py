@@ -9,7 +9,7 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluate import autocast
+from evaluation import autocast
 from scripts.runs import add_options, open_run
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import checkpoint
-import evaluate
+import evaluation
 from data.shards import read_shard
 from data.tokenizer import get_tokenizer
 from model import GPT
@@ -153,11 +153,11 @@ def test_a_sink_is_seen(capsys):
 def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     model = small_model("lssar_p15.py", "--attention_length=current")
     idx = torch.randint(257, (2, 24))
-    (whole,) = evaluate.attention_weights(model, idx, slice(None), layers=slice(1, 2))
-    monkeypatch.setattr(evaluate, "BLOCK_QUERIES", 5)
-    layers = evaluate.attention_weights(model, idx, slice(3, 21))
+    (whole,) = evaluation.attention_weights(model, idx, slice(None), layers=slice(1, 2))
+    monkeypatch.setattr(evaluation, "BLOCK_QUERIES", 5)
+    layers = evaluation.attention_weights(model, idx, slice(3, 21))
     torch.testing.assert_close(layers[1], whole[:, :, 3:21], rtol=1e-10, atol=1e-12)
-    (numbers,) = evaluate.attention_weights(model, idx, slice(None), row_numbers, slice(1, 2))
+    (numbers,) = evaluation.attention_weights(model, idx, slice(None), row_numbers, slice(1, 2))
     torch.testing.assert_close(numbers, row_numbers(whole), rtol=1e-10, atol=1e-12)
 
 

@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness, against scores computed one request at a time in float64."""
 
 import functools
+import importlib
 import json
 import math
 
@@ -351,6 +352,12 @@ def test_refuses(evaluate, tmp_path, capsys, names, more, message):
         evaluate(run, names, *more)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (run / "downstream.json").exists()
+
+
+def test_no_module_here_hides_one_that_a_task_of_the_paper_imports():
+    """SummScreen's imports Hugging Face's `evaluate`."""
+    task = importlib.import_module("lm_eval.tasks.scrolls.task")
+    assert task.load.__module__.startswith("evaluate.")
 
 
 def test_no_network_is_said_before_the_model_is_loaded(evaluate, tmp_path, monkeypatch, capsys):

@@ -185,7 +185,8 @@ def test_a_run_kept_offline_is_whole_in_wandb_once_uploaded(shards, tmp_path):
             *_, told = re.findall("wandb sync (.*)", (tmp_path / "output").read_text())
             assert told in map(str, parts)
             sync = [sys.executable, "-m", "wandb", "sync", *map(str, parts)]
-            done = subprocess.run(sync, env=os.environ | environment, capture_output=True)
+            env = os.environ | environment
+            done = subprocess.run(sync, cwd=tmp_path, env=env, capture_output=True)
             assert done.returncode == 0, done
             ids.append(saved(folder)["wandb_id"])
             assert list(runs.configs) == ids

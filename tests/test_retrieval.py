@@ -19,7 +19,7 @@ import checkpoint
 import train as training
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
-from evaluate import attention_weights
+from evaluation import attention_weights
 from log import Log
 from model import GPT, rotate
 from processes import EXIT_STOPPED
