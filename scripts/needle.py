@@ -40,14 +40,21 @@ from scripts.eval_length import parse_lengths
 from scripts.retrieval import (
     ANSWER_TOKENS,
     ASK,
-    Results,
     answer,
     batches,
     check_at_least,
     first_number,
     heat_map,
 )
-from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
+from scripts.runs import (
+    Results,
+    Run,
+    add_options,
+    holding_folder,
+    open_run,
+    run_names,
+    save_picture,
+)
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",

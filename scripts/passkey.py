@@ -26,14 +26,21 @@ from errors import UserError, command
 from scripts.eval_length import parse_lengths
 from scripts.retrieval import (
     ANSWER_TOKENS,
-    Results,
     answer,
     batches,
     check_at_least,
     first_number,
     heat_map,
 )
-from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
+from scripts.runs import (
+    Results,
+    Run,
+    add_options,
+    holding_folder,
+    open_run,
+    run_names,
+    save_picture,
+)
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
