@@ -149,6 +149,10 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--rope", "none,yern"], "'yern'"),
         (["--rope", "ntk:x"], "'x'"),
         (["--rope", "ntk:0.5"], "0.5"),
+        (["--rope", "linear:inf"], "factor = inf must be"),
+        (["--rope", "ntk:1e300"], "factor = 1e+300 must be"),
+        (["--rope_theta", "inf"], "theta = inf must be"),
+        (["--rope_theta", "nan"], "theta = nan must be"),
         (["--rope", "none,yarn,none"], "different"),
     ],
 )
