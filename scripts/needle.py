@@ -50,6 +50,7 @@ from scripts.runs import (
     Results,
     Run,
     add_options,
+    check_places,
     holding_folder,
     open_run,
     run_names,
@@ -148,6 +149,7 @@ def main() -> None:
     check_at_least(1, arguments, "samples", "score_length", "score_trials")
     runs = [open_run(path, arguments) for path in arguments.runs]
     plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    check_places(arguments.runs)
     for run, plan in zip(runs, plans, strict=True):
         measure(run, *plan, arguments)
         report(plan[-1], scores_name(arguments))

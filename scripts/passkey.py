@@ -36,6 +36,7 @@ from scripts.runs import (
     Results,
     Run,
     add_options,
+    check_places,
     holding_folder,
     open_run,
     run_names,
@@ -75,6 +76,7 @@ def main() -> None:
     check_at_least(0, arguments, "show")
     runs = [open_run(path, arguments) for path in arguments.runs]
     plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    check_places(arguments.runs)
     for run, (trials, results) in zip(runs, plans, strict=True):
         measure(run, trials, results)
         show(run, trials, results, arguments.show)

@@ -12,7 +12,7 @@ import checkpoint
 from config import CHOICES, Config
 from errors import UserError
 from evaluation import pick_device, pick_dtype
-from files import read_json, replacing, write_json
+from files import check_writable, read_json, replacing, write_json
 from model import GPT, Rope
 
 
@@ -80,6 +80,12 @@ def holding_folder(paths) -> Path:
     if len(folders) == 1:
         return folders[0]
     return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
+def check_places(paths) -> None:
+    """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
+    for folder in (*paths, holding_folder(paths)):
+        check_writable(folder)
 
 
 def read_results(path: Path) -> list[dict]:
