@@ -26,7 +26,7 @@ import checkpoint
 from config import load_config
 from errors import UserError, command
 from evaluation import autocast, pick_device, pick_dtype
-from files import write_json
+from files import check_writable, write_json
 from model import GPT
 from scripts.suite_gpu import PARTS, run_suite
 from train import build_optimizers, memory_mb, use_compile
@@ -59,9 +59,13 @@ def main() -> None:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
         raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
+    out = arguments.out or ("results/benchmark_gpu.json" if arguments.suite else None)
+    if out:
+        if Path(out).is_dir():
+            raise UserError(f"--out {out} is a folder; name a file in it")
+        check_writable(Path(out).parent)
     if arguments.suite:
-        path = arguments.out or "results/benchmark_gpu.json"
-        run_suite(arguments.suite, path, arguments.nanogpt)
+        run_suite(arguments.suite, out, arguments.nanogpt)
         return
     if not arguments.configs:
         raise UserError("which configs? For example: configs/softmax.py configs/lssar_p15.py")
@@ -78,11 +82,12 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
     print_table(figures, baselines)
-    if arguments.out:
+    if out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": environment, "settings": settings}
-        write_json(arguments.out, result | {"baselines": baselines, "rows": figures})
-        print(f"written: {arguments.out}")
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, result | {"baselines": baselines, "rows": figures})
+        print(f"written: {out}")
 
 
 def parse_rows(arguments) -> tuple[dict, dict]:

@@ -4,10 +4,10 @@ python -m scripts.downstream RUN --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table and writes RUN/downstream.json after every task, so that a stopped command goes on
-where it was: what has been measured before, from the same weights in the same way, is not measured
-again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
-are read.
+Prints a table and writes RUN/downstream.json, a list of measurements, after every task, so that a
+stopped command goes on where it was: what has been measured before, from the same weights in the
+same way, is not measured again. Needs pip install -r requirements-dev.txt, and a network the first
+time that a task's data are read.
 """
 
 import argparse
@@ -30,9 +30,8 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import autocast
-from files import read_json, write_json
 from model import EVALUATED_ROWS
-from scripts.runs import Run, add_options, open_run
+from scripts.runs import Results, Run, add_options, open_run
 
 LSSAR = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def measure(path: Path, arguments) -> dict:
-    """One run's scores, as they are saved in its downstream.json."""
+    """One run's scores of the tasks that are asked for, as its downstream.json has them."""
     config = checkpoint.read_config(path)
     checkpoint.find(path, arguments.checkpoint)  # refuses now, not after the downloads
     for name in ("max_length", "limit"):
@@ -76,19 +75,16 @@ def measure(path: Path, arguments) -> dict:
     lm_eval = import_harness()
     tasks = load_tasks(parse_tasks(arguments.tasks), arguments.include_path)
     run = open_run(path, arguments)
-    result = run.facts | {
+    facts = run.facts | {
         "lm_eval": lm_eval.__version__,
         "max_length": max_length,
         "limit": arguments.limit,
         "paper": paper_row(config),
     }
-    file = path / "downstream.json"
-    before = read_json(file) or {}
-    same = all(before.get(key) == value for key, value in result.items())
-    result["tasks"] = before.get("tasks", {}) if same else {}
+    results = Results(path / "downstream.json", facts)
     for number, (name, loaded) in enumerate(tasks.items(), 1):
         content = fingerprint(loaded)
-        if result["tasks"].get(name, {}).get("content") == content:
+        if results.parts.get(name, {}).get("content") == content:
             continue
         print(f"task {number} of {len(tasks)}: {name}", flush=True)
         scores = lm_eval.simple_evaluate(
@@ -99,9 +95,8 @@ def measure(path: Path, arguments) -> dict:
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
         )
-        result["tasks"][name] = {"content": content, "scores": readable(scores)}
-        write_json(file, result | {"environment": checkpoint.environment()})
-    return result | {"tasks": {name: result["tasks"][name] for name in tasks}}
+        results.add(name, {"content": content, "scores": readable(scores)})
+    return facts | {"parts": {name: results.parts[name] for name in tasks}}
 
 
 # ---- tasks ----
@@ -415,7 +410,7 @@ def print_table(result: dict) -> None:
     print(f"{'task':28}{'metric':24}{'value':>10}{'stderr':>9}{'samples':>9}", end="")
     print(f"   paper ({result['paper']})" if paper else "")
     known = {task for task, _ in METRICS}
-    for name, entry in result["tasks"].items():
+    for name, entry in result["parts"].items():
         scores = entry["scores"]
         # a group has a score of its own, a tag only those of its tasks
         for task in [name] if name in scores else scores:

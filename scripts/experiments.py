@@ -16,6 +16,7 @@ from files import read_json
 from scripts import needle, passkey, report
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
+from scripts.runs import read_results
 
 PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
 LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
@@ -98,12 +99,12 @@ class Evaluation:
 
     def find(self, run: Run) -> tuple[list[float], dict] | None:
         """The run's values and the measurement that they are from, if it has been made."""
-        results = read_json(self.folder(run) / f"{self.script}.json") or []
+        results = read_results(self.folder(run) / f"{self.script}.json")
         asked = {
             "checkpoint": "latest", "step": checkpoint.step(self.folder(run)), "rope": self.rope,
             "rope_factor": None, "rope_theta": self.rope_theta,
         }  # fmt: skip
-        for result in results if isinstance(results, list) else [results]:
+        for result in results:
             if all(result.get(key) == value for key, value in asked.items()):
                 if (values := self.values(result, run.config)) is not None:
                     return values, result
@@ -295,7 +296,7 @@ def downstream(number: str) -> Evaluation:
     def values(result, config):
         if result["limit"] is not None or result["max_length"] != 2 * config.block_size:
             return None
-        scores = [result["tasks"].get(task, {}).get("scores") for task, _ in pairs]
+        scores = [result["parts"].get(task, {}).get("scores") for task, _ in pairs]
         if None in scores:
             return None
         found = [

@@ -45,17 +45,32 @@ def test_the_suite_is_refused_without_a_gpu(call, capsys, tmp_path):
     assert not (tmp_path / "gpu.json").exists()
 
 
+@pytest.mark.parametrize(
+    "out, message", [("file/new/b.json", "Not a directory"), ("folder", "is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    call, capsys, tmp_path, monkeypatch, out, message
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(benchmark, "measure", None)
+    with pytest.raises(SystemExit) as stop:
+        call(benchmark, "configs/softmax.py", "--out", tmp_path / out)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and str((tmp_path / out).parent) in error and message in error
+
+
 def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
     tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes"]
     settings = [x for pair in tiny for x in ("--set", pair[2:])]
     call(
         benchmark, "configs/softmax.py", "configs/lssar_p3.py", *settings, "--rounds", 1,
-        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "b.json",
+        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "new/b.json",
     )  # fmt: skip
     printed = capsys.readouterr().out
     from files import read_json
 
-    saved = read_json(tmp_path / "b.json")
+    saved = read_json(tmp_path / "new/b.json")
     assert len(saved["rows"]) == 8
     for name, figures in saved["rows"].items():
         length = name.split(" at ")[1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from config import load_config
+from files import read_json
 from scripts import downstream
 from tests.helpers import CONFIGS, saved_run, small_model, write_task
 
@@ -95,12 +96,12 @@ def harness(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(call, tasks):
-    """Run the script on local tasks; returns the scores of downstream.json."""
+    """Run the script on local tasks; returns the newest measurement of downstream.json."""
 
     def run(folder, names, *more):
         common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
         call(downstream, folder, "--tasks", names, *common, *more)
-        return json.loads((folder / "downstream.json").read_text())
+        return read_json(folder / "downstream.json")[-1]
 
     return run
 
@@ -144,7 +145,7 @@ def test_scores(case, tasks, evaluate, tmp_path):
     gold = [*answers[:3], "wrong", answers[4]]
     generation(tasks, gold, max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,text,gen")
-    scores = {name: entry["scores"][name] for name, entry in result["tasks"].items()}
+    scores = {name: entry["scores"][name] for name, entry in result["parts"].items()}
     values = {
         (name, metric): score["value"]
         for name in scores
@@ -302,6 +303,19 @@ def test_measured_once(evaluate, tasks, tmp_path, monkeypatch, capsys):
     (tasks / "other.jsonl").write_text(data)
 
 
+def test_a_quick_try_deletes_no_measurement(evaluate, tmp_path, capsys):
+    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+    full = evaluate(run, "choice,last")
+    tried = evaluate(run, "choice", "--limit", "1")
+    assert tried["limit"] == 1 and tried["parts"]["choice"]["scores"]["choice"]["samples"] == 1
+    assert read_json(run / "downstream.json") == [full, tried]
+    (run / "downstream.json").write_text(json.dumps(full))
+    with pytest.raises(SystemExit) as stop:
+        evaluate(run, "choice")
+    assert stop.value.code == 2 and "no list of measurements" in capsys.readouterr().err
+    assert read_json(run / "downstream.json") == full
+
+
 def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
     """A task that the run cannot do ends the command, after the tasks before it were saved."""
     run = saved_run(tmp_path / "run", small_model("softmax.py").float())
@@ -314,7 +328,8 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             evaluate(run, "choice,gen", "--limit", "1")
         assert stop.value.code == 2 and message in capsys.readouterr().err
-        assert list(json.loads((run / "downstream.json").read_text())["tasks"]) == ["choice"]
+        (result,) = read_json(run / "downstream.json")
+        assert list(result["parts"]) == ["choice"]
     write_task(
         tasks, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
         doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
@@ -326,7 +341,7 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
 
 def test_group(evaluate, tmp_path, capsys):
     run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
-    scores = evaluate(run, "both")["tasks"]["both"]["scores"]
+    scores = evaluate(run, "both")["parts"]["both"]["scores"]
     parts = [
         scores[name]["metrics"]["acc"]["value"] * n for name, n in (("choice", 6), ("other", 2))
     ]
@@ -398,7 +413,7 @@ def test_the_papers_numbers_stand_beside_its_own_models(capsys):
     metrics = {"acc": {"value": 0.1, "stderr": 0.2}, "acc_norm": {"value": 0.5, "stderr": 0.011}}
     scores = {"piqa": {"samples": 1838, "num_fewshot": 0, "metrics": metrics}}
     facts = {"variant": "lssar_p15", "step": 1, "rope": "none", "max_length": 2048, "lm_eval": "0"}
-    tables = {"paper": row("lssar_p15.py"), "tasks": {"piqa": {"scores": scores}}}
+    tables = {"paper": row("lssar_p15.py"), "parts": {"piqa": {"scores": scores}}}
     downstream.print_table(facts | tables)
     line = capsys.readouterr().out.splitlines()[-1].split()
     assert line == ["piqa", "acc_norm", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2

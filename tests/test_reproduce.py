@@ -244,6 +244,8 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--scale=nowhere.py"], ["nowhere.py", "does not exist"]),
         (["table1", "--data=nowhere"], ["nowhere", "python -m data.text"]),
         (["table1", "--data=fineweb10B"], ["fineweb10B", "python -m data.fineweb"]),
+        (["table1", "--results=README.md"], ["README.md/small/table1", "Not a directory"]),
+        (["table1", "--out=README.md/new"], ["README.md/new", "Not a directory"]),
         (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
         (["passkey"], ["--lengths 16 is too short"]),
