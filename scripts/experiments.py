@@ -12,10 +12,12 @@ import checkpoint
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
+from evaluation import pick_device, pick_dtype
 from files import read_json
-from scripts import needle, passkey, report
+from scripts import attention_maps, needle, passkey, report
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
+from scripts.runs import find_result
 
 PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
 LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
@@ -45,7 +47,11 @@ class Evaluation:
     script: str  # of scripts/; its results are in <script>.json of the run's folder
     keys: tuple  # of the columns: multiples of the training length, or names
     arguments: Callable[[Config], list[str]]
-    values: Callable[[dict, Config], list[float] | None]  # None: not of this measurement
+    # what a measurement has to say of itself, beside what all say, to be of this table
+    question: Callable[[Config], dict]
+    # the measurement with those of its parts that the table is of; None where one is missing
+    cut: Callable[[dict, Config], dict | None]
+    values: Callable[[dict, Config], list[float]]  # of what `cut` leaves
     rope: str = "dynamic_ntk"
     rope_theta: float | None = None
     fits: Callable[[Config], object] = lambda config: None  # UserError where it cannot be measured
@@ -98,15 +104,20 @@ class Evaluation:
 
     def find(self, run: Run) -> tuple[list[float], dict] | None:
         """The run's values and the measurement that they are from, if it has been made."""
-        results = read_json(self.folder(run) / f"{self.script}.json") or []
-        asked = {
-            "checkpoint": "latest", "step": checkpoint.step(self.folder(run)), "rope": self.rope,
-            "rope_factor": None, "rope_theta": self.rope_theta,
+        folder = self.folder(run)
+        if (step := checkpoint.step(folder)) is None:
+            return None
+        # as the script takes it: the same folder may have been given by another path
+        config = run.config.replace(data_dir=checkpoint.read_config(folder).data_dir)
+        dtype = pick_dtype(config.dtype, pick_device(config.device))
+        asked = self.question(config) | {
+            "checkpoint": "latest", "step": step, "dtype": str(dtype).removeprefix("torch."),
+            "rope": self.rope, "rope_factor": None, "rope_theta": self.rope_theta,
         }  # fmt: skip
+        results = read_json(folder / f"{self.script}.json") or []
         for result in results if isinstance(results, list) else [results]:
-            if all(result.get(key) == value for key, value in asked.items()):
-                if (values := self.values(result, run.config)) is not None:
-                    return values, result
+            if find_result([result], asked) and (kept := self.cut(result, config)):
+                return self.values(kept, config), kept
         return None
 
     def results(self, work: Work, row: str) -> list[dict]:
@@ -219,21 +230,43 @@ def tokens_at(config: Config, lengths: tuple[int, ...]) -> int:
     return shared_tokens(config.data_dir, list(lengths), config.val_tokens, config)
 
 
+def validation(config: Config, lengths: tuple[int, ...]) -> dict:
+    """What scripts.eval_length says of the tokens that it predicted."""
+    return {"data_dir": config.data_dir, "tokens": tokens_at(config, lengths)}
+
+
+def only(key: str, names: Callable[[Config], list[str]]) -> Callable[[dict, Config], dict | None]:
+    """A `cut`: of result[key] the parts of these names."""
+
+    def cut(result, config):
+        wanted = names(config)
+        if not set(wanted) <= result[key].keys():
+            return None
+        return result | {key: {name: result[key][name] for name in wanted}}
+
+    return cut
+
+
 def loss(*multiples: float) -> Evaluation:
     """Loss by length, over the same tokens at every length."""
 
+    def lengths(config):
+        return tuple(at(multiple, config) for multiple in multiples)
+
     def values(result, config):
-        lengths = tuple(at(multiple, config) for multiple in multiples)
         losses = dict(zip(result["lengths"], result["loss"], strict=True))
-        same = result["tokens"] == tokens_at(config, lengths) and losses.keys() >= set(lengths)
-        return [losses[length] for length in lengths] if same else None
+        return [losses[length] for length in lengths(config)]
 
     return Evaluation(
         "eval_length",
         multiples,
         lambda config: [f"--lengths={joined(multiples, config)}"],
-        values,
-        fits=lambda config: tokens_at(config, tuple(at(m, config) for m in multiples)),
+        question=lambda config: validation(config, lengths(config)),
+        cut=lambda result, config: (
+            result if set(lengths(config)) <= set(result["lengths"]) else None
+        ),
+        values=values,
+        fits=lambda config: tokens_at(config, lengths(config)),
     )
 
 
@@ -241,16 +274,16 @@ def loss_by_position(multiple: float, *shown: float) -> Evaluation:
     """SSMax Fig. 5: loss at every position of windows of one length, told at some of them."""
 
     def values(result, config):
-        losses = result.get("loss_by_position", {}).get(str(at(multiple, config)))
-        if losses is None or result["tokens"] != tokens_at(config, (at(multiple, config),)):
-            return None
+        (losses,) = result["loss_by_position"].values()
         return [mean_around(losses, at(position, config)) for position in shown]
 
     return Evaluation(
         "eval_length",
         shown,
         lambda config: [f"--lengths={at(multiple, config)}", "--per_position"],
-        values,
+        question=lambda config: validation(config, (at(multiple, config),)),
+        cut=only("loss_by_position", lambda config: [str(at(multiple, config))]),
+        values=values,
         rope="none",
         rope_theta=SSMAX["figure5"]["rope_theta"],
         fits=lambda config: tokens_at(config, (at(multiple, config),)),
@@ -263,14 +296,15 @@ def mean_around(losses: list[float], position: int) -> float:
     return sum(near) / len(near)
 
 
+TRIALS = 100  # passkeys of each length
+TRIAL_SEED = 1337  # of passkeys, needles and haystacks
+
+
 def passkeys(*multiples: float) -> Evaluation:
     """LSSAR Figs. 2 and A3: passkeys found, in percent."""
 
-    def values(result, config):
-        parts = [result["parts"].get(str(at(multiple, config))) for multiple in multiples]
-        if None in parts or result["trials"] != 100:
-            return None
-        return [100 * part["accuracy"] for part in parts]
+    def lengths(config):
+        return [str(at(multiple, config)) for multiple in multiples]
 
     def fits(config):
         for multiple in multiples:
@@ -279,28 +313,28 @@ def passkeys(*multiples: float) -> Evaluation:
     return Evaluation(
         "passkey",
         multiples,
-        lambda config: [f"--lengths={joined(multiples, config)}", "--trials=100"],
-        values,
+        lambda config: [
+            f"--lengths={','.join(lengths(config))}", f"--trials={TRIALS}", f"--seed={TRIAL_SEED}",
+        ],
+        question=lambda config: {"trials": TRIALS, "trial_seed": TRIAL_SEED},
+        cut=only("parts", lengths),
+        values=lambda result, config: [100 * part["accuracy"] for part in result["parts"].values()],
         fits=fits,
         better="higher",
         digits=1,
-    )
+    )  # fmt: skip
 
 
 def downstream(number: str) -> Evaluation:
     """LSSAR Tables 2, A1 and A2: tasks of lm-evaluation-harness; accuracies in percent."""
     columns = tuple(LSSAR[f"table{number}"]["columns"])
     pairs = [column.split() for column in columns]
+    tasks = list(dict.fromkeys(task for task, _ in pairs))
 
     def values(result, config):
-        if result["limit"] is not None or result["max_length"] != 2 * config.block_size:
-            return None
-        scores = [result["tasks"].get(task, {}).get("scores") for task, _ in pairs]
-        if None in scores:
-            return None
         found = [
-            score[task]["metrics"][metric]["value"]
-            for score, (task, metric) in zip(scores, pairs, strict=True)
+            result["tasks"][task]["scores"][task]["metrics"][metric]["value"]
+            for task, metric in pairs
         ]
         return [
             100 * value if metric.startswith("acc") else value
@@ -314,8 +348,10 @@ def downstream(number: str) -> Evaluation:
     return Evaluation(
         "downstream",
         columns,
-        lambda config: ["--tasks=" + ",".join(dict.fromkeys(task for task, _ in pairs))],
-        values,
+        lambda config: ["--tasks=" + ",".join(tasks)],
+        question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
+        cut=only("tasks", lambda config: tasks),
+        values=values,
         fits=installed,
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2,
@@ -333,14 +369,14 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
     of right answers, and of the Config.
     """
 
+    def parts(config):
+        lengths = [at(multiple, config) for multiple in NEEDLE_LENGTHS]
+        cells = [needle.cell(length, depth) for length in lengths for depth in needle.DEPTHS]
+        return [*cells, needle.scores_name(at(SCORE_LENGTH, config), SSMAX["figure8"]["trials"])]
+
     def all_values(result, config):
-        parts = result["parts"]
-        cells = [part for part in parts.values() if "depth" in part]
-        lengths = {at(multiple, config) for multiple in NEEDLE_LENGTHS}
-        scores = [part for part in parts.values() if "one needle" in part]
-        done = {cell["length"] for cell in cells} >= lengths and scores
-        done = done and result["samples"] == SSMAX["figure6"]["samples"]
-        return values(scores[0], cells, config) if done else None
+        *cells, scores = result["parts"].values()
+        return values(scores, cells, config)
 
     def fits(config):
         haystack = needle.Haystack(config.data_dir, get_tokenizer(config.tokenizer))
@@ -355,8 +391,15 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
             f"--samples={SSMAX['figure6']['samples']}",
             f"--score_length={at(SCORE_LENGTH, config)}",
             f"--score_trials={SSMAX['figure8']['trials']}",
+            f"--seed={TRIAL_SEED}",
         ],
-        all_values,
+        question=lambda config: {
+            "data_dir": config.data_dir,
+            "samples": SSMAX["figure6"]["samples"],
+            "sample_seed": TRIAL_SEED,
+        },
+        cut=only("parts", parts),
+        values=all_values,
         rope="none",
         rope_theta=SSMAX["figure6"]["rope_theta"],
         fits=fits,
@@ -392,13 +435,15 @@ def many_needles(scores, cells, config) -> list[float]:
 def maps() -> Evaluation:
     """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
     names = ("first_token", "entropy_share", "zeros")
-
-    def values(result, config):
-        if result["text"] is None or result["layer"] != config.n_layer - 1:
-            return None
-        return [mean_of(result["heads"][name]) for name in names]
-
-    return Evaluation("attention_maps", names, lambda config: [], values, better=None)
+    return Evaluation(
+        "attention_maps",
+        names,
+        lambda config: [],
+        question=lambda config: {"text": attention_maps.TEXT, "layer": config.n_layer - 1},
+        cut=lambda result, config: result,
+        values=lambda result, config: [mean_of(result["heads"][name]) for name in names],
+        better=None,
+    )
 
 
 def mean_of(values: list[float | None]) -> float:

@@ -20,7 +20,7 @@ import checkpoint
 from config import Config, load_config
 from data.shards import write_shard
 from processes import EXIT_STOPPED
-from scripts import experiments, report, reproduce, rows
+from scripts import attention_maps, eval_length, experiments, needle, report, reproduce, rows
 from tests.conftest import SMALL
 from tests.helpers import CONFIGS, ROWS
 
@@ -122,6 +122,31 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 
 
+@pytest.mark.parametrize(
+    "name, script, other",
+    [
+        ("table_a4", eval_length, ["--lengths=16", "--data_dir={other}"]),
+        ("table_a4", eval_length, ["--lengths=16", "--dtype=bfloat16"]),
+        ("attention_maps", attention_maps, ["--tokens=0", "--text=Another text."]),
+        ("attention_maps", attention_maps, ["--tokens=0", "--layer=0"]),
+    ],
+)
+def test_a_measurement_of_something_else_is_not_taken(
+    run, call, commands, shards, tmp_path, name, script, other
+):
+    table = read(run(name, "--only=softmax"))
+    folder, other_shards = tmp_path / "out/small/softmax/seed1337", tmp_path / "other"
+    shutil.copytree(shards, other_shards)
+    results = folder / f"{script.__name__.removeprefix('scripts.')}.json"
+    results.unlink()
+    call(script, folder, *(part.format(other=other_shards) for part in other))
+    commands.clear()
+    again = read(run(name, "--only=softmax"))
+    assert (
+        len(commands) == 1 and again["rows"]["softmax"]["mean"] == table["rows"]["softmax"]["mean"]
+    )
+
+
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tmp_path):
     with open(scale, "a") as file:
         file.write("max_iters = 150\ncheckpoint_interval = 10\neval_interval = 150\n")
@@ -203,6 +228,18 @@ def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeyp
     assert tables[1]["rows"]["ssmax"]["mean"][0] == best and scores["length"] == 1500
     tops = [trial["top_score"] for trial in scores["trials"]]
     assert tables[2]["rows"]["ssmax"]["mean"][0] == pytest.approx(sum(tops) / 2)
+    # with other needles, or without all depths and the very scores, it would have to be made again
+    evaluation = experiments.EXPERIMENTS["ssmax_figure7"].evaluation
+    opened = rows.open_scale(str(scale), str(tmp_path / "out"), str(data), "disabled", [])
+    made = opened.run("ssmax", 1337)
+    assert evaluation.find(made)
+    for name in (needle.cell(384, 0.9), needle.scores_name(1500, 2)):
+        parts = {key: part for key, part in measured["parts"].items() if key != name}
+        parts[needle.scores_name(1500, 3)] = scores
+        (tuned / "needle.json").write_text(json.dumps([measured | {"parts": parts}]))
+        assert evaluation.find(made) is None
+    (tuned / "needle.json").write_text(json.dumps([measured | {"sample_seed": 1}]))
+    assert evaluation.find(made) is None
     for i in (6, 7, 8):
         picture = tmp_path / f"results/small/ssmax_figure{i}/ssmax_figure{i}.png"
         assert matplotlib.image.imread(picture).std() > 0
