@@ -1,5 +1,6 @@
 """The papers' tables and figures: the rows of each, how they are measured, how they are shown."""
 
+import argparse
 import functools
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import pick_device, pick_dtype
 from files import read_json
-from scripts import attention_maps, needle, passkey, report
+from scripts import attention_maps, benchmark, needle, passkey, report
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
 from scripts.runs import find_result
@@ -58,6 +59,7 @@ class Evaluation:
     better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
     digits: int = 4
     finetuned: bool = False  # measured after scripts.finetune_squad
+    notes: Callable[[Config], tuple[str, ...]] = lambda config: ()  # for the caption
 
     trained = True
 
@@ -170,23 +172,55 @@ class Benchmark:
     def check(self, work: Work) -> None:
         pass
 
+    def notes(self, config: Config) -> tuple[str, ...]:
+        unfused = config.attention_impl == "reference"
+        return ("The paper's attention is unfused, as ours is here.",) if unfused else ()
+
     def file(self, work: Work) -> Path:
         return work.folder / "benchmark.json"
 
+    def arguments(self, work: Work) -> dict:
+        """The options of scripts.benchmark, by name."""
+        return {
+            "configs": [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]],
+            "scale": next(iter(work.scale.files), None),
+            "set": [setting.removeprefix("--") for setting in work.scale.settings],
+            "impls": work.scale.config.attention_impl,
+        }
+
+    def difference(self, work: Work) -> str | None:
+        """What makes the measurement that is there another one than is asked for."""
+        saved, here = read_json(self.file(work)), checkpoint.environment()
+        if saved["environment"]["machine"] != here["machine"]:
+            return f"{saved['environment']['machine']}, not {here['machine']}"
+        asked = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
+        config = next(iter(benchmark.parse_rows(asked)[0].values()))
+        dtype = pick_dtype(config.dtype, pick_device(config.device))
+        settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+        for key, value in settings.items():
+            # where a run, its data and its log would be is nothing to a step
+            free = key in ("out_dir", "data_dir", "wandb_mode")
+            if not free and saved["settings"].get(key) != value:
+                return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
+        return None
+
     def plan(self, work: Work) -> str:
-        if self.file(work).exists():
-            return f"measured before: {self.file(work)}; delete it to measure again"
-        return "to measure: steps of 4 sequences in python -m scripts.benchmark, minutes"
+        steps = "steps of 4 sequences in python -m scripts.benchmark, minutes"
+        if not self.file(work).exists():
+            return f"to measure: {steps}"
+        if difference := self.difference(work):
+            return f"to measure again: {steps}; {self.file(work)} is of {difference}"
+        return f"measured before: {self.file(work)}; delete it to measure again"
 
     def measure(self, work: Work) -> list[str]:
-        if self.file(work).exists():
+        if self.file(work).exists() and not self.difference(work):
             return []
         work.folder.mkdir(parents=True, exist_ok=True)
-        rows = [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]]
-        command = [sys.executable, "-m", "scripts.benchmark", *rows, f"--out={self.file(work)}"]
-        command += [f"--scale={file}" for file in work.scale.files]
-        command += [f"--impls={work.scale.config.attention_impl}"]
-        command += [f"--set={setting.removeprefix('--')}" for setting in work.scale.settings]
+        asked = self.arguments(work)
+        command = [sys.executable, "-m", "scripts.benchmark", *asked["configs"]]
+        command += [f"--scale={asked['scale']}"] if asked["scale"] else []
+        command += [f"--set={setting}" for setting in asked["set"]]
+        command += [f"--impls={asked['impls']}", f"--out={self.file(work)}"]
         if code := call(command):
             raise UserError(f"scripts.benchmark ended with exit code {code}; its message is above")
         return []
@@ -498,7 +532,6 @@ EXPERIMENTS = {
     "table_a7": Experiment(
         "LSSAR Table A7, cost of a step", "milliseconds and MB", tuple(LSSAR["table_a7"]["rows"]),
         Benchmark(), report.dots, LSSAR["table_a7"],
-        notes=("The paper's is unfused, as --set attention_impl=reference is here.",),
     ),
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),

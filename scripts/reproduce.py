@@ -138,7 +138,7 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
         "failures": failures,
     }
     report.compare(table)
-    table["caption"] = report.caption(table, config, experiment.notes)
+    table["caption"] = report.caption(table, config, (*experiment.notes, *evaluation.notes(config)))
     return table
 
 
