@@ -199,6 +199,17 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     config = checkpoint.read_config(small / "ssmax_e/seed1337")
     assert config.s_init == pytest.approx(s) and config.attention == "ssmax"
     assert table["rows"]["ssmax_e"]["runs"][0]["began_with"].endswith("softmax/seed1337")
+    # where softmax is trained again to other weights, what began with the old ones is refused
+    shutil.rmtree(small / "softmax")
+    with pytest.raises(SystemExit) as stop:
+        run("swaps")
+    assert stop.value.code == 2 and "ssmax_e/seed1337 was trained with" in capsys.readouterr().err
+    assert not (small / "softmax").exists()
+    shutil.copytree(small / "softmax_before_f", small / "softmax")
+    with pytest.raises(SystemExit) as stop:
+        run("swaps")
+    message = capsys.readouterr().err
+    assert "other first weights" in message and f"{small}/softmax/seed1337" in message
     full = rows.open_scale("ssmax_paper", "out", None, "disabled", [])
     f = full.run("ssmax_f", 1337).config
     assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
