@@ -15,7 +15,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import pick_device, pick_dtype
 from files import read_json
-from scripts import attention_maps, benchmark, needle, passkey, report
+from scripts import attention_maps, benchmark, finetune_squad, needle, passkey, report
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
 from scripts.runs import find_result
@@ -75,8 +75,12 @@ class Evaluation:
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
             )
-        if self.finetuned and work.squad and not Path(work.squad).is_file():
-            raise UserError(f"--squad {work.squad}: no such file")
+        for run in work.runs if self.finetuned else ():
+            if problem := other_tuning(run, work):
+                raise UserError(
+                    f"{self.folder(run)} was fine-tuned with {problem}; move it away to fine-tune "
+                    "again, or ask for the same as then"
+                )
 
     def plan(self, work: Work) -> str:
         left = sum(self.find(run) is None for run in work.runs)
@@ -126,7 +130,11 @@ class Evaluation:
         """What table.json keeps of each finished and measured run of a row."""
         results = []
         for run in (work.scale.run(row, seed) for seed in work.seeds):
-            if run.finished and not run.disagreement() and (found := self.find(run)):
+            if not run.finished or run.disagreement():
+                continue
+            if self.finetuned and other_tuning(run, work):
+                continue
+            if found := self.find(run):
                 values, measured = found
                 results.append(
                     {
@@ -153,6 +161,35 @@ def finetuned(run: Run) -> bool:
     folder = run.folder / "squad"
     step = checkpoint.step(folder)
     return step is not None and step >= checkpoint.read_config(folder).max_iters
+
+
+@functools.cache
+def squad_digest(path: str, config: Config) -> str:
+    """Of the examples that the runs of a scale are fine-tuned on."""
+    examples, _ = finetune_squad.encode_all(finetune_squad.read_squad(path), config, path)
+    return finetune_squad.digest(examples)
+
+
+def other_tuning(run: Run, work: Work) -> str | None:
+    """What makes the fine-tuned run that is there another one than would be made now: its
+    questions, the weights that it began with, or a setting, with both values."""
+    folder = run.folder / "squad"
+    if checkpoint.step(folder) is None:
+        return None
+    facts = read_json(folder / "squad.json") or {}
+    asked = {
+        "began_with": checkpoint.identity(run.folder),
+        **finetune_squad.recipe(run.config, facts.get("examples", 0)),
+    }
+    if work.squad:
+        asked["sha256"] = squad_digest(work.squad, work.scale.config)
+    else:
+        asked["squad"] = finetune_squad.DATASET
+    saved = facts | checkpoint.read_config(folder).as_dict()
+    for key, value in asked.items():
+        if saved.get(key) != value:
+            return f"{key} = {saved.get(key)!r}, not {value!r}"
+    return None
 
 
 def finetune(run: Run, squad: str | None) -> list[str]:

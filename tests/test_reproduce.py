@@ -216,7 +216,7 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
 
 
-def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch):
+def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch, capsys):
     """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
     monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure6"], "samples", 1)
     monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure8"], "trials", 2)
@@ -248,10 +248,29 @@ def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeyp
     assert tables[1]["rows"]["ssmax"]["mean"][0] == best and scores["length"] == 1500
     tops = [trial["top_score"] for trial in scores["trials"]]
     assert tables[2]["rows"]["ssmax"]["mean"][0] == pytest.approx(sum(tops) / 2)
-    # with other needles, or without all depths and the very scores, it would have to be made again
-    evaluation = experiments.EXPERIMENTS["ssmax_figure7"].evaluation
+    # fine-tuned on other questions, or otherwise, it is not taken
+    questions[0]["question"] = "Who is he?"
+    (tmp_path / "other.json").write_text(json.dumps({"data": articles}))
+    settings = json.loads((tuned / "config.json").read_text())
+    for more, changed, part in (
+        (f"--squad={tmp_path / 'other.json'}", {}, "sha256 = "),
+        ("--plan", {"learning_rate": 1e-3}, "learning_rate = 0.001, not 2e-05"),
+    ):
+        (tuned / "config.json").write_text(json.dumps(settings | changed))
+        with pytest.raises(SystemExit) as stop:
+            run("ssmax_figure6", *arguments, more)
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and f"{tuned} was fine-tuned with {part}" in message
+    (tuned / "config.json").write_text(json.dumps(settings))
     opened = rows.open_scale(str(scale), str(tmp_path / "out"), str(data), "disabled", [])
-    made = opened.run("ssmax", 1337)
+    evaluation, made = (
+        experiments.EXPERIMENTS["ssmax_figure7"].evaluation,
+        opened.run("ssmax", 1337),
+    )
+    squads = (str(tmp_path / f"{name}.json") for name in ("squad", "other"))
+    works = [experiments.Work(opened, (), range(1337, 1338), tmp_path, squad) for squad in squads]
+    assert [len(evaluation.results(work, "ssmax")) for work in works] == [1, 0]
+    # with other needles, or without all depths and the very scores, it would have to be made again
     assert evaluation.find(made)
     for name in (needle.cell(384, 0.9), needle.scores_name(1500, 2)):
         parts = {key: part for key, part in measured["parts"].items() if key != name}
