@@ -510,7 +510,11 @@ def maps() -> Evaluation:
         "attention_maps",
         names,
         lambda config: [],
-        question=lambda config: {"text": attention_maps.TEXT, "layer": config.n_layer - 1},
+        question=lambda config: {
+            "text": attention_maps.TEXT,
+            "layer": config.n_layer - 1,
+            "picture": attention_maps.PICTURE,  # else it is drawn again
+        },
         cut=lambda result, config: result,
         values=lambda result, config: [mean_of(result["heads"][name]) for name in names],
         better=None,

@@ -156,6 +156,20 @@ def test_a_measurement_of_something_else_is_not_taken(
     )
 
 
+def test_the_maps_are_those_of_the_table(run, call, commands, tmp_path):
+    """Drawn over by another text's, they are drawn again."""
+    folder, picture = tmp_path / "out/small/softmax/seed1337", "attention_maps.png"
+    table = run("attention_maps", "--only=softmax")
+    drawn = (table / "softmax.png").read_bytes()
+    call(attention_maps, folder, "--tokens=0", "--text=Another text.")
+    assert (folder / picture).read_bytes() != drawn
+    run("attention_maps", "--only=softmax")
+    assert (table / "softmax.png").read_bytes() == drawn == (folder / picture).read_bytes()
+    commands.clear()
+    run("attention_maps", "--only=softmax")
+    assert not commands
+
+
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tmp_path):
     with open(scale, "a") as file:
         file.write("max_iters = 150\ncheckpoint_interval = 10\neval_interval = 150\n")
