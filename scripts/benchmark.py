@@ -56,6 +56,9 @@ def main() -> None:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
         raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
+    for pair in arguments.set:
+        if "=" not in pair:
+            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
     if arguments.suite:
         from scripts.suite_gpu import run_suite
 

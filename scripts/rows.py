@@ -172,7 +172,10 @@ def open_scale(
     elif name not in there:
         raise UserError(f"--scale {name!r} is one of {', '.join(there)}, or a config file")
     for pair in settings:
-        if pair.partition("=")[0] not in OF_THE_MACHINE:
+        key, equals, _ = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
+        if key not in OF_THE_MACHINE:
             raise UserError(
                 f"--set {pair!r} would make other runs than the scale's, for which there is "
                 f"--scale FILE.py; --set takes {', '.join(sorted(OF_THE_MACHINE))}"
