@@ -79,8 +79,7 @@ def main() -> None:
     print(evaluation.plan(work), flush=True)
     if arguments.plan:
         return
-    # the end of a job's time ends the child too, which would otherwise go on alone
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
+    stop_on_signals()
     failures = train(runs, scale)
     failures += evaluation.measure(work)
     table = build_table(name, experiment, work, failures)
@@ -89,6 +88,13 @@ def main() -> None:
     print(f"written: {work.folder}")
     if failures:
         sys.exit(1)
+
+
+def stop_on_signals() -> None:
+    """Let what ends a job or closes a terminal end the child too: else it would go on alone."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED))
 
 
 def list_experiments() -> str:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -197,6 +198,46 @@ def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tm
     assert done["rows"]["softmax"]["mean"] == whole["rows"]["softmax"]["mean"]
 
 
+CHILD = """
+import signal, sys
+from pathlib import Path
+
+def end(*_):
+    Path("ended").touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+Path("there").touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    number = getattr(signal, name)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+
+    def send():
+        while not Path("there").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    try:
+        reproduce.stop_on_signals()
+        assert signal.getsignal(number) != before[number]
+        threading.Thread(target=send).start()
+        with pytest.raises(SystemExit) as stop:
+            rows.call([sys.executable, "-c", CHILD])
+        assert stop.value.code == EXIT_STOPPED and Path("ended").exists()
+        signal.signal(number, signal.SIG_IGN)
+        reproduce.stop_on_signals()
+        assert signal.getsignal(number) == signal.SIG_IGN  # as nohup left it
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+
+
 def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
     swapped = experiments.EXPERIMENTS["loss_by_length"]
@@ -349,6 +390,8 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--data=nowhere"], ["nowhere", "python -m data.text"]),
         (["table1", "--data=fineweb10B"], ["fineweb10B", "python -m data.fineweb"]),
         (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
+        (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
+        (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
         (["passkey"], ["--lengths 16 is too short"]),
         (["ssmax_figure6"], ["length 16 is too short"]),
