@@ -123,8 +123,18 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     assert read(run("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
     assert "all of 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    # fewer seeds or rows do not take the table's place
+    capsys.readouterr()
+    for fewer in (["--only=softmax"], ["--only=softmax", "--seeds=2", f"--out={tmp_path}/new"]):
+        with pytest.raises(SystemExit) as stop:
+            run("table1", *fewer)
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and "lssar_p15 (seed 1338)" in message and not commands
+        assert "a table of 4 runs" in message and "--results" in message
+    assert read(folder) == table
     # one seed: nothing is ranked; another table shares the runs
-    folder = run("table1", "--only=softmax")
+    run("table1", "--only=softmax", f"--results={tmp_path / 'one'}")
+    folder = tmp_path / "one/small/table1"
     assert list(read(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
     text = (folder / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
@@ -362,6 +372,18 @@ def test_the_cost_of_a_step_is_a_ratio_to_softmax(run, call, monkeypatch):
     monkeypatch.setattr(checkpoint.torch.cuda, "is_available", lambda: False)
     text = (run("table_a7", "--set=attention_impl=reference") / "table.md").read_text()
     assert len(commands) == 3 and "another machine" in text
+
+
+def test_a_table_keeps_the_rows_of_runs_that_fail(run, commands, tmp_path, monkeypatch, capsys):
+    folder = run("table1", "--only=softmax,lssar_p15")
+    table, call = read(folder), rows.call
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(rows, "call", lambda c: 1 if "lssar_p15.py" in " ".join(c) else call(c))
+    with pytest.raises(SystemExit) as stop:
+        run("table1", "--only=softmax,lssar_p15")
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and read(folder) == table
+    assert "without lssar_p15 (seed 1337); " in message and "stopped with exit code 1" in message
 
 
 def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeypatch, capsys):
