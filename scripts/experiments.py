@@ -16,6 +16,7 @@ from errors import UserError
 from evaluation import pick_device, pick_dtype
 from files import read_json
 from scripts import attention_maps, benchmark, finetune_squad, needle, passkey, report
+from scripts import downstream as harness
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
 from scripts.runs import find_result
@@ -70,7 +71,8 @@ class Evaluation:
 
     def check(self, work: Work) -> None:
         """Raise UserError for what would only be refused after the training."""
-        self.fits(work.scale.config)
+        if not all(self.find(run) for run in work.runs):
+            self.fits(work.scale.config)
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
@@ -396,6 +398,13 @@ def passkeys(*multiples: float) -> Evaluation:
     )  # fmt: skip
 
 
+@functools.cache
+def load_tasks(names: tuple[str, ...]) -> dict[str, dict]:
+    """Tasks of lm-evaluation-harness. Raises UserError where it or their data are not there."""
+    harness.import_harness()
+    return harness.load_tasks(list(names), None)
+
+
 def downstream(number: str) -> Evaluation:
     """LSSAR Tables 2, A1 and A2: tasks of lm-evaluation-harness; accuracies in percent."""
     columns = tuple(LSSAR[f"table{number}"]["columns"])
@@ -412,9 +421,14 @@ def downstream(number: str) -> Evaluation:
             for value, (_, metric) in zip(found, pairs, strict=True)
         ]
 
-    def installed(config):
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UserError("tasks need lm-evaluation-harness: pip install lm_eval")
+    def fits(config):
+        edu = "fineweb_edu" in config.data_dir
+        if number == "_a1" and "fineweb" in config.data_dir and not edu:
+            raise UserError(
+                f"Table A1 is of training on FineWeb-Edu, not on {config.data_dir}: "
+                "--scale 45m, 124m_edu or 355m"
+            )
+        load_tasks(tuple(tasks))  # they may have to be downloaded
 
     return Evaluation(
         "downstream",
@@ -423,7 +437,7 @@ def downstream(number: str) -> Evaluation:
         question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
         cut=only("tasks", lambda config: tasks),
         values=values,
-        fits=installed,
+        fits=fits,
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2,
     )
@@ -561,7 +575,7 @@ EXPERIMENTS = {
     ),
     "table_a1": Experiment(
         "LSSAR Table A1, downstream tasks after FineWeb-Edu", "zero-shot scores", TWO,
-        downstream("_a1"), report.dots, LSSAR["table_a1"],
+        downstream("_a1"), report.dots, LSSAR["table_a1"], paper_scale="124m_edu",
     ),
     "table_a2": Experiment(
         "LSSAR Table A2, LAMBADA", "zero-shot scores", TWO, downstream("_a2"), report.dots,

@@ -20,10 +20,12 @@ import pytest
 import checkpoint
 from config import Config, load_config
 from data.shards import write_shard
+from errors import UserError
 from processes import EXIT_STOPPED
 from scripts import (
     attention_maps,
     benchmark,
+    downstream,
     eval_length,
     experiments,
     needle,
@@ -426,6 +428,31 @@ def test_refusals_come_before_any_work(run, commands, capsys, arguments, parts):
     message = capsys.readouterr().err
     assert stop.value.code == 2 and not commands
     assert all(part in message for part in parts), message
+
+
+def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
+    def offline(names, folder):
+        raise UserError(f"{names}: their data are not on this machine")
+
+    monkeypatch.setattr(downstream, "load_tasks", offline)
+    experiments.load_tasks.cache_clear()
+    with pytest.raises(SystemExit) as stop:
+        run("table_a2")
+    assert stop.value.code == 2 and not commands
+    assert "['lambada_openai']: their data" in capsys.readouterr().err
+
+
+def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
+    shutil.copytree(shards, tmp_path / "fineweb10B")
+    with pytest.raises(SystemExit) as stop:
+        run("table_a1", f"--data={tmp_path / 'fineweb10B'}")
+    message = capsys.readouterr().err
+    assert (
+        stop.value.code == 2 and not commands and "FineWeb-Edu" in message and "124m_edu" in message
+    )
+    table = experiments.EXPERIMENTS["table_a1"]
+    for scale, wanted in (("355m", "355m"), ("124m_edu", "124m_edu"), ("tiny", "124m_edu")):
+        assert reproduce.paper_values(table, scale)[1] == wanted
 
 
 def test_a_run_with_other_settings_is_refused(run, scale, capsys):
