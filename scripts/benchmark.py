@@ -59,6 +59,9 @@ def main() -> None:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
         raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
+    for pair in arguments.set:
+        if "=" not in pair:
+            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
     out = arguments.out or ("results/benchmark_gpu.json" if arguments.suite else None)
     if out:
         if Path(out).is_dir():

@@ -60,6 +60,12 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     assert stop.value.code == 2 and str((tmp_path / out).parent) in error and message in error
 
 
+def test_a_setting_without_a_value_is_refused(call, capsys):
+    with pytest.raises(SystemExit) as stop:
+        call(benchmark, "configs/softmax.py", "--set", "device", "--set", "dtype=float32")
+    assert stop.value.code == 2 and "'device' must be KEY=VALUE" in capsys.readouterr().err
+
+
 def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
     tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes"]
     settings = [x for pair in tiny for x in ("--set", pair[2:])]
