@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from tqdm import tqdm
 
 import checkpoint
@@ -125,12 +125,13 @@ def flex_lssar(p: float, L: int, device) -> Callable:
     def attend(q, k, v):
         q, k = (F.normalize(x.float(), dim=-1).to(v.dtype) for x in (q, k))
         log_d = math.log(q.shape[-1])
-        _, total = flex_attention(
-            q, k, v, score_mod=log_softplus, block_mask=mask, scale=log_d, return_lse=True
-        )
+        _, rows = flex_attention(
+            q, k, v, score_mod=log_softplus, block_mask=mask, scale=log_d,
+            return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
 
         def sharpened(score, b, h, i, j):
-            A = torch.exp(log_softplus(score, b, h, i, j) - total[b, h, i])
+            A = torch.exp(log_softplus(score, b, h, i, j) - rows.lse[b, h, i])
             x = (i + 1.0) * A - torch.where(i >= 3, 1.0, 0.0)
             return p * torch.log(torch.relu(x))
 
