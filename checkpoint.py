@@ -2,6 +2,7 @@
 
 config.json        every setting, resolved
 environment.json   versions, machine, commit
+began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 metrics.jsonl      one object a line: a step, or a validation
 step_000200.pt     all that resuming needs, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
@@ -230,6 +231,13 @@ def find(run, which: str = "latest", quiet: bool = False) -> Path:
         if not quiet:
             print(f"warning: {path} is damaged: {problem}", file=sys.stderr, flush=True)
     raise UserError(f"{run}: all its checkpoints ({which}) are damaged: {', '.join(names)}")
+
+
+def identity(run, which: str = "latest") -> dict:
+    """What tells the weights that `load_weights` takes from all others, those of a run of the same
+    name included."""
+    path = find(run, which, quiet=True)
+    return {"step": step_of(path.name), "sha256": read_index(run)[path.name]["sha256"]}
 
 
 def damage(path: Path, bytes: int, sha256: str) -> str | None:

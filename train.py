@@ -24,7 +24,7 @@ from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
 from evaluation import autocast, mean_loss, pick_device, pick_dtype
-from files import check_writable
+from files import check_writable, write_json
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
@@ -137,6 +137,8 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         stack.enter_context(checkpoint.held(run))
         checkpoint.tidy(run)
         checkpoint.write_header(run, config, job())
+        if config.init_from:  # a resumed run has none: it keeps what it began with
+            write_json(run / "began_with.json", checkpoint.identity(config.init_from))
 
     def where(step: int) -> str:
         """Where the batch of a step, counted from 1, begins."""

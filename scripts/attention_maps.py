@@ -26,6 +26,7 @@ measured again; a text is, as its maps are drawn.
     variant, seed, checkpoint, step, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
     text, data_dir      one of them is null
+    picture             of the text that was drawn last: the picture's name, as each draws over it
     length, tokens      of a window, and of all windows together
     keys, rows          groups of rows, of up to 2, 4, 8, ... keys; rows of each, for one head
     groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
@@ -73,6 +74,7 @@ CLAMP = 0.5
 SINK = 0.3
 # The longest text of a picture, and of one whose ticks are words.
 MAP_TOKENS, WORDS = 2048, 48
+PICTURE = "attention_maps.png"
 NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 DRAWN = {
     "first_token": "share of the first token",
@@ -165,10 +167,13 @@ def measure(job: Job) -> list[dict]:
     n = len(job.ids)
     question = facts | {"text": job.text, "data_dir": None, "length": n, "tokens": n}
     A = weights(job, torch.tensor([job.ids], device=run.device), lambda A: A)
-    plot_maps(job, A, run.path / "attention_maps.png")
     if old := find_result(results, question):
         results.remove(old)
-    shown = [keep(question, group_sums(row_numbers(A[None])[0].double()))]
+    for other in results:
+        other.pop("picture", None)
+    write_json(job.file, results)  # whatever stops us: no other measurement claims the picture
+    plot_maps(job, A, run.path / PICTURE)
+    shown = [keep(question | {"picture": PICTURE}, group_sums(row_numbers(A[None])[0].double()))]
 
     for length in job.lengths:
         question = facts | {"text": None, "data_dir": job.data_dir}

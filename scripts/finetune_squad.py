@@ -51,6 +51,7 @@ from scripts.retrieval import ASK, check_at_least
 from train import build_optimizers, learning_rate, memory_mb, resumed_state, stop_diverged
 
 DATASET = "rajpurkar/squad_v2"
+EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
 # Steps between checkpoints.
 CHECKPOINT_INTERVAL = 100
 IGNORED = -100
@@ -76,9 +77,9 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--out_dir", required=True, help="the new run's folder")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--learning_rate", type=float, default=2e-5, help="peak")
-    parser.add_argument("--sequences", type=int, default=128, help="examples a step")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--learning_rate", type=float, default=LEARNING_RATE, help="peak")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="examples a step")
     parser.add_argument("--batch_size", type=int, default=8, help="examples a micro-batch")
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")
@@ -96,19 +97,11 @@ def main() -> None:
         raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
     device = pick_device(arguments.device)
     base = checkpoint.read_config(arguments.run)
+    asked = (arguments.epochs, arguments.learning_rate, arguments.sequences)
     config = base.replace(
-        optimizer="adamw",
-        learning_rate=arguments.learning_rate,
-        schedule="cosine",
-        cooldown_iters=0,
-        min_lr=0.0,
-        weight_decay=0.0,
-        beta1=0.9,
-        beta2=0.999,
-        grad_clip=1.0,
+        **recipe(base, 1, *asked),  # of one example, to refuse what is wrong before all are read
         on_nonfinite="stop",
         keep_every=0,
-        total_batch_size=arguments.sequences * base.block_size,
         batch_size=arguments.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL,
         out_dir=str(out),
@@ -118,21 +111,32 @@ def main() -> None:
         dtype=arguments.dtype,
     )
     model = GPT(base)
-    step = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
+    checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
     source = arguments.squad or DATASET
     questions = read_squad(source) if arguments.squad else download()
     examples, counts = encode_all(questions, base, source)
-    steps = math.ceil(len(examples) / arguments.sequences)  # an epoch's
-    config = config.replace(warmup_iters=steps, max_iters=steps * arguments.epochs)
+    config = config.replace(**recipe(base, len(examples), *asked))
     facts = {
         "squad": source,
         **counts,
         "sha256": digest(examples),
-        "checkpoint": arguments.checkpoint,
-        "step": step,
+        "began_with": checkpoint.identity(arguments.run, arguments.checkpoint),
     }
     if finetune(config, model, examples, facts, device, arguments.resume):
         sys.exit(EXIT_STOPPED)
+
+
+def recipe(
+    base: Config, examples: int, epochs=EPOCHS, learning_rate=LEARNING_RATE, sequences=SEQUENCES
+) -> dict:
+    """The settings that make a fine-tuning, unless they are the base's own."""
+    steps = math.ceil(examples / sequences)  # an epoch's
+    return {
+        "optimizer": "adamw", "learning_rate": learning_rate, "schedule": "cosine",
+        "warmup_iters": steps, "max_iters": steps * epochs, "cooldown_iters": 0, "min_lr": 0.0,
+        "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "grad_clip": 1.0,
+        "total_batch_size": sequences * base.block_size,
+    }  # fmt: skip
 
 
 def read_squad(path: str) -> list[Question]:

@@ -149,14 +149,15 @@ def main() -> None:
     check_at_least(1, arguments, "samples", "score_length", "score_trials")
     runs = [open_run(path, arguments) for path in arguments.runs]
     plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    scores = scores_name(arguments.score_length, arguments.score_trials)
     check_places(arguments.runs)
     for run, plan in zip(runs, plans, strict=True):
         measure(run, *plan, arguments)
-        report(plan[-1], scores_name(arguments))
+        report(plan[-1], scores)
     folder, names = holding_folder(arguments.runs), run_names(arguments.runs)
-    scores = [results.parts[scores_name(arguments)] for *_, results in plans]
-    plot_heads(names, scores, folder / "needle_heads.png")
-    plot_scores(names, scores, folder / "needle_scores.png")
+    of_all_runs = [results.parts[scores] for *_, results in plans]
+    plot_heads(names, of_all_runs, folder / "needle_heads.png")
+    plot_scores(names, of_all_runs, folder / "needle_scores.png")
 
 
 def prepare(run: Run, arguments) -> tuple[list[int], Haystack, Results]:
@@ -173,7 +174,8 @@ def prepare(run: Run, arguments) -> tuple[list[int], Haystack, Results]:
 def measure(run: Run, lengths: list[int], haystack: Haystack, results: Results, arguments) -> None:
     """Accuracy at every length and depth, and needle scores; what the results have is left out."""
     todo = [(n, d) for n in lengths for d in DEPTHS if cell(n, d) not in results.parts]
-    scored = scores_name(arguments) in results.parts
+    scores = scores_name(arguments.score_length, arguments.score_trials)
+    scored = scores in results.parts
     total = sum(length for length, _ in todo) * arguments.samples
     total += 0 if scored else arguments.score_length * (arguments.score_trials + 1)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
@@ -188,15 +190,15 @@ def measure(run: Run, lengths: list[int], haystack: Haystack, results: Results, 
             shares = {name: grades.count(name) / len(grades) for name in MARKERS}
             results.add(cell(length, depth), {"length": length, "depth": depth} | shares)
         if not scored:
-            results.add(scores_name(arguments), score(run, haystack, arguments, bar))
+            results.add(scores, score(run, haystack, arguments, bar))
 
 
 def cell(length: int, depth: float) -> str:
     return f"{length} tokens, depth {depth:.0%}"
 
 
-def scores_name(arguments) -> str:
-    return f"scores of {arguments.score_trials} needles in {arguments.score_length} tokens"
+def scores_name(length: int, trials: int) -> str:
+    return f"scores of {trials} needles in {length} tokens"
 
 
 def ask(run: Run, needles: list[Needle]) -> list[str]:

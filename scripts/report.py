@@ -324,8 +324,10 @@ def first_seeds(table: dict):
 
 def maps(table: dict) -> dict[str, Path]:
     """The maps that scripts.attention_maps drew of each row, of the first seed."""
-    folders = {name: Path(measured["folder"]) for _, name, measured in first_seeds(table)}
-    return {f"{name}.png": folder / "attention_maps.png" for name, folder in folders.items()}
+    return {
+        f"{name}.png": Path(measured["folder"]) / measured["picture"]
+        for _, name, measured in first_seeds(table)
+    }
 
 
 def positions(table: dict) -> dict[str, Figure]:

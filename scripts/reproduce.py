@@ -6,7 +6,8 @@ python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
 Says what it will cost, trains what is missing in OUT/<scale>/<row>/seed<seed> (with all GPUs of the
 machine), evaluates it, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
 tables share the runs. Stopped at any point it goes on from there; what is done is not done again.
---only and --seeds limit the work; the table has every row that is there for these seeds.
+--only and --seeds limit the work; the table has every row that is there for these seeds, and never
+takes the place of one with more rows or seeds.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from config import CHOICES
 from errors import UserError, command
-from files import check_writable
+from files import check_writable, read_json
 from processes import EXIT_STOPPED
 from scripts import report
 from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
@@ -82,16 +83,43 @@ def main() -> None:
     print(evaluation.plan(work), flush=True)
     if arguments.plan:
         return
-    # the end of a job's time ends the child too, which would otherwise go on alone
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
+    if evaluation.trained:
+        there = {row for row in experiment.rows if row in chosen or evaluation.results(work, row)}
+        keep_whole(work.folder, {(row, seed) for row in there for seed in work.seeds})
+    stop_on_signals()
     failures = train(runs, scale)
     failures += evaluation.measure(work)
     table = build_table(name, experiment, work, failures)
+    keep_whole(work.folder, runs_of(table), failures)
     report.write(work.folder, table, experiment.draw(table))
     print("\n" + (work.folder / "table.md").read_text())
     print(f"written: {work.folder}")
     if failures:
         sys.exit(1)
+
+
+def runs_of(table: dict) -> set[tuple[str, int]]:
+    """The row and seed of every run of a table."""
+    return {(name, run["seed"]) for name, row in table["rows"].items() for run in row["runs"]}
+
+
+def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = ()) -> None:
+    """Raise UserError where the folder has a table of more rows or seeds than are there now, as in
+    a clone that has the table and not the runs."""
+    before = runs_of(read_json(folder / "table.json") or {"rows": {}})
+    if lost := sorted(before - there):
+        shown = ", ".join(f"{row} (seed {seed})" for row, seed in lost)
+        raise UserError(
+            f"{folder} has a table of {len(before)} runs; the new one would be without {shown}; "
+            + "; ".join([*failures, "--results DIR writes the new one elsewhere"])
+        )
+
+
+def stop_on_signals() -> None:
+    """Let what ends a job or closes a terminal end the child too: else it would go on alone."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED))
 
 
 def list_experiments() -> str:
@@ -141,7 +169,7 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
         "failures": failures,
     }
     report.compare(table)
-    table["caption"] = report.caption(table, config, experiment.notes)
+    table["caption"] = report.caption(table, config, (*experiment.notes, *evaluation.notes(config)))
     return table
 
 

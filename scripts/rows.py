@@ -21,6 +21,7 @@ from config import Config, accumulation_steps, load_config
 from data.shards import list_shards, read_meta
 from errors import UserError
 from evaluation import pick_device
+from files import read_json
 from processes import EXIT_STOPPED
 from train import FREE_ON_RESUME
 
@@ -111,7 +112,8 @@ class Run:
         return (self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
 
     def disagreement(self) -> str | None:
-        """The setting that makes what lies in the folder another run, with both values."""
+        """What makes that which lies in the folder another run: a setting, with both values, or the
+        weights that it began with."""
         if self.step is None:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
@@ -121,6 +123,10 @@ class Run:
                 same = Path(saved[key]).resolve() == Path(mine).resolve()
             if not same:
                 return f"{key} = {saved[key]!r}, not {mine!r}"
+        if self.base:
+            there = self.base.step is not None and checkpoint.identity(self.base.folder)
+            if read_json(self.folder / "began_with.json") != there:
+                return f"other first weights than the last of {self.base.folder} as it is now"
         return None
 
 
@@ -166,7 +172,10 @@ def open_scale(
     elif name not in there:
         raise UserError(f"--scale {name!r} is one of {', '.join(there)}, or a config file")
     for pair in settings:
-        if pair.partition("=")[0] not in OF_THE_MACHINE:
+        key, equals, _ = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
+        if key not in OF_THE_MACHINE:
             raise UserError(
                 f"--set {pair!r} would make other runs than the scale's, for which there is "
                 f"--scale FILE.py; --set takes {', '.join(sorted(OF_THE_MACHINE))}"

@@ -191,6 +191,9 @@ def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
         assert read(run)[:2] == results and len(read(run)) == 3
     with pytest.raises(TypeError):
         call(attention_maps, *runs, "--lengths", "16,32", "--tokens", "64")
+    # the other layer's maps were drawn over the first one's
+    drawn = [(r["layer"], r["picture"]) for r in read(runs[0]) if "picture" in r]
+    assert drawn == [(1, "attention_maps.png")]
 
 
 @pytest.mark.parametrize(

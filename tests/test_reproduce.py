@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,8 +20,19 @@ import pytest
 import checkpoint
 from config import Config, load_config
 from data.shards import write_shard
+from errors import UserError
 from processes import EXIT_STOPPED
-from scripts import experiments, report, reproduce, rows
+from scripts import (
+    attention_maps,
+    benchmark,
+    downstream,
+    eval_length,
+    experiments,
+    needle,
+    report,
+    reproduce,
+    rows,
+)
 from tests.conftest import SMALL
 from tests.helpers import CONFIGS, ROWS
 
@@ -113,13 +125,62 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     assert read(run("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
     assert "all of 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    # fewer seeds or rows do not take the table's place
+    capsys.readouterr()
+    for fewer in (["--only=softmax"], ["--only=softmax", "--seeds=2", f"--out={tmp_path}/new"]):
+        with pytest.raises(SystemExit) as stop:
+            run("table1", *fewer)
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and "lssar_p15 (seed 1338)" in message and not commands
+        assert "a table of 4 runs" in message and "--results" in message
+    assert read(folder) == table
     # one seed: nothing is ranked; another table shares the runs
-    folder = run("table1", "--only=softmax")
+    run("table1", "--only=softmax", f"--results={tmp_path / 'one'}")
+    folder = tmp_path / "one/small/table1"
     assert list(read(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
     text = (folder / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
     assert len(read(run("loss_by_length"))["rows"]["softmax"]["mean"]) == 5
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
+
+
+@pytest.mark.parametrize(
+    "name, script, other",
+    [
+        ("table_a4", eval_length, ["--lengths=16", "--data_dir={other}"]),
+        ("table_a4", eval_length, ["--lengths=16", "--dtype=bfloat16"]),
+        ("attention_maps", attention_maps, ["--tokens=0", "--text=Another text."]),
+        ("attention_maps", attention_maps, ["--tokens=0", "--layer=0"]),
+    ],
+)
+def test_a_measurement_of_something_else_is_not_taken(
+    run, call, commands, shards, tmp_path, name, script, other
+):
+    table = read(run(name, "--only=softmax"))
+    folder, other_shards = tmp_path / "out/small/softmax/seed1337", tmp_path / "other"
+    shutil.copytree(shards, other_shards)
+    results = folder / f"{script.__name__.removeprefix('scripts.')}.json"
+    results.unlink()
+    call(script, folder, *(part.format(other=other_shards) for part in other))
+    commands.clear()
+    again = read(run(name, "--only=softmax"))
+    assert (
+        len(commands) == 1 and again["rows"]["softmax"]["mean"] == table["rows"]["softmax"]["mean"]
+    )
+
+
+def test_the_maps_are_those_of_the_table(run, call, commands, tmp_path):
+    """Drawn over by another text's, they are drawn again."""
+    folder, picture = tmp_path / "out/small/softmax/seed1337", "attention_maps.png"
+    table = run("attention_maps", "--only=softmax")
+    drawn = (table / "softmax.png").read_bytes()
+    call(attention_maps, folder, "--tokens=0", "--text=Another text.")
+    assert (folder / picture).read_bytes() != drawn
+    run("attention_maps", "--only=softmax")
+    assert (table / "softmax.png").read_bytes() == drawn == (folder / picture).read_bytes()
+    commands.clear()
+    run("attention_maps", "--only=softmax")
+    assert not commands
 
 
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tmp_path):
@@ -149,6 +210,46 @@ def test_killed_and_resumed_it_ends_as_if_it_had_not_been(run, scale, shards, tm
     assert done["rows"]["softmax"]["mean"] == whole["rows"]["softmax"]["mean"]
 
 
+CHILD = """
+import signal, sys
+from pathlib import Path
+
+def end(*_):
+    Path("ended").touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+Path("there").touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    number = getattr(signal, name)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+
+    def send():
+        while not Path("there").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    try:
+        reproduce.stop_on_signals()
+        assert signal.getsignal(number) != before[number]
+        threading.Thread(target=send).start()
+        with pytest.raises(SystemExit) as stop:
+            rows.call([sys.executable, "-c", CHILD])
+        assert stop.value.code == EXIT_STOPPED and Path("ended").exists()
+        signal.signal(number, signal.SIG_IGN)
+        reproduce.stop_on_signals()
+        assert signal.getsignal(number) == signal.SIG_IGN  # as nohup left it
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+
+
 def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
     swapped = experiments.EXPERIMENTS["loss_by_length"]
@@ -165,13 +266,24 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     config = checkpoint.read_config(small / "ssmax_e/seed1337")
     assert config.s_init == pytest.approx(s) and config.attention == "ssmax"
     assert table["rows"]["ssmax_e"]["runs"][0]["began_with"].endswith("softmax/seed1337")
+    # where softmax is trained again to other weights, what began with the old ones is refused
+    shutil.rmtree(small / "softmax")
+    with pytest.raises(SystemExit) as stop:
+        run("swaps")
+    assert stop.value.code == 2 and "ssmax_e/seed1337 was trained with" in capsys.readouterr().err
+    assert not (small / "softmax").exists()
+    shutil.copytree(small / "softmax_before_f", small / "softmax")
+    with pytest.raises(SystemExit) as stop:
+        run("swaps")
+    message = capsys.readouterr().err
+    assert "other first weights" in message and f"{small}/softmax/seed1337" in message
     full = rows.open_scale("ssmax_paper", "out", None, "disabled", [])
     f = full.run("ssmax_f", 1337).config
     assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
 
 
-def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch):
+def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch, capsys):
     """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
     monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure6"], "samples", 1)
     monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure8"], "trials", 2)
@@ -203,20 +315,77 @@ def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeyp
     assert tables[1]["rows"]["ssmax"]["mean"][0] == best and scores["length"] == 1500
     tops = [trial["top_score"] for trial in scores["trials"]]
     assert tables[2]["rows"]["ssmax"]["mean"][0] == pytest.approx(sum(tops) / 2)
+    # fine-tuned on other questions, or otherwise, it is not taken
+    questions[0]["question"] = "Who is he?"
+    (tmp_path / "other.json").write_text(json.dumps({"data": articles}))
+    settings = json.loads((tuned / "config.json").read_text())
+    for more, changed, part in (
+        (f"--squad={tmp_path / 'other.json'}", {}, "sha256 = "),
+        ("--plan", {"learning_rate": 1e-3}, "learning_rate = 0.001, not 2e-05"),
+    ):
+        (tuned / "config.json").write_text(json.dumps(settings | changed))
+        with pytest.raises(SystemExit) as stop:
+            run("ssmax_figure6", *arguments, more)
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and f"{tuned} was fine-tuned with {part}" in message
+    (tuned / "config.json").write_text(json.dumps(settings))
+    opened = rows.open_scale(str(scale), str(tmp_path / "out"), str(data), "disabled", [])
+    evaluation, made = (
+        experiments.EXPERIMENTS["ssmax_figure7"].evaluation,
+        opened.run("ssmax", 1337),
+    )
+    squads = (str(tmp_path / f"{name}.json") for name in ("squad", "other"))
+    works = [experiments.Work(opened, (), range(1337, 1338), tmp_path, squad) for squad in squads]
+    assert [len(evaluation.results(work, "ssmax")) for work in works] == [1, 0]
+    # with other needles, or without all depths and the very scores, it would have to be made again
+    assert evaluation.find(made)
+    for name in (needle.cell(384, 0.9), needle.scores_name(1500, 2)):
+        parts = {key: part for key, part in measured["parts"].items() if key != name}
+        parts[needle.scores_name(1500, 3)] = scores
+        (tuned / "needle.json").write_text(json.dumps([measured | {"parts": parts}]))
+        assert evaluation.find(made) is None
+    (tuned / "needle.json").write_text(json.dumps([measured | {"sample_seed": 1}]))
+    assert evaluation.find(made) is None
     for i in (6, 7, 8):
         picture = tmp_path / f"results/small/ssmax_figure{i}/ssmax_figure{i}.png"
         assert matplotlib.image.imread(picture).std() > 0
 
 
-def test_the_cost_of_a_step_is_a_ratio_to_softmax(run, commands, tmp_path):
-    folder = tmp_path / "results/small/table_a7"
-    folder.mkdir(parents=True)
-    shutil.copy(ROOT / "results/benchmark_cpu_table_a7.json", folder / "benchmark.json")
+def test_the_cost_of_a_step_is_a_ratio_to_softmax(run, call, monkeypatch):
+    """Table A7, measured again where the settings are others than before."""
+    measured = json.loads((ROOT / "results/benchmark_cpu_table_a7.json").read_text())["rows"]
+    monkeypatch.setattr(benchmark, "measure", lambda *_: measured)
+    commands = []
+
+    def called(command):
+        commands.append(command)
+        call(benchmark, *command[3:])
+
+    monkeypatch.setattr(experiments, "call", called)
     text = (run("table_a7") / "table.md").read_text()
-    measured = json.loads((folder / "benchmark.json").read_text())["rows"]
     softmax, lssa = measured["softmax"]["train_ms"], measured["lssa"]["train_ms"]
     # the paper's 169.92 and 120.48 ms
-    assert f"{lssa:,.1f}, {lssa / softmax:.2f}x (169.9, 1.41x)" in text and not commands
+    assert f"{lssa:,.1f}, {lssa / softmax:.2f}x (169.9, 1.41x)" in text and "unfused" not in text
+    run("table_a7", "--wandb_mode=offline")
+    assert len(commands) == 1
+    text = (run("table_a7", "--set=attention_impl=reference") / "table.md").read_text()
+    assert len(commands) == 2 and "attention_impl reference" in text and "unfused" in text
+    monkeypatch.setattr(checkpoint, "processor", lambda: "another machine")
+    monkeypatch.setattr(checkpoint.torch.cuda, "is_available", lambda: False)
+    text = (run("table_a7", "--set=attention_impl=reference") / "table.md").read_text()
+    assert len(commands) == 3 and "another machine" in text
+
+
+def test_a_table_keeps_the_rows_of_runs_that_fail(run, commands, tmp_path, monkeypatch, capsys):
+    folder = run("table1", "--only=softmax,lssar_p15")
+    table, call = read(folder), rows.call
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(rows, "call", lambda c: 1 if "lssar_p15.py" in " ".join(c) else call(c))
+    with pytest.raises(SystemExit) as stop:
+        run("table1", "--only=softmax,lssar_p15")
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and read(folder) == table
+    assert "without lssar_p15 (seed 1337); " in message and "stopped with exit code 1" in message
 
 
 def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeypatch, capsys):
@@ -247,6 +416,8 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--results=README.md"], ["README.md/small/table1", "Not a directory"]),
         (["table1", "--out=README.md/new"], ["README.md/new", "Not a directory"]),
         (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
+        (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
+        (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
         (["passkey"], ["--lengths 16 is too short"]),
         (["ssmax_figure6"], ["length 16 is too short"]),
@@ -259,6 +430,31 @@ def test_refusals_come_before_any_work(run, commands, capsys, arguments, parts):
     message = capsys.readouterr().err
     assert stop.value.code == 2 and not commands
     assert all(part in message for part in parts), message
+
+
+def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
+    def offline(names, folder):
+        raise UserError(f"{names}: their data are not on this machine")
+
+    monkeypatch.setattr(downstream, "load_tasks", offline)
+    experiments.load_tasks.cache_clear()
+    with pytest.raises(SystemExit) as stop:
+        run("table_a2")
+    assert stop.value.code == 2 and not commands
+    assert "['lambada_openai']: their data" in capsys.readouterr().err
+
+
+def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
+    shutil.copytree(shards, tmp_path / "fineweb10B")
+    with pytest.raises(SystemExit) as stop:
+        run("table_a1", f"--data={tmp_path / 'fineweb10B'}")
+    message = capsys.readouterr().err
+    assert (
+        stop.value.code == 2 and not commands and "FineWeb-Edu" in message and "124m_edu" in message
+    )
+    table = experiments.EXPERIMENTS["table_a1"]
+    for scale, wanted in (("355m", "355m"), ("124m_edu", "124m_edu"), ("tiny", "124m_edu")):
+        assert reproduce.paper_values(table, scale)[1] == wanted
 
 
 def test_a_run_with_other_settings_is_refused(run, scale, capsys):
