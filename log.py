@@ -14,6 +14,7 @@ import numpy as np
 import checkpoint
 from config import Config
 from errors import UserError
+from files import read_json, write_json
 
 # A spike: a loss so many standard deviations above the mean of so many steps before it, at least.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
@@ -26,8 +27,8 @@ class Log:
     counted from 1, begins.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None, wandb_id, where, quiet):
-        self.config, self.quiet, self.wandb, self.wandb_id = config, quiet, None, wandb_id
+    def __init__(self, run: Path, config: Config, resumed_at: int | None, where, quiet):
+        self.config, self.quiet, self.wandb, self.row = config, quiet, None, {}
         self.where, self.losses = where, deque(maxlen=SPIKE_STEPS)
         if quiet:
             return
@@ -37,9 +38,8 @@ class Log:
             if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
         self.file = open(path, "a")
-        self.wandb, self.row = start_wandb(run, config, wandb_id), {}
+        self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
         if self.wandb:
-            self.wandb_id = self.wandb.id
             for line in kept:  # a kill may have come before wandb had sent them
                 self.to_wandb(line)
 
@@ -128,8 +128,11 @@ def wandb_key(url: str) -> bool:
     return bool(os.environ.get("WANDB_API_KEY") or stored)
 
 
-def start_wandb(run: Path, config: Config, wandb_id: str | None):
-    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network."""
+def start_wandb(run: Path, config: Config, resumed: bool):
+    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network.
+
+    Its id is kept in wandb.json of the run's folder, for the run to go on under it.
+    """
     if config.wandb_mode == "disabled":
         return None
     try:
@@ -145,6 +148,9 @@ def start_wandb(run: Path, config: Config, wandb_id: str | None):
     if mode == "auto":
         mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
     settings = wandb.Settings(init_timeout=8, silent=True)
+    file = run / "wandb.json"
+    kept = read_json(file) if resumed else None
+    wandb_id = kept.get("id") if isinstance(kept, dict) else None
     uploaded = set_aside(run, wandb_id)
 
     def start(mode: str):
@@ -161,6 +167,7 @@ def start_wandb(run: Path, config: Config, wandb_id: str | None):
     except wandb.errors.Error as error:
         print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
         mode, started = "offline", start("offline")
+    write_json(file, {"id": started.id})
     if mode == "offline":
         print(
             f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"

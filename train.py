@@ -122,13 +122,13 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     optimizers = build_optimizers(model, config)
     # float16 has no room for small gradients: the loss is scaled up, the gradients back down
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step, best, skipped, wandb_id, resumed_at = 0, math.inf, 0, None, None
+    step, best, skipped, resumed_at = 0, math.inf, 0, None
     if state is not None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         scaler.load_state_dict(state["scaler"])
         step, best, skipped = state["step"], state["best_val_loss"], state["skipped"]
-        wandb_id, resumed_at = state["wandb_id"], step
+        resumed_at = step
         del state
 
     # ---- signals, logs, checkpoints ----
@@ -145,7 +145,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         path, offset = loader.where(step - 1)[0]
         return f"in {path} at token {offset}"
 
-    log = stack.enter_context(Log(run, config, resumed_at, wandb_id, where, quiet=not first))
+    log = stack.enter_context(Log(run, config, resumed_at, where, quiet=not first))
     saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
     log.say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, "
@@ -169,7 +169,6 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
             scaler=scaler.state_dict(),
             best_val_loss=best,
             skipped=skipped,
-            wandb_id=log.wandb_id,
         )
         return 1000 * (time.perf_counter() - started)
 

@@ -287,12 +287,11 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         model.load_state_dict(state["model"])
     (optimizer,) = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step, resumed_at, wandb_id = 0, None, None
+    step, resumed_at = 0, None
     if state is not None:
         optimizer.load_state_dict(state["optimizers"][0])
         scaler.load_state_dict(state["scaler"])
         step = resumed_at = state["step"]
-        wandb_id = state["wandb_id"]
         del state
 
     def where(step: int) -> str:
@@ -304,7 +303,7 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         stack.enter_context(checkpoint.held(out))
         checkpoint.write_header(out, config, job())
         write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
-        log = stack.enter_context(Log(out, config, step, wandb_id, where, quiet=False))
+        log = stack.enter_context(Log(out, config, step, where, quiet=False))
         saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
         log.say(
             f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
@@ -320,7 +319,6 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
                 "config": config.as_dict(),
                 "optimizers": [optimizer.state_dict()],
                 "scaler": scaler.state_dict(),
-                "wandb_id": log.wandb_id,
             }
             saver.save("step", state)
 

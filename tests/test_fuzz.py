@@ -245,7 +245,7 @@ def test_metrics_of_anything(tmp_path, lines):
     file = tmp_path / "metrics.jsonl"
     good = {"step": 1, "loss": 2.5}
     file.write_text("\n".join([json.dumps(good), *lines]), errors="replace")
-    with Log(tmp_path, Config(wandb_mode="disabled"), 3, None, str, quiet=False) as log:
+    with Log(tmp_path, Config(wandb_mode="disabled"), 3, str, quiet=False) as log:
         log.step(
             step=4, loss=2.0, lr=0.1, grad_norm=1.0, ms=1.0, tokens_per_s=1.0, mfu=None,
             memory_mb=1.0, left_s=1.0,

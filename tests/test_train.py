@@ -280,9 +280,9 @@ def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(train, capsys, 
     run = train("run", "--wandb_mode=offline", "--max_iters=3")
     assert "wandb sync" in capsys.readouterr().out
     assert list(run.glob("wandb/offline-run-*/*.wandb"))
-    identity = saved(run)["wandb_id"]
+    identity = json.loads((run / "wandb.json").read_text())["id"]
     train("run", "--wandb_mode=offline", "--resume")
-    assert saved(run)["wandb_id"] == identity
+    assert json.loads((run / "wandb.json").read_text())["id"] == identity
     assert len(list(run.glob(f"wandb/offline-run-*-{identity}*"))) >= 1
 
 
