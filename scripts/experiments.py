@@ -60,9 +60,23 @@ class Evaluation:
     better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
     digits: int = 4
     finetuned: bool = False  # measured after scripts.finetune_squad
-    notes: Callable[[Config], tuple[str, ...]] = lambda config: ()  # for the caption
+    prompt: Callable[[Config], int] = lambda config: 1  # tokens that every length has to hold
 
     trained = True
+
+    def columns(self, config: Config) -> tuple:
+        """The keys at this scale."""
+        return stretched(self.keys, self.prompt(config), config)
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        first, *_ = stretched((1,), self.prompt(config), config)
+        if first == 1:
+            return ()
+        return (
+            f"The paper's lengths begin at the training length. Here they begin at {first} times "
+            f"that, and are all {first} times as long, since the prompt takes "
+            f"{self.prompt(config)} tokens.",
+        )
 
     def command(self, config: Config) -> list[str]:
         theta = [f"--rope_theta={self.rope_theta:g}"] if self.rope_theta else []
@@ -211,6 +225,9 @@ class Benchmark:
     def check(self, work: Work) -> None:
         pass
 
+    def columns(self, config: Config) -> tuple:
+        return self.keys
+
     def notes(self, config: Config) -> tuple[str, ...]:
         unfused = config.attention_impl == "reference"
         return ("The paper's attention is unfused, as ours is here.",) if unfused else ()
@@ -291,6 +308,13 @@ class Experiment:
 def at(multiple: float, config: Config) -> int:
     """A multiple of the training length, in tokens."""
     return round(multiple * config.block_size)
+
+
+def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
+    """The multiples times the smallest number at which the training length holds a prompt. Names in
+    their place stay."""
+    first = -(-prompt // config.block_size)
+    return tuple(one if isinstance(one, str) else one * first for one in multiples)
 
 
 def joined(multiples, config: Config) -> str:
@@ -376,12 +400,11 @@ TRIAL_SEED = 1337  # of passkeys, needles and haystacks
 def passkeys(*multiples: float) -> Evaluation:
     """LSSAR Figs. 2 and A3: passkeys found, in percent."""
 
-    def lengths(config):
-        return [str(at(multiple, config)) for multiple in multiples]
+    def prompt(config):
+        return passkey.shortest(get_tokenizer(config.tokenizer))
 
-    def fits(config):
-        for multiple in multiples:
-            passkey.make_trials(get_tokenizer(config.tokenizer), at(multiple, config), 1, 0)
+    def lengths(config):
+        return [str(at(one, config)) for one in stretched(multiples, prompt(config), config)]
 
     return Evaluation(
         "passkey",
@@ -392,7 +415,7 @@ def passkeys(*multiples: float) -> Evaluation:
         question=lambda config: {"trials": TRIALS, "trial_seed": TRIAL_SEED},
         cut=only("parts", lengths),
         values=lambda result, config: [100 * part["accuracy"] for part in result["parts"].values()],
-        fits=fits,
+        prompt=prompt,
         better="higher",
         digits=1,
     )  # fmt: skip
@@ -450,34 +473,47 @@ SCORE_LENGTH = SSMAX["figure8"]["length"] / TRAINED_LENGTH
 def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
     """SSMax Figs. 6 to 8, three views of one measurement.
 
-    `values` makes the columns of the needle scores, of the cells (length, depth) with their shares
-    of right answers, and of the Config.
+    `values` makes the columns of the needle scores, and of the cells (length, depth) with their
+    shares of right answers.
     """
 
+    def prompt(config):
+        return needle.shortest(get_tokenizer(config.tokenizer))
+
+    def lengths(config):
+        """Those of the cells, and that of the scores."""
+        multiples = stretched((*NEEDLE_LENGTHS, SCORE_LENGTH), prompt(config), config)
+        *cells, scores = (at(multiple, config) for multiple in multiples)
+        return cells, scores
+
     def parts(config):
-        lengths = [at(multiple, config) for multiple in NEEDLE_LENGTHS]
-        cells = [needle.cell(length, depth) for length in lengths for depth in needle.DEPTHS]
-        return [*cells, needle.scores_name(at(SCORE_LENGTH, config), SSMAX["figure8"]["trials"])]
+        of_cells, of_scores = lengths(config)
+        cells = [needle.cell(length, depth) for length in of_cells for depth in needle.DEPTHS]
+        return [*cells, needle.scores_name(of_scores, SSMAX["figure8"]["trials"])]
+
+    def arguments(config):
+        of_cells, of_scores = lengths(config)
+        return [
+            f"--lengths={','.join(map(str, of_cells))}",
+            f"--samples={SSMAX['figure6']['samples']}",
+            f"--score_length={of_scores}",
+            f"--score_trials={SSMAX['figure8']['trials']}",
+            f"--seed={TRIAL_SEED}",
+        ]
 
     def all_values(result, config):
         *cells, scores = result["parts"].values()
-        return values(scores, cells, config)
+        return values(scores, cells)
 
     def fits(config):
         haystack = needle.Haystack(config.data_dir, get_tokenizer(config.tokenizer))
-        for multiple in (*NEEDLE_LENGTHS, SCORE_LENGTH):
-            haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, at(multiple, config), 0.0)
+        longest = max(lengths(config)[0])
+        haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, longest, 0.0)
 
     return Evaluation(
         "needle",
         keys,
-        lambda config: [
-            f"--lengths={joined(NEEDLE_LENGTHS, config)}",
-            f"--samples={SSMAX['figure6']['samples']}",
-            f"--score_length={at(SCORE_LENGTH, config)}",
-            f"--score_trials={SSMAX['figure8']['trials']}",
-            f"--seed={TRIAL_SEED}",
-        ],
+        arguments,
         question=lambda config: {
             "data_dir": config.data_dir,
             "samples": SSMAX["figure6"]["samples"],
@@ -491,24 +527,23 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
         better="higher",
         digits=digits,
         finetuned=True,
+        prompt=prompt,
     )
 
 
-def found(scores, cells, config) -> list[float]:
+def found(scores, cells) -> list[float]:
     """Percent of needles found at each length, over all depths."""
-    shares = [
-        [cell["correct"] for cell in cells if cell["length"] == at(multiple, config)]
-        for multiple in NEEDLE_LENGTHS
-    ]
+    lengths = dict.fromkeys(cell["length"] for cell in cells)
+    shares = [[cell["correct"] for cell in cells if cell["length"] == n] for n in lengths]
     return [100 * sum(one) / len(one) for one in shares]
 
 
-def one_needle(scores, cells, config) -> list[float]:
+def one_needle(scores, cells) -> list[float]:
     heads = [head["score"] for head in scores["one needle"]["heads"]]
     return [heads[0], sum(heads) / len(heads)]
 
 
-def many_needles(scores, cells, config) -> list[float]:
+def many_needles(scores, cells) -> list[float]:
     trials = scores["trials"]
     graded = [
         sum(trial["grade"] == grade for trial in trials) / len(trials)

@@ -21,7 +21,7 @@ from files import read_json
 from processes import EXIT_STOPPED
 from scripts import report
 from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
-from scripts.rows import FIRST_SEED, check, cost, open_scale, train, with_bases
+from scripts.rows import FIRST_SEED, Scale, check, cost, open_scale, train, with_bases
 
 
 @command
@@ -139,14 +139,14 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
     Raises UserError where there is none.
     """
     evaluation, config = experiment.evaluation, work.scale.config
-    paper, paper_scale = paper_values(experiment, work.scale.name)
+    paper, paper_scale = paper_values(experiment, work.scale)
     rows = {}
     for row in experiment.rows:
         if results := evaluation.results(work, row):
             rows[row] = report.summarise(results) | {"paper": paper.get(row)}
     if not rows:
         raise UserError("no row is there: " + "; ".join(failures))
-    keys, better = evaluation.keys, evaluation.better
+    keys, better = evaluation.columns(config), evaluation.better
     lengths = not isinstance(keys[0], str)
     table = {
         "name": name,
@@ -171,20 +171,23 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
     return table
 
 
-def paper_values(experiment: Experiment, scale: str) -> tuple[dict[str, list], str]:
-    """The paper's values for the columns, None where it has none, and the scale they are of."""
+def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list], str]:
+    """The paper's values for the columns, None where it has none, of the rows that have any; and
+    the scale they are of."""
     section, name = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, name
     rows = section.get("rows")
     if rows is None:
-        name = next(one for one in (scale, name, *section["scales"]) if one in section["scales"])
+        name = scale.name if scale.name in section["scales"] else name
         rows = section["scales"][name]
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
-    return {
-        row: [dict(zip(keys, values, strict=True)).get(key) for key in experiment.evaluation.keys]
-        for row, values in rows.items()
-    }, name
+    columns, paper = experiment.evaluation.columns(scale.config), {}
+    for row, values in rows.items():
+        known = dict(zip(keys, values, strict=True))
+        if any(column in known for column in columns):
+            paper[row] = [known.get(column) for column in columns]
+    return paper, name
 
 
 if __name__ == "__main__":

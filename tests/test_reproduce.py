@@ -283,6 +283,22 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
 
 
+def test_passkeys_where_a_prompt_is_longer_than_the_training_length(run, tmp_path, monkeypatch):
+    """264 bytes take 17 times the 16 of training: all lengths are 17 times the paper's multiples,
+    and its values, of other multiples, are not shown."""
+    monkeypatch.setattr(experiments, "TRIALS", 2)
+    folder = run("passkey", "--only=softmax")
+    table, text = read(folder), (folder / "table.md").read_text()
+    (measured,) = json.loads((tmp_path / "out/small/softmax/seed1337/passkey.json").read_text())
+    assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
+    assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
+    assert table["rows"]["softmax"]["paper"] is None and "paper 1" not in text
+    assert "begin at 17 times that" in text and "takes 264 tokens" in text
+    config = load_config(["--out_dir=unused"])
+    passkeys = experiments.EXPERIMENTS["passkey"].evaluation
+    assert passkeys.columns(config) == (1, 1.5, 2, 4, 8) and passkeys.notes(config) == ()
+
+
 def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch, capsys):
     """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
     monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure6"], "samples", 1)
@@ -417,8 +433,7 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
         (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
-        (["passkey"], ["--lengths 16 is too short"]),
-        (["ssmax_figure6"], ["length 16 is too short"]),
+        (["ssmax_figure6"], ["length 1440 needs a haystack", "600 validation tokens"]),
         (["ssmax_figure5"], ["312"]),
     ],
 )
@@ -452,7 +467,8 @@ def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
     )
     table = experiments.EXPERIMENTS["table_a1"]
     for scale, wanted in (("355m", "355m"), ("124m_edu", "124m_edu"), ("tiny", "124m_edu")):
-        assert reproduce.paper_values(table, scale)[1] == wanted
+        opened = rows.open_scale(scale, "out", None, "disabled", [])
+        assert reproduce.paper_values(table, opened)[1] == wanted
 
 
 def test_a_run_with_other_settings_is_refused(run, scale, capsys):
