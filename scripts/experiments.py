@@ -54,6 +54,7 @@ class Evaluation:
     # the measurement with those of its parts that the table is of; None where one is missing
     cut: Callable[[dict, Config], dict | None]
     values: Callable[[dict, Config], list[float]]  # of what `cut` leaves
+    amount: Callable[[Config], int]  # what the script has to do for a run, to tell the cost
     rope: str = "dynamic_ntk"
     rope_theta: float | None = None
     fits: Callable[[Config], object] = lambda config: None  # UserError where it cannot be measured
@@ -61,6 +62,7 @@ class Evaluation:
     digits: int = 4
     finetuned: bool = False  # measured after scripts.finetune_squad
     prompt: Callable[[Config], int] = lambda config: 1  # tokens that every length has to hold
+    unit: str = "tokens"  # of what `amount` counts
 
     trained = True
 
@@ -85,12 +87,14 @@ class Evaluation:
 
     def check(self, work: Work) -> None:
         """Raise UserError for what would only be refused after the training."""
-        if not all(self.find(run) for run in work.runs):
-            self.fits(work.scale.config)
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
             )
+        if self.finetuned and work.squad and not Path(work.squad).is_file():
+            raise UserError(f"--squad {work.squad}: no such file")
+        if not all(self.find(run) for run in work.runs):
+            self.fits(work.scale.config)
         for run in work.runs if self.finetuned else ():
             if problem := other_tuning(run, work):
                 raise UserError(
@@ -100,9 +104,13 @@ class Evaluation:
 
     def plan(self, work: Work) -> str:
         left = sum(self.find(run) is None for run in work.runs)
-        tuning = "fine-tuned on SQuAD, then " if self.finetuned else ""
+        if not left:
+            return "to evaluate: 0 runs"
+        epochs = finetune_squad.EPOCHS
+        tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
         shown = " ".join(["python", *self.command(work.scale.config)[1:]])
-        return f"to evaluate: {left} runs" + (f", each {tuning}with {shown}" if left else "")
+        amount = left * self.amount(work.scale.config)
+        return f"to evaluate: {left} runs, {amount:,} {self.unit} in all, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
         """Measure what has not been measured of the finished runs; sentences on what failed."""
@@ -363,6 +371,7 @@ def loss(*multiples: float) -> Evaluation:
             result if set(lengths(config)) <= set(result["lengths"]) else None
         ),
         values=values,
+        amount=lambda config: len(multiples) * tokens_at(config, lengths(config)),
         fits=lambda config: tokens_at(config, lengths(config)),
     )
 
@@ -381,6 +390,7 @@ def loss_by_position(multiple: float, *shown: float) -> Evaluation:
         question=lambda config: validation(config, (at(multiple, config),)),
         cut=only("loss_by_position", lambda config: [str(at(multiple, config))]),
         values=values,
+        amount=lambda config: tokens_at(config, (at(multiple, config),)),
         rope="none",
         rope_theta=SSMAX["figure5"]["rope_theta"],
         fits=lambda config: tokens_at(config, (at(multiple, config),)),
@@ -415,6 +425,7 @@ def passkeys(*multiples: float) -> Evaluation:
         question=lambda config: {"trials": TRIALS, "trial_seed": TRIAL_SEED},
         cut=only("parts", lengths),
         values=lambda result, config: [100 * part["accuracy"] for part in result["parts"].values()],
+        amount=lambda config: TRIALS * sum(map(int, lengths(config))),
         prompt=prompt,
         better="higher",
         digits=1,
@@ -451,7 +462,11 @@ def downstream(number: str) -> Evaluation:
                 f"Table A1 is of training on FineWeb-Edu, not on {config.data_dir}: "
                 "--scale 45m, 124m_edu or 355m"
             )
-        load_tasks(tuple(tasks))  # they may have to be downloaded
+        samples(config)  # loads the tasks, which may have to be downloaded
+
+    def samples(config):
+        loaded = load_tasks(tuple(tasks)).values()
+        return sum(len(task.eval_docs) for one in loaded for task in one["tasks"].values())
 
     return Evaluation(
         "downstream",
@@ -460,6 +475,8 @@ def downstream(number: str) -> Evaluation:
         question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
         cut=only("tasks", lambda config: tasks),
         values=values,
+        amount=samples,
+        unit="samples",
         fits=fits,
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2,
@@ -501,6 +518,11 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
             f"--seed={TRIAL_SEED}",
         ]
 
+    def amount(config):
+        of_cells, of_scores = lengths(config)
+        cells = len(needle.DEPTHS) * SSMAX["figure6"]["samples"] * sum(of_cells)
+        return cells + (SSMAX["figure8"]["trials"] + 1) * of_scores
+
     def all_values(result, config):
         *cells, scores = result["parts"].values()
         return values(scores, cells)
@@ -521,6 +543,7 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
         },
         cut=only("parts", parts),
         values=all_values,
+        amount=amount,
         rope="none",
         rope_theta=SSMAX["figure6"]["rope_theta"],
         fits=fits,
@@ -555,6 +578,14 @@ def many_needles(scores, cells) -> list[float]:
 def maps() -> Evaluation:
     """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
     names = ("first_token", "entropy_share", "zeros")
+
+    def amount(config):
+        """Of the text, and of the validation tokens at the two lengths that are the default."""
+        text = get_tokenizer(config.tokenizer).encode(attention_maps.TEXT)
+        lengths = [config.block_size, 8 * config.block_size]
+        tokens = shared_tokens(config.data_dir, lengths, attention_maps.TOKENS, config)
+        return len(text) + len(lengths) * tokens
+
     return Evaluation(
         "attention_maps",
         names,
@@ -566,6 +597,7 @@ def maps() -> Evaluation:
         },
         cut=lambda result, config: result,
         values=lambda result, config: [mean_of(result["heads"][name]) for name in names],
+        amount=amount,
         better=None,
     )
 
@@ -581,6 +613,7 @@ P_SWEEP = tuple(
     f"{name}_p{p}" for name in ("lssar", "softmax") for p in (1, 2, 3, 5, 10, 15, 20, 30)
 )
 LOSS = "validation loss (nats a token)"
+FROM_TABLE1 = ("The paper's values are those of its Table 1: it has curves only here.",)
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
@@ -625,11 +658,11 @@ EXPERIMENTS = {
     ),
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),
-        report.curves, TABLE1,
+        report.curves, TABLE1, notes=FROM_TABLE1,
     ),
     "p_sweep": Experiment(
         "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
-        TABLE1,
+        TABLE1, notes=FROM_TABLE1,
     ),
     "passkey": Experiment(
         "LSSAR Figs. 2 and A3, passkey retrieval", "passkeys found (%)", TWO,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import matplotlib.image
@@ -94,6 +95,8 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     # 4 runs of 6 steps of 128 tokens, told before any of them
     assert "to train: 4 runs (0 of them continued), 3,072 tokens" in printed
+    # lengths of 1, 2, 4 and 8 times 16, each over the 256 validation tokens
+    assert "to evaluate: 4 runs, 4,096 tokens in all, each with python -m scripts.eval" in printed
     assert printed.index("to train: 4 runs") < printed.index("step 6/6")
     assert len(commands) == 8
     table, text = read(folder), (folder / "table.md").read_text()
@@ -140,7 +143,9 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     assert list(read(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
     text = (folder / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
-    assert len(read(run("loss_by_length"))["rows"]["softmax"]["mean"]) == 5
+    folder = run("loss_by_length")
+    assert len(read(folder)["rows"]["softmax"]["mean"]) == 5
+    assert "The paper's values are those of its Table 1" in (folder / "table.md").read_text()
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 
 
@@ -283,7 +288,9 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
 
 
-def test_passkeys_where_a_prompt_is_longer_than_the_training_length(run, tmp_path, monkeypatch):
+def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
+    run, tmp_path, monkeypatch, capsys
+):
     """264 bytes take 17 times the 16 of training: all lengths are 17 times the paper's multiples,
     and its values, of other multiples, are not shown."""
     monkeypatch.setattr(experiments, "TRIALS", 2)
@@ -294,6 +301,7 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(run, tmp_pat
     assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
     assert table["rows"]["softmax"]["paper"] is None and "paper 1" not in text
     assert "begin at 17 times that" in text and "takes 264 tokens" in text
+    assert f"1 runs, {2 * (272 + 408 + 544 + 1088 + 2176):,} tokens" in capsys.readouterr().out
     config = load_config(["--out_dir=unused"])
     passkeys = experiments.EXPERIMENTS["passkey"].evaluation
     assert passkeys.columns(config) == (1, 1.5, 2, 4, 8) and passkeys.notes(config) == ()
@@ -433,7 +441,11 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
         (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
-        (["ssmax_figure6"], ["length 1440 needs a haystack", "600 validation tokens"]),
+        (["ssmax_figure6", "--squad=nowhere.json"], ["--squad nowhere.json"]),
+        (
+            ["ssmax_figure6", f"--squad={__file__}"],
+            ["length 1440 needs a haystack", "600 validation tokens"],
+        ),
         (["ssmax_figure5"], ["312"]),
     ],
 )
@@ -455,6 +467,29 @@ def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
         run("table_a2")
     assert stop.value.code == 2 and not commands
     assert "['lambada_openai']: their data" in capsys.readouterr().err
+
+
+def test_the_plan_prices_the_evaluations(run, scale, commands, tmp_path, monkeypatch, capsys):
+    docs = {"a": [1] * 30, "b": [1] * 12}
+    tasks = {name: types.SimpleNamespace(eval_docs=d) for name, d in docs.items()}
+    monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: {"group": {"tasks": tasks}})
+    experiments.load_tasks.cache_clear()
+    run("table_a2", "--plan")
+    experiments.load_tasks.cache_clear()
+    assert "to evaluate: 2 runs, 84 samples in all" in capsys.readouterr().out
+    run("attention_maps", "--plan", "--only=softmax")  # 599 validation tokens: 4 windows of 128
+    tokens = len(attention_maps.TEXT) + 2 * 512
+    assert f"to evaluate: 1 runs, {tokens:,} tokens in all" in capsys.readouterr().out
+    with open(scale, "a") as file:
+        file.write("block_size = 192\ntotal_batch_size = 1536\nval_tokens = 192\n")
+    data = tmp_path / "text"
+    data.mkdir()
+    for name in ("text_val_000000", "text_train_000001"):
+        write_shard(data / f"{name}.bin", np.full(4000, 97, np.uint16))
+    run("ssmax_figure6", f"--data={data}", "--only=ssmax", "--plan", f"--squad={__file__}")
+    tokens = 5 * 1000 * 192 * (1 + 2 + 4 + 8 + 10) + 101 * 1500
+    assert f"1 runs, {tokens:,} tokens in all, each fine-tuned" in capsys.readouterr().out
+    assert not commands
 
 
 def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
