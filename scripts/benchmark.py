@@ -78,7 +78,7 @@ def main() -> None:
         f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
-    print_table(figures, baselines)
+    print_table(figures, baselines, rows)
     if arguments.out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": environment, "settings": settings}
@@ -235,8 +235,14 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def print_table(figures: dict, baselines: dict) -> None:
-    columns, paper = PAPER["columns"], PAPER["rows"]
+def print_table(figures: dict, baselines: dict, rows: dict) -> None:
+    """Figures of `measure`, each beside the paper's of the same variant, on whichever path."""
+    columns = PAPER["columns"]
+    paper = {
+        name: PAPER["rows"].get(config.variant_name)
+        for name, config in rows.items()
+        if not name.startswith("nanoGPT")
+    }
     width = max(22, *(len(name) + 2 for name in figures))
     heads = "".join(f"{column:>18}" for column in columns)
     print(" " * width + heads + "   (ratio to the first row of that length)")
@@ -244,7 +250,7 @@ def print_table(figures: dict, baselines: dict) -> None:
         base = baselines[name]
         cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
         print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
-        if name in paper and base in paper:
+        if paper.get(name) and paper[base]:
             pairs = zip(paper[name], paper[base], strict=True)
             cells = [f"{mine:10.1f} ({mine / first:4.2f})" for mine, first in pairs]
             print(f"{'  paper, A100':{width}}" + "".join(f"{cell:>18}" for cell in cells))

@@ -253,7 +253,7 @@ def training_steps(nanogpt: str | None) -> dict:
             rows["nanoGPT"] = rows["softmax"]
         measured = measure_steps(rows, 10, nanogpt)
         print(f"\n{batch} x 1024 tokens (time of LSSAR's training step: at most 1.10, memory 1.03)")
-        print_table(measured, dict.fromkeys(rows, "softmax"))
+        print_table(measured, dict.fromkeys(rows, "softmax"), rows)
         figures[f"{batch} x 1024"] = measured
     return figures
 
