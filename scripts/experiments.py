@@ -167,7 +167,7 @@ class Evaluation:
                         "run": str(run.folder),
                         "step": run.step,
                         "tokens": run.tokens,
-                        "began_with": run.base and str(run.base.folder),
+                        "began_with": run.config.init_from or None,
                         "environment": read_json(run.folder / "environment.json"),
                         "evaluation": measured | {"folder": str(self.folder(run))},
                     }
@@ -617,7 +617,8 @@ FROM_TABLE1 = ("The paper's values are those of its Table 1: it has curves only 
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
-    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant.",
+    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant, "
+    "and where ours is too, (f) begins with a checkpoint of `softmax` itself.",
 )
 TUNED_NOTES = (
     *SWAP_NOTES,

@@ -17,6 +17,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 
 import checkpoint
 from config import Config, load_config
@@ -255,8 +256,10 @@ def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
             signal.signal(n, handler)
 
 
-def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
+def test_the_swaps_of_ssmax(run, scale, shards, tmp_path, monkeypatch, capsys):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
+    with open(scale, "a") as file:
+        file.write("schedule = 'cosine'\n")
     swapped = experiments.EXPERIMENTS["loss_by_length"]
     changed = {**vars(swapped), "rows": ("ssmax_e", "ssmax_f")}
     monkeypatch.setitem(experiments.EXPERIMENTS, "swaps", experiments.Experiment(**changed))
@@ -282,10 +285,29 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
         run("swaps")
     message = capsys.readouterr().err
     assert "other first weights" in message and f"{small}/softmax/seed1337" in message
+    # under a constant rate (f) begins with softmax's own checkpoint, which is the same
+    with open(scale, "a") as file:
+        file.write("schedule = 'constant'\nmax_iters = 16\ncheckpoint_interval = 7\n")
+    table = read(run("swaps", f"--out={tmp_path / 'constant'}"))
+    constant = tmp_path / "constant/small"
+    assert sorted(path.name for path in constant.iterdir()) == ["softmax", "ssmax_e", "ssmax_f"]
+    (f,) = table["rows"]["ssmax_f"]["runs"]
+    assert f["began_with"] == f"{constant}/softmax/seed1337/step_000014.pt"
+    assert (f["step"], f["tokens"]) == (2, 16 * 128)
+    opened = rows.open_scale(str(scale), str(constant), str(shards), "disabled", [])
+    before = opened.run("softmax_before_f", 1337)
+    rows.train([before], opened)
+    kept, trained = (
+        checkpoint.load(path / "step_000014.pt")["model"]
+        for path in (constant / "softmax/seed1337", before.folder)
+    )
+    assert all(torch.equal(kept[name], trained[name]) for name in kept | trained)
     full = rows.open_scale("ssmax_paper", "out", None, "disabled", [])
     f = full.run("ssmax_f", 1337).config
     assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
+    assert full.run("softmax", 1337).config.keep_every == 175000
+    assert full.run("ssmax_f", 1337).config.init_from.endswith("softmax/seed1337/step_175000.pt")
 
 
 def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
