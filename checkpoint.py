@@ -81,18 +81,17 @@ class Saver:
         self.thread.shutdown()  # after an error too, what is being written is finished
 
     def _write(self, name: str, state: dict, needed: int) -> None:
-        path = self.run / name
+        path, index = self.run / name, self._beside(name)
         try:
             with replacing(path) as file:
                 saved = Hashed(file)
                 saved.write_state(state)
-            index = self._beside(name)
             index[name] = {"bytes": saved.bytes, "sha256": saved.sha256.hexdigest()}
             write_json(self.run / INDEX, index)
-        except OSError as error:
-            free = shutil.disk_usage(self.run).free
+        except UserError as error:
+            free, reason = shutil.disk_usage(self.run).free, error.__cause__.strerror
             raise UserError(
-                f"{path}: {error.strerror}; this checkpoint needs {needed:,} bytes, and {free:,} "
+                f"{path}: {reason}; this checkpoint needs {needed:,} bytes, and {free:,} "
                 "are free on its disk. The checkpoints before it are untouched: make room, then "
                 "go on from them with --resume"
             ) from error

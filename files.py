@@ -2,7 +2,8 @@
 
 import json
 import os
-from contextlib import contextmanager
+import tempfile
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from errors import UserError
@@ -13,6 +14,7 @@ def replacing(path, mode="wb"):
     """Open a file that appears under `path` only when the block has ended and all is on disk.
 
     A kill or an error leaves what was there before; the temporary file lies beside it, hidden.
+    Raises UserError where it cannot be written.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.tmp")
@@ -22,15 +24,33 @@ def replacing(path, mode="wb"):
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
+        # The rename itself is only durable once the folder is on disk too.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        with suppress(OSError):
+            aside.unlink()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise UserError(f"{path}: cannot be written: {reason}") from error
         raise
-    # The rename itself is only durable once the folder is on disk too.
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+def check_writable(folder) -> None:
+    """Refuse, before any long work, a folder that no file can be written to: UserError.
+
+    One that is not there yet is judged by the one that it would be made in. Leaves nothing behind.
+    """
+    there = Path(folder)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        while not there.exists():
+            there = there.parent
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from error
 
 
 def write_json(path, value) -> None:

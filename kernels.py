@@ -62,8 +62,24 @@ FORWARD_BLOCKS = blocks(
 BACKWARD_BLOCKS = blocks(
     (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
-# What a measurement of them holds for, kept on disk as JSON; `size` is the length's power of two.
-KEY = ["size", "D", "P", "BIASED", "UNIT", "SAVE"]
+# Of float32 products as such, which take registers that larger blocks have not.
+FLOAT32_BLOCKS = blocks((32, 32, 4, 1))
+# What a measurement of them holds for, kept on disk as JSON; `size` and `work` are the powers of
+# two of the keys, and of all heads' queries together.
+KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
+# Numbers that no kernel is compiled anew for when they are 1 or multiples of 16.
+COUNTS = ["B", "H", "size", "work"]
+
+
+def measured(shapes: list[triton.Config], **more):
+    """Let a kernel's block shape be chosen by measuring."""
+
+    def fitting(shapes, tensors, PRECISION, **rest):
+        exact = tensors["Q"].dtype == torch.float32 and PRECISION == "ieee"
+        return FLOAT32_BLOCKS if exact else shapes
+
+    prune = {"early_config_prune": fitting}
+    return triton.autotune(shapes, KEY, prune_configs_by=prune, cache_results=True, **more)
 
 
 # ---- phi ----
@@ -346,12 +362,12 @@ def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 # on the diagonal, with the mask.
 
 
-@triton.autotune(FORWARD_BLOCKS, KEY, cache_results=True)
-@triton.jit
+@measured(FORWARD_BLOCKS)
+@triton.jit(do_not_specialize=COUNTS)
 def _forward_one_stage(
     Q, K, V, SCALE, BIAS, NORM, Q_INVERSE, K_INVERSE, OUT, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
-    B, H, Lq, Lk, size, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
+    B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -370,6 +386,7 @@ def _forward_one_stage(
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    most = tl.full([BLOCK_M], DEAD, tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for MASKED in tl.static_range(2):
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
@@ -385,13 +402,17 @@ def _forward_one_stage(
             if L1:
                 total += tl.sum(tl.abs(a), 1)
             v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            if v.dtype == tl.float16:  # has not the range of weights before their norm
+                before, most = most, tl.maximum(most, tl.max(tl.abs(a), 1))
+                a, acc = a / most[:, None], acc * (before / most)[:, None]
             acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
 
     if L1:
         gain = tl.where(total > DEAD, 1 / total, 0.0)
     else:
         gain = 1 / tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < Lq, 1.0)
-    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * gain[:, None], D, BLOCK_D)
+    restored = gain * most if V.dtype.element_ty == tl.float16 else gain
+    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * restored[:, None], D, BLOCK_D)
     if SAVE:
         if SHIFT is not None:
             beta += SHIFT(highest)
@@ -400,12 +421,12 @@ def _forward_one_stage(
         _save(ROWS, 2, gain, bh, rows, B * H, Lq)
 
 
-@triton.autotune(FORWARD_BLOCKS, KEY, cache_results=True)
-@triton.jit
+@measured(FORWARD_BLOCKS)
+@triton.jit(do_not_specialize=COUNTS)
 def _forward_two_stages(
     Q, K, V, SCALE, BIAS, Q_INVERSE, K_INVERSE, OUT, U, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
-    B, H, Lq, Lk, size, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
+    B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -422,7 +443,9 @@ def _forward_two_stages(
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     # ---- pass 1: each row's sum and maximum of phi ----
+    # a compensated sum: over a thousand tiles a plain one strays too far to see that a row is tied
     total, most = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    lost = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for MASKED in tl.static_range(2):
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
@@ -434,8 +457,10 @@ def _forward_two_stages(
                 s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
             )
             if SHIFT is not None:
-                total, most = total * rescale, most * rescale
-            total += tl.sum(a, 1)
+                total, most, lost = total * rescale, most * rescale, lost * rescale
+            part = tl.sum(a, 1) - lost
+            lost = (total + part - total) - part
+            total += part
             most = tl.maximum(most, tl.max(a, 1))
     if SHIFT is not None:
         beta += SHIFT(highest)
@@ -454,6 +479,7 @@ def _forward_two_stages(
             visible = keys[None, :] <= rows[:, None] + past
             a, _, _ = _activate(s, alpha, beta, highest, visible, PHI, None, BIASED, MASKED)
             t = tl.maximum(gain[:, None] * a - offset[:, None], 0.0) * inv_top[:, None]
+            t = tl.minimum(t, 1.0)  # pass 1 may have rounded the maximum otherwise
             u = _power_less_one(t, P)
             w = u * t
             total_w += tl.sum(w, 1)
@@ -540,11 +566,11 @@ def _gradients(
     return A, dz
 
 
-@triton.autotune(BACKWARD_BLOCKS, KEY, reset_to_zero=["DQ"], cache_results=True)
-@triton.jit
+@measured(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
+@triton.jit(do_not_specialize=COUNTS)
 def _backward_keys(
     Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DK, DV,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -615,11 +641,11 @@ def _finish_queries(
     _store(_at(DQ, dq_strides, b, h), dq_strides, rows, L, dq, D, BLOCK_D)
 
 
-@triton.autotune(BACKWARD_BLOCKS, KEY, cache_results=True)
-@triton.jit
+@measured(BACKWARD_BLOCKS)
+@triton.jit(do_not_specialize=COUNTS)
 def _backward_queries(
     Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DSCALE, DBIAS,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -711,7 +737,7 @@ def _decode_scores(
     tl.store(at + 2, most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
     V, Z, PARTS, NORM, SUMS, v_strides, norm_strides, B, H, Lk, chunk, PHI: tl.constexpr,
     SHIFT: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -811,8 +837,11 @@ def _inverse(x: Tensor) -> Tensor:
     return out
 
 
-def _size(L: int) -> int:
-    return L.bit_length()
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    """What kernels are told of the shapes of q [B, H, Lq, d] and k [B, H, Lk, d]."""
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    size, work = Lk.bit_length(), (B * H * Lq).bit_length()
+    return dict(B=B, H=H, Lq=Lq, Lk=Lk, size=size, work=work)
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
@@ -821,7 +850,7 @@ def _forward(
     phi: str, shifted: bool, p: float, unit: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and what the backward pass needs: U, vectors of rows, 1 / |q|, 1 / |k|."""
-    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    B, H, Lq, d = q.shape
     function, _, shift = PHIS[phi]
     l1 = norm is None
     out = _like(q)
@@ -829,7 +858,7 @@ def _forward(
     rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
     with _device(q):
         inverses = (_inverse(q), _inverse(k)) if unit else (_nothing(q), _nothing(q))
-        sizes = dict(B=B, H=H, Lq=Lq, Lk=Lk, size=_size(Lk))
+        sizes = _sizes(q, k)
         constants = dict(
             PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
             SAVE=save, D=d, BLOCK_D=_block_d(d), PRECISION=_precision(),
@@ -880,7 +909,7 @@ def _backward(
     summed = _like(q, torch.float32).zero_() if atomic else dq
     delta = q.new_empty(B, H, Lq, dtype=torch.float32)
     coupling = q.new_empty(B, H, Lq, dtype=torch.float32) if p else delta
-    sizes = dict(B=B, H=H, Lq=Lq, Lk=Lk, size=_size(Lk))
+    sizes = _sizes(q, k)
     head = dict(D=d, BLOCK_D=_block_d(d))
     constants = dict(
         PHI=function,

@@ -36,10 +36,11 @@ class Rope:
             raise UserError(
                 f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
             )
-        if self.factor is not None and not self.factor >= 1:
-            raise UserError(f"rope factor = {self.factor} must be at least 1")
-        if not self.theta > 1:
-            raise UserError(f"rope theta = {self.theta} must be above 1")
+        # below 1e100 its powers are finite too
+        if self.factor is not None and not 1 <= self.factor < 1e100:
+            raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")
+        if not 1 < self.theta < math.inf:
+            raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angles per position [d/2] in float64, and what multiplies every score, at this length."""

@@ -24,7 +24,7 @@ from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
 from evaluation import autocast, mean_loss, pick_device, pick_dtype
-from files import write_json
+from files import check_writable, write_json
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
@@ -75,6 +75,8 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     dtype = pick_dtype(config.dtype, device)
     micro_batches = accumulation_steps(config, world_size)
     run, first = Path(config.out_dir), rank == 0
+    if first:
+        check_writable(run)
     state = resumed_state(run, config, quiet=not first) if config.resume else None
     if state is None and checkpoint.exists(run):
         raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from data import shards
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError
+from files import check_writable
 
 SHARD_SIZE = 100_000_000
 # Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.
@@ -96,8 +97,10 @@ def claim(out_dir, settings):
         settings: dict of `tokenizer`, `shard_size`, `fingerprint` and `source`, as in meta.json.
 
     Raises:
-        UserError: another process holds the folder, or there are shards in it of another origin.
+        UserError: the folder cannot be written to, another process holds it, or there are shards
+            in it of another origin.
     """
+    check_writable(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     with open(out_dir / ".lock", "w") as lock:
         try:  # the system lets go of the lock when the process ends, in whatever way

@@ -54,6 +54,7 @@ from scripts.eval_length import counted, parse_lengths, shared_tokens
 from scripts.runs import (
     Run,
     add_options,
+    check_places,
     find_result,
     holding_folder,
     open_run,
@@ -102,6 +103,7 @@ def main() -> None:
     arguments.text = read_text(arguments)
     for path in arguments.runs:
         Job(path, arguments)  # refuses what is wrong before anything is measured
+    check_places(arguments.runs)
     results = [measure(Job(path, arguments)) for path in arguments.runs]
     names = run_names(arguments.runs)
     for of_all_runs in zip(*results, strict=True):

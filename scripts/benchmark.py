@@ -26,8 +26,9 @@ import checkpoint
 from config import load_config
 from errors import UserError, command
 from evaluation import autocast, pick_device, pick_dtype
-from files import write_json
+from files import check_writable, write_json
 from model import GPT
+from scripts.suite_gpu import PARTS, run_suite
 from train import build_optimizers, memory_mb, use_compile
 
 PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]["table_a7"]
@@ -49,7 +50,9 @@ def main() -> None:
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure beside")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--suite", choices=("gpu",), help="all that the kernels are held to")
+    parser.add_argument(
+        "--suite", choices=("gpu", *PARTS), help="what the kernels are held to, or a part of it"
+    )
     parser.add_argument("--out", help="write the figures to this JSON file")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -59,10 +62,13 @@ def main() -> None:
     for pair in arguments.set:
         if "=" not in pair:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
+    out = arguments.out or ("results/benchmark_gpu.json" if arguments.suite else None)
+    if out:
+        if Path(out).is_dir():
+            raise UserError(f"--out {out} is a folder; name a file in it")
+        check_writable(Path(out).parent)
     if arguments.suite:
-        from scripts.suite_gpu import run_suite
-
-        run_suite(arguments.out or "results/benchmark_gpu.json", arguments.nanogpt)
+        run_suite(arguments.suite, out, arguments.nanogpt)
         return
     if not arguments.configs:
         raise UserError("which configs? For example: configs/softmax.py configs/lssar_p15.py")
@@ -79,11 +85,12 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
     print_table(figures, baselines, rows)
-    if arguments.out:
+    if out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": environment, "settings": settings}
-        write_json(arguments.out, result | {"baselines": baselines, "rows": figures})
-        print(f"written: {arguments.out}")
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, result | {"baselines": baselines, "rows": figures})
+        print(f"written: {out}")
 
 
 def parse_rows(arguments) -> tuple[dict, dict]:
@@ -115,7 +122,9 @@ def parse_rows(arguments) -> tuple[dict, dict]:
     return rows, baselines
 
 
-def measure(rows: dict, rounds: int, nanogpt: str | None = None) -> dict:
+def measure(
+    rows: dict, rounds: int, nanogpt: str | None = None, phases: tuple = ("train", "eval")
+) -> dict:
     """Milliseconds and MB of a training and an evaluation step of every row.
 
     Each row is a process of its own; they take turns, round by round.
@@ -123,17 +132,22 @@ def measure(rows: dict, rounds: int, nanogpt: str | None = None) -> dict:
     workers = {
         (name, phase): Worker(row, phase, nanogpt if name.startswith("nanoGPT") else None)
         for name, row in rows.items()
-        for phase in ("train", "eval")
+        for phase in phases
     }
     times = {key: [] for key in workers}
     # the first round of each is warm-up: it allocates, compiles and fills caches
+    if torch.cuda.is_available():  # a GPU waits for compilers: let all run at once
+        for worker in workers.values():
+            worker.send("step")
+        for worker in workers.values():
+            worker.answer()
     for _ in tqdm(range(rounds + 1), desc="rounds"):
         for key, worker in workers.items():
             times[key].append(worker.step())
     figures = {}
     for name in rows:
         figures[name] = {}
-        for phase in ("train", "eval"):
+        for phase in phases:
             measured = times[name, phase][1:]
             figures[name][f"{phase}_ms"] = statistics.median(measured)
             figures[name][f"{phase}_ms_spread"] = [min(measured), max(measured)]
@@ -151,21 +165,24 @@ class Worker:
         self.process = context.Process(target=serve, args=work, daemon=True)
         self.process.start()
 
-    def ask(self, what: str):
+    def send(self, what: str) -> None:
         self.pipe.send(what)
+
+    def answer(self) -> float:
         try:
-            answer = self.pipe.recv()
+            return self.pipe.recv()
         except EOFError:
             raise UserError("a measured process died; its message is above") from None
-        return answer
 
     def step(self) -> float:
         """Milliseconds of one step."""
-        return self.ask("step")
+        self.send("step")
+        return self.answer()
 
     def stop(self) -> float:
         """End the process; its peak memory in MB."""
-        memory = self.ask("stop")
+        self.send("stop")
+        memory = self.answer()
         self.process.join()
         return memory
 
@@ -174,7 +191,11 @@ def serve(config, phase: str, nanogpt: str | None, threads: int, pipe) -> None:
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     step = build_step(config, phase, nanogpt, device)
+    warm = False
     while pipe.recv() == "step":
+        if warm and device.type == "cuda":  # what the first step measures and compiles needs more
+            torch.cuda.reset_peak_memory_stats()
+        warm = True
         synchronise(device)
         started = time.perf_counter()
         step()
@@ -237,12 +258,12 @@ def synchronise(device: torch.device) -> None:
 
 def print_table(figures: dict, baselines: dict, rows: dict) -> None:
     """Figures of `measure`, each beside the paper's of the same variant, on whichever path."""
-    columns = PAPER["columns"]
     paper = {
         name: PAPER["rows"].get(config.variant_name)
         for name, config in rows.items()
         if not name.startswith("nanoGPT")
     }
+    columns = [column for column in PAPER["columns"] if column in next(iter(figures.values()))]
     width = max(22, *(len(name) + 2 for name in figures))
     heads = "".join(f"{column:>18}" for column in columns)
     print(" " * width + heads + "   (ratio to the first row of that length)")
@@ -251,8 +272,10 @@ def print_table(figures: dict, baselines: dict, rows: dict) -> None:
         cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
         print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
         if paper.get(name) and paper[base]:
-            pairs = zip(paper[name], paper[base], strict=True)
-            cells = [f"{mine:10.1f} ({mine / first:4.2f})" for mine, first in pairs]
+            theirs, first = (
+                dict(zip(PAPER["columns"], paper[n], strict=True)) for n in (name, base)
+            )
+            cells = [f"{theirs[c]:10.1f} ({theirs[c] / first[c]:4.2f})" for c in columns]
             print(f"{'  paper, A100':{width}}" + "".join(f"{cell:>18}" for cell in cells))
 
 

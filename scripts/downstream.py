@@ -1,10 +1,12 @@
 """Tasks of lm-evaluation-harness on a trained model: LSSAR Tables 2, A1 and A2, or any others.
 
-python -m scripts.downstream RUN --tasks paper
+python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table and writes RUN/downstream.json after every task, so that a stopped command goes on
+Prints a table, the paper's values beside, and draws the accuracies: downstream.png in the run's
+folder, or for several runs downstream_by_run.png in the folder that holds them. Writes
+RUN/downstream.json, a list of measurements, after every task, so that a stopped command goes on
 where it was: what has been measured before, from the same weights in the same way, is not measured
 again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
 are read.
@@ -21,8 +23,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import checkpoint
@@ -30,9 +34,18 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import autocast
-from files import read_json, write_json
 from model import EVALUATED_ROWS
-from scripts.runs import Run, add_options, open_run
+from scripts.runs import (
+    Results,
+    Run,
+    add_options,
+    check_places,
+    holding_folder,
+    open_run,
+    read_results,
+    run_names,
+    save_picture,
+)
 
 LSSAR = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
@@ -43,6 +56,8 @@ SCALES = {
     (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
     (24, 1024, True): "355m",
 }  # fmt: skip
+# Metrics that are shares of right answers, shown in percent and drawn.
+SHARES = ("acc", "exact_match")
 # Tokens of a batch, unless one request is longer.
 BATCH_TOKENS = 16384
 # Of a standard error that has no closed form, such as that of perplexity.
@@ -52,7 +67,7 @@ BOOTSTRAP_SAMPLES = 1000
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="folder that train.py made")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--tasks", default="paper", help="of the harness, or 'paper': LSSAR's own")
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as the harness's yaml")
     parser.add_argument(
@@ -61,37 +76,40 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first samples of a task, to try it")
     add_options(parser)
     arguments = parser.parse_args()
-    print_table(measure(Path(arguments.run), arguments))
-
-
-def measure(path: Path, arguments) -> dict:
-    """One run's scores, as they are saved in its downstream.json."""
-    config = checkpoint.read_config(path)
-    checkpoint.find(path, arguments.checkpoint)  # refuses now, not after the downloads
     for name in ("max_length", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} {value} must be at least 1")
-    max_length = arguments.max_length or 2 * config.block_size
-    lm_eval = import_harness()
+    for path in map(Path, arguments.runs):  # refuses what is wrong now, not after the downloads
+        checkpoint.read_config(path)
+        checkpoint.find(path, arguments.checkpoint)
+        read_results(path / "downstream.json")
+    check_places(arguments.runs)
+    harness = import_harness()
     tasks = load_tasks(parse_tasks(arguments.tasks), arguments.include_path)
+    results = [measure(Path(path), arguments, harness, tasks) for path in arguments.runs]
+    names = run_names(arguments.runs)
+    print_table(names, results)
+    picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
+    plot(names, results, holding_folder(arguments.runs) / picture)
+
+
+def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
+    """One run's scores of the tasks that are asked for, as its downstream.json has them."""
     run = open_run(path, arguments)
-    result = run.facts | {
-        "lm_eval": lm_eval.__version__,
+    max_length = arguments.max_length or 2 * run.config.block_size
+    facts = run.facts | {
+        "lm_eval": harness.__version__,
         "max_length": max_length,
         "limit": arguments.limit,
-        "paper": paper_row(config),
+        "paper": paper_row(run.config),
     }
-    file = path / "downstream.json"
-    before = read_json(file) or {}
-    same = all(before.get(key) == value for key, value in result.items())
-    result["tasks"] = before.get("tasks", {}) if same else {}
+    results = Results(path / "downstream.json", facts)
     for number, (name, loaded) in enumerate(tasks.items(), 1):
-        content = fingerprint(loaded)
-        if result["tasks"].get(name, {}).get("content") == content:
+        if results.parts.get(name, {}).get("content") == loaded["content"]:
             continue
-        print(f"task {number} of {len(tasks)}: {name}", flush=True)
-        scores = lm_eval.simple_evaluate(
+        print(f"{path}, task {number} of {len(tasks)}: {name}", flush=True)
+        scores = harness.simple_evaluate(
             model=harness_model(run, max_length),
             tasks=loaded["asked"],
             task_manager=loaded["manager"],
@@ -99,9 +117,8 @@ def measure(path: Path, arguments) -> dict:
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
         )
-        result["tasks"][name] = {"content": content, "scores": readable(scores)}
-        write_json(file, result | {"environment": checkpoint.environment()})
-    return result | {"tasks": {name: result["tasks"][name] for name in tasks}}
+        results.add(name, {"content": loaded["content"], "scores": readable(scores)})
+    return facts | {"parts": {name: results.parts[name] for name in tasks}}
 
 
 # ---- tasks ----
@@ -127,8 +144,8 @@ def import_harness():
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
-    """Name -> all its `tasks`, data included; what was `asked` for, since a group has a score of
-    its own; and their `manager`.
+    """Name -> what was `asked` for: a group, which has a score of its own, or tasks, data included;
+    their `manager`; a fingerprint of their `content`; and the number of their `samples`.
 
     Raises UserError for an unknown name, and for data that are neither cached nor reachable.
     """
@@ -178,13 +195,15 @@ def load_task(manager, name: str) -> dict:
         if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
             raise UserError(f"task {name} needs more than a language model: images, or to run code")
     asked = [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
-    return {"tasks": loaded["tasks"], "asked": asked, "manager": manager}
+    content = fingerprint(loaded["tasks"].values())
+    samples = sum(len(task.eval_docs) for task in loaded["tasks"].values())
+    return {"asked": asked, "manager": manager, "content": content, "samples": samples}
 
 
-def fingerprint(loaded: dict) -> str:
+def fingerprint(tasks) -> str:
     """Of what is asked: every task's settings and samples."""
     digest = hashlib.sha256()
-    for task in loaded["tasks"].values():
+    for task in tasks:
         shots = task.fewshot_docs() if task.config.num_fewshot else ()
         for part in (task.dump_config(), *task.eval_docs, *shots):
             digest.update(json.dumps(part, sort_keys=True, default=str).encode())
@@ -394,8 +413,10 @@ def paper_row(config: Config) -> str | None:
     return row if paper_values(row) and "fineweb" in config.data_dir else None
 
 
-def paper_values(row: str) -> dict[tuple[str, str], float]:
+def paper_values(row: str | None) -> dict[tuple[str, str], float]:
     """The paper's value of every (task, metric), from all TABLES that have this row and scale."""
+    if row is None:
+        return {}
     name, scale = row.split()
     values = {}
     for table in TABLES:
@@ -406,29 +427,80 @@ def paper_values(row: str) -> dict[tuple[str, str], float]:
     return values
 
 
-def print_table(result: dict) -> None:
-    paper = paper_values(result["paper"]) if result["paper"] else {}
-    print(
-        f"\n{result['variant']}, step {result['step']}, RoPE scaling {result['rope']}, at most "
-        f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
-    )
-    print(f"{'task':28}{'metric':24}{'value':>10}{'stderr':>9}{'samples':>9}", end="")
-    print(f"   paper ({result['paper']})" if paper else "")
+def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
+    """Every task and metric to show, with what each run has of the task."""
     known = {task for task, _ in METRICS}
-    for name, entry in result["tasks"].items():
-        scores = entry["scores"]
+    for name in results[0]["parts"]:
+        scores = [result["parts"][name]["scores"] for result in results]
         # a group has a score of its own, a tag only those of its tasks
-        for task in [name] if name in scores else scores:
-            for metric, score in scores[task]["metrics"].items():
-                if task in known and (task, metric) not in METRICS:
-                    continue
-                percent = 100 if metric.startswith("acc") else 1
-                error = score["stderr"]
-                line = f"{task:28}{metric:24}{percent * score['value']:10.2f}"
-                line += f"{'' if error is None else f'{percent * error:.2f}':>9}"
-                line += f"{scores[task]['samples']:>9}"
-                line += f"{paper[task, metric]:10.2f}" if (task, metric) in paper else ""
-                print(line)
+        for task in [name] if name in scores[0] else scores[0]:
+            for metric in scores[0][task]["metrics"]:
+                if task not in known or (task, metric) in METRICS:
+                    yield task, metric, [one[task] for one in scores]
+
+
+def print_table(names: list[str], results: list[dict]) -> None:
+    print()
+    for name, result in zip(names, results, strict=True):
+        print(
+            f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "
+            f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
+            + (f"; paper: {result['paper']}" if result["paper"] else "")
+        )
+    paper = [paper_values(result["paper"]) for result in results]
+    rows = list(shown(results))
+    columns = [("task", *(row[0] for row in rows)), ("metric", *(row[1] for row in rows))]
+    t, m, n = (max(map(len, column)) + 2 for column in (*columns, ("run", *names)))
+    print(f"{'task':{t}}{'metric':{m}}{'run':{n}}{'value':>9}{'stderr':>9}{'samples':>9}", end="")
+    print(f"{'paper':>9}" if any(paper) else "")
+    for task, metric, scores in rows:
+        percent = 100 if metric.startswith(SHARES) else 1
+        for name, score, of_paper in zip(names, scores, paper, strict=True):
+            value, error = score["metrics"][metric]["value"], score["metrics"][metric]["stderr"]
+            line = f"{task:{t}}{metric:{m}}{name:{n}}{percent * value:9.2f}"
+            line += f"{'' if error is None else f'{percent * error:.2f}':>9}{score['samples']:>9}"
+            line += f"{of_paper[task, metric]:9.2f}" if (task, metric) in of_paper else ""
+            print(line)
+
+
+def plot(names: list[str], results: list[dict], path: Path) -> None:
+    """A bar for each task and run, of shares only, with its standard error and the paper's value.
+
+    Draws nothing where no task has a share of right answers.
+    """
+    rows = [row for row in shown(results) if row[1].startswith(SHARES)]
+    if not rows:
+        return
+    longest = max(len(word) for task, metric, _ in rows for word in (task, metric))
+    height = 1.4 + 0.2 * len(names) + (0.3 + 0.15 * len(names)) * len(rows)
+    figure = Figure(figsize=(5 + 0.08 * longest, height), layout="constrained")
+    axes, thickness, marks = figure.subplots(), 0.8 / len(names), []
+    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+        places = [row + (i + 0.5) * thickness - 0.4 for row in range(len(rows))]
+        found = [scores[i]["metrics"][metric] for _, metric, scores in rows]
+        values = [100 * one["value"] for one in found]
+        errors = [100 * (one["stderr"] or 0) for one in found]
+        axes.barh(
+            places, values, thickness, xerr=errors, label=name, color=f"C{i % 10}", ecolor="0.4"
+        )
+        paper = paper_values(result["paper"])
+        for place, (task, metric, _) in zip(places, rows, strict=True):
+            if (task, metric) in paper:
+                marks.append((paper[task, metric], place))
+    if marks:
+        x, y = np.array(marks).T
+        half = thickness / 2
+        axes.vlines(x, y - half, y + half, color="black", linewidth=2.5, label="the paper's")
+    axes.set_yticks(range(len(rows)), [f"{task}\n{metric}" for task, metric, _ in rows])
+    axes.tick_params("y", labelsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("right answers (%), with their standard error")
+    axes.set_title(f"RoPE scaling: {results[0]['rope']}", fontsize="medium")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", fontsize="small")
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

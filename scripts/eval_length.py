@@ -41,6 +41,7 @@ from model import Rope
 from scripts.runs import (
     Run,
     add_options,
+    check_places,
     find_result,
     holding_folder,
     open_run,
@@ -77,6 +78,7 @@ def main() -> None:
     asked = scalings(arguments)
     for path in arguments.runs:
         prepare(path, asked[0])  # refuses what is wrong before anything is measured
+    check_places(arguments.runs)
     results = [[measure(Path(path), a) for a in asked] for path in arguments.runs]
     names = run_names(arguments.runs)
     print_table(names, results)

@@ -19,7 +19,7 @@ from scripts import attention_maps, benchmark, finetune_squad, needle, passkey, 
 from scripts import downstream as harness
 from scripts.eval_length import shared_tokens
 from scripts.rows import Run, Scale, call, find_row
-from scripts.runs import find_result
+from scripts.runs import find_result, read_results
 
 PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
 LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
@@ -144,8 +144,7 @@ class Evaluation:
             "checkpoint": "latest", "step": step, "dtype": str(dtype).removeprefix("torch."),
             "rope": self.rope, "rope_factor": None, "rope_theta": self.rope_theta,
         }  # fmt: skip
-        results = read_json(folder / f"{self.script}.json") or []
-        for result in results if isinstance(results, list) else [results]:
+        for result in read_results(folder / f"{self.script}.json"):
             if find_result([result], asked) and (kept := self.cut(result, config)):
                 return self.values(kept, config), kept
         return None
@@ -447,7 +446,7 @@ def downstream(number: str) -> Evaluation:
 
     def values(result, config):
         found = [
-            result["tasks"][task]["scores"][task]["metrics"][metric]["value"]
+            result["parts"][task]["scores"][task]["metrics"][metric]["value"]
             for task, metric in pairs
         ]
         return [
@@ -465,15 +464,14 @@ def downstream(number: str) -> Evaluation:
         samples(config)  # loads the tasks, which may have to be downloaded
 
     def samples(config):
-        loaded = load_tasks(tuple(tasks)).values()
-        return sum(len(task.eval_docs) for one in loaded for task in one["tasks"].values())
+        return sum(task["samples"] for task in load_tasks(tuple(tasks)).values())
 
     return Evaluation(
         "downstream",
         columns,
         lambda config: ["--tasks=" + ",".join(tasks)],
         question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
-        cut=only("tasks", lambda config: tasks),
+        cut=only("parts", lambda config: tasks),
         values=values,
         amount=samples,
         unit="samples",

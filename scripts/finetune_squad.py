@@ -43,7 +43,7 @@ from data.loader import shuffled
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import autocast, pick_device, pick_dtype
-from files import read_json, write_json
+from files import check_writable, read_json, write_json
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, job
@@ -90,6 +90,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
     out = Path(arguments.out_dir)
+    check_writable(out)
     if not arguments.resume and checkpoint.exists(out):
         raise UserError(f"{out} holds a run; --resume continues it, another --out_dir starts one")
     if arguments.resume and not checkpoint.exists(out):

@@ -40,14 +40,22 @@ from scripts.eval_length import parse_lengths
 from scripts.retrieval import (
     ANSWER_TOKENS,
     ASK,
-    Results,
     answer,
     batches,
     check_at_least,
     first_number,
     heat_map,
 )
-from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
+from scripts.runs import (
+    Results,
+    Run,
+    add_options,
+    check_places,
+    holding_folder,
+    open_run,
+    run_names,
+    save_picture,
+)
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -156,6 +164,7 @@ def main() -> None:
     runs = [open_run(path, arguments) for path in arguments.runs]
     plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
     scores = scores_name(arguments.score_length, arguments.score_trials)
+    check_places(arguments.runs)
     for run, plan in zip(runs, plans, strict=True):
         measure(run, *plan, arguments)
         report(plan[-1], scores)

@@ -27,14 +27,22 @@ from errors import UserError, command
 from scripts.eval_length import parse_lengths
 from scripts.retrieval import (
     ANSWER_TOKENS,
-    Results,
     answer,
     batches,
     check_at_least,
     first_number,
     heat_map,
 )
-from scripts.runs import Run, add_options, holding_folder, open_run, run_names, save_picture
+from scripts.runs import (
+    Results,
+    Run,
+    add_options,
+    check_places,
+    holding_folder,
+    open_run,
+    run_names,
+    save_picture,
+)
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -69,6 +77,7 @@ def main() -> None:
     check_at_least(0, arguments, "show")
     runs = [open_run(path, arguments) for path in arguments.runs]
     plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    check_places(arguments.runs)
     for run, (trials, results) in zip(runs, plans, strict=True):
         measure(run, trials, results)
         show(run, trials, results, arguments.show)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from config import CHOICES
 from errors import UserError, command
-from files import read_json
+from files import check_writable, read_json
 from processes import EXIT_STOPPED
 from scripts import report
 from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
@@ -74,6 +74,8 @@ def main() -> None:
     runs = work.runs if evaluation.trained else []
     check(with_bases(runs))
     evaluation.check(work)
+    for folder in (work.folder, scale.out):
+        check_writable(folder)
 
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} of {len(experiment.rows)} rows")
     if runs:

@@ -1,4 +1,4 @@
-"""What the tests of retrieval share: their lengths, answers to long prompts, files and pictures."""
+"""What the tests of retrieval share: their lengths, answers to long prompts, and pictures."""
 
 import argparse
 import math
@@ -10,12 +10,10 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-import checkpoint
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import autocast
-from files import write_json
-from scripts.runs import Run, find_result, read_results, save_picture
+from scripts.runs import Run, save_picture
 
 # Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
 ANSWER_TOKENS = 16
@@ -52,26 +50,6 @@ def first_number(text: str) -> str:
     """The first run of digits; '' if there is none."""
     found = re.search("[0-9]+", text)
     return found[0] if found else ""
-
-
-class Results:
-    """One measurement of a run's file of results, saved after each of its parts, so that a stopped
-    one goes on.
-
-    The file is a list of measurements. `facts` say which one this is: of the same weights, measured
-    in the same way. The parts that it holds already need not be measured again.
-    """
-
-    def __init__(self, path: Path, facts: dict):
-        self.path, self.facts = path, facts
-        self.parts = (find_result(read_results(path), facts) or {"parts": {}})["parts"]
-
-    def add(self, part: str, value: dict) -> None:
-        self.parts[part] = value
-        # read again: what others measure at the same time stays
-        others = [one for one in read_results(self.path) if not find_result([one], self.facts)]
-        mine = self.facts | {"parts": self.parts, "environment": checkpoint.environment()}
-        write_json(self.path, [*others, mine])
 
 
 def heat_map(path: Path, shares: list[list[float | None]], lengths, depths, title: str) -> None:

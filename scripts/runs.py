@@ -12,7 +12,7 @@ import checkpoint
 from config import CHOICES, Config
 from errors import UserError
 from evaluation import pick_device, pick_dtype
-from files import read_json, replacing
+from files import check_writable, read_json, replacing, write_json
 from model import GPT, Rope
 
 
@@ -82,6 +82,12 @@ def holding_folder(paths) -> Path:
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
+def check_places(paths) -> None:
+    """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
+    for folder in (*paths, holding_folder(paths)):
+        check_writable(folder)
+
+
 def read_results(path: Path) -> list[dict]:
     """The measurements that a run's file of results holds; UserError if it is something else."""
     results = read_json(path)
@@ -94,6 +100,26 @@ def find_result(results: list[dict], question: dict) -> dict | None:
     """The measurement with these values, if it is there."""
     same = (r for r in results if all(r.get(key) == value for key, value in question.items()))
     return next(same, None)
+
+
+class Results:
+    """One measurement of a run's file of results, saved after each of its parts, so that a stopped
+    one goes on.
+
+    The file is a list of measurements. `facts` say which one this is: of the same weights, measured
+    in the same way. The parts that it holds already need not be measured again.
+    """
+
+    def __init__(self, path: Path, facts: dict):
+        self.path, self.facts = path, facts
+        self.parts = (find_result(read_results(path), facts) or {"parts": {}})["parts"]
+
+    def add(self, part: str, value: dict) -> None:
+        self.parts[part] = value
+        # read again: what others measure at the same time stays
+        others = [one for one in read_results(self.path) if not find_result([one], self.facts)]
+        mine = self.facts | {"parts": self.parts, "environment": checkpoint.environment()}
+        write_json(self.path, [*others, mine])
 
 
 def save_picture(figure: Figure, path: Path) -> None:

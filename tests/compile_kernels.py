@@ -25,8 +25,12 @@ FLOAT32 = {
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
-def compile_for(capability: int, kernel, constants: dict, options: dict, atomic: bool = False):
-    """A kernel for bfloat16 inputs whose rows are contiguous."""
+def compile_for(
+    capability: int, kernel, constants: dict, options: dict, *, atomic=False, ones=False,
+    dtype="bf16",
+):  # fmt: skip
+    """A kernel for inputs whose rows are contiguous; with `ones` for sizes of 1, each of which
+    Triton makes a constant unless it is told not to."""
     while not isinstance(kernel, triton.JITFunction):
         kernel = kernel.fn
     signature, values, alignment = {}, {}, {}
@@ -41,8 +45,10 @@ def compile_for(capability: int, kernel, constants: dict, options: dict, atomic:
                 alignment[i, j] = [["tt.divisibility", 16]]
         elif name.isupper() and name not in ("B", "H", "L"):
             summed = name in FLOAT32 or (name == "DQ" and atomic)
-            signature[name] = "*fp32" if summed else "*bf16"
+            signature[name] = "*fp32" if summed else f"*{dtype}"
             alignment[i,] = [["tt.divisibility", 16]]
+        elif ones and not kernel.params[i].do_not_specialize:
+            signature[name], values[i,] = "constexpr", 1
         else:
             signature[name] = "i32"
     source = ASTSource(kernel, signature, values, alignment)
@@ -70,14 +76,14 @@ def main() -> None:
     capabilities = itertools.cycle((90, 80))
     sizes = dict(D=64, BLOCK_D=64)
 
-    def compile_row(kernel, config, phi, *, forward=False, atomic=False, **constants):
+    def compile_row(kernel, config, phi, *, forward=False, atomic=False, dtype="bf16", **constants):
         function, slope, shift = kernels.PHIS[phi]
         unit = phi == "softplus"
         constants |= dict(PHI=function, UNIT=unit, BIASED=not unit, PRECISION="ieee")
         constants |= dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         constants |= config.kwargs | sizes
-        compile_for(next(capabilities), kernel, constants, options, atomic)
+        compile_for(next(capabilities), kernel, constants, options, atomic=atomic, dtype=dtype)
 
     for config in kernels.FORWARD_BLOCKS:
         compile_row(kernels._forward_two_stages, config, "softplus", forward=True, P=15, SAVE=True)
@@ -90,6 +96,12 @@ def main() -> None:
         compile_row(kernels._forward_one_stage, first, phi, forward=True, L1=True, SAVE=True)
         compile_row(kernels._backward_queries, last, phi, P=0, L1=False, LEARNT=True)
     compile_row(kernels._forward_two_stages, first, "exp", forward=True, P=2.5, SAVE=False)
+    (small,) = kernels.FLOAT32_BLOCKS
+    exact = dict(P=15, dtype="fp32")
+    compile_row(kernels._forward_two_stages, small, "softplus", forward=True, SAVE=True, **exact)
+    compile_row(
+        kernels._backward_keys, small, "softplus", atomic=True, L1=True, ATOMIC=True, **exact
+    )
     phi = kernels.softplus
     small = [
         (kernels._inverse_norms, dict(M=64)),
@@ -101,6 +113,8 @@ def main() -> None:
     ]
     for kernel, constants in small:
         compile_for(next(capabilities), kernel, sizes | constants, {})
+        if "decode" in kernel.__name__:
+            compile_for(next(capabilities), kernel, sizes | constants, {}, ones=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def small(monkeypatch):
 def test_two_flex_attention_calls_are_lssar(small):
     q, k, v, _ = suite_gpu.inputs(2, 128, 128, "cpu", torch.float32)
     ours = suite_gpu.layer("lssar_p15")(q, k, v)
-    error = (suite_gpu.flex_lssar(15)(q, k, v) - ours).norm() / ours.norm()
+    error = (suite_gpu.flex_lssar(15, 128, "cpu")(q, k, v) - ours).norm() / ours.norm()
     assert error < 1e-5
 
 
@@ -27,7 +27,7 @@ def test_softmax_peers_are_softmax(small):
 
 
 def test_every_figure_names_what_it_is_held_to(small):
-    figures = suite_gpu.decoding("cpu", torch.float32, (64,))
+    figures = list(suite_gpu.decoding("cpu", torch.float32, (64,)))
     assert [f["name"] for f in figures] == ["softmax, SDPA", "lssar_p15", "lssa"] * 2
     for figure in figures:
         assert figure["ms"] > 0 and figure["ratio"] > 0
@@ -43,6 +43,21 @@ def test_the_suite_is_refused_without_a_gpu(call, capsys, tmp_path):
         call(benchmark, "--suite", "gpu", "--out", tmp_path / "gpu.json")
     assert stop.value.code == 2 and "NVIDIA GPU" in capsys.readouterr().err
     assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.parametrize(
+    "out, message", [("file/new/b.json", "Not a directory"), ("folder", "is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    call, capsys, tmp_path, monkeypatch, out, message
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(benchmark, "measure", None)
+    with pytest.raises(SystemExit) as stop:
+        call(benchmark, "configs/softmax.py", "--out", tmp_path / out)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and str((tmp_path / out).parent) in error and message in error
 
 
 def test_a_setting_without_a_value_is_refused(call, capsys):
@@ -70,12 +85,12 @@ def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
     settings = [x for pair in tiny for x in ("--set", pair[2:])]
     call(
         benchmark, "configs/softmax.py", "configs/lssar_p3.py", *settings, "--rounds", 1,
-        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "b.json",
+        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "new/b.json",
     )  # fmt: skip
     printed = capsys.readouterr().out
     from files import read_json
 
-    saved = read_json(tmp_path / "b.json")
+    saved = read_json(tmp_path / "new/b.json")
     assert len(saved["rows"]) == 8
     for name, figures in saved["rows"].items():
         length = name.split(" at ")[1]

@@ -261,6 +261,9 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     assert "fill only val shards" in refused(fineweb.main, *base, folder)
     assert not list(out.glob("*.bin")) and not (out / shards.PROGRESS).exists()
     assert f"{tmp_path / 'none'}: no parquet" in refused(fineweb.main, *base, tmp_path / "none")
+    (tmp_path / "file").touch()
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "file/new")
+    assert "file/new: no file can be written there: Not a directory" in line
     (tmp_path / "empty").mkdir()
     assert "empty: no parquet file" in refused(fineweb.main, *base, tmp_path / "empty")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")

@@ -73,9 +73,9 @@ def test_a_failed_write_leaves_no_shard(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("files.os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="00000[12].bin: cannot be written: disk full"):
         shards.write_shard(path, np.array([3], dtype=np.uint16))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="00000[12].bin: cannot be written: disk full"):
         shards.write_shard(tmp_path / "x_train_000002.bin", np.array([3], dtype=np.uint16))
     assert shards.list_shards(tmp_path, "train") == [path]
     assert shards.read_shard(path).tolist() == [1, 2]

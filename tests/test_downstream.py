@@ -1,14 +1,18 @@
 """Tasks of lm-evaluation-harness, against scores computed one request at a time in float64."""
 
+import errno
 import functools
 import importlib
 import json
 import math
+import tempfile
 
+import matplotlib.image
 import pytest
 import torch
 
 from config import load_config
+from files import read_json
 from scripts import downstream
 from tests.helpers import CONFIGS, saved_run, small_model, write_task
 
@@ -95,12 +99,12 @@ def harness(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(call, tasks):
-    """Run the script on local tasks; returns the scores of downstream.json."""
+    """Run the script on local tasks; returns the newest measurement of downstream.json."""
 
     def run(folder, names, *more):
         common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
         call(downstream, folder, "--tasks", names, *common, *more)
-        return json.loads((folder / "downstream.json").read_text())
+        return read_json(folder / "downstream.json")[-1]
 
     return run
 
@@ -144,7 +148,7 @@ def test_scores(case, tasks, evaluate, tmp_path):
     gold = [*answers[:3], "wrong", answers[4]]
     generation(tasks, gold, max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,text,gen")
-    scores = {name: entry["scores"][name] for name, entry in result["tasks"].items()}
+    scores = {name: entry["scores"][name] for name, entry in result["parts"].items()}
     values = {
         (name, metric): score["value"]
         for name in scores
@@ -302,6 +306,59 @@ def test_measured_once(evaluate, tasks, tmp_path, monkeypatch, capsys):
     (tasks / "other.jsonl").write_text(data)
 
 
+def test_a_quick_try_deletes_no_measurement(evaluate, tmp_path, capsys):
+    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+    full = evaluate(run, "choice,last")
+    tried = evaluate(run, "choice", "--limit", "1")
+    assert tried["limit"] == 1 and tried["parts"]["choice"]["scores"]["choice"]["samples"] == 1
+    assert read_json(run / "downstream.json") == [full, tried]
+    (run / "downstream.json").write_text(json.dumps(full))
+    with pytest.raises(SystemExit) as stop:
+        evaluate(run, "choice")
+    assert stop.value.code == 2 and "no list of measurements" in capsys.readouterr().err
+    assert read_json(run / "downstream.json") == full
+
+
+def test_several_runs_in_one_table_and_picture(call, tasks, evaluate, tmp_path, capsys):
+    names = ["softmax", "lssar_p15"]
+    runs = [saved_run(tmp_path / n, small_model(f"{n}.py").float()) for n in names]
+    alone = [evaluate(run, "choice,last") for run in runs]
+    for run in runs:
+        assert matplotlib.image.imread(run / "downstream.png").std() > 0
+        (run / "downstream.json").unlink()
+    capsys.readouterr()
+    common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
+    call(downstream, *runs, "--tasks", "choice,last", *common)
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for run, name, result in zip(runs, names, alone, strict=True):
+        (together,) = read_json(run / "downstream.json")
+        assert together["parts"] == result["parts"]
+        for task, metric in (("choice", "acc_norm"), ("last", "acc")):
+            value = result["parts"][task]["scores"][task]["metrics"][metric]["value"]
+            assert [task, metric, name, f"{100 * value:.2f}"] in [line[:4] for line in table]
+    assert matplotlib.image.imread(tmp_path / "downstream_by_run.png").std() > 0
+
+
+def test_a_task_without_a_share_of_right_answers_is_not_drawn(evaluate, tmp_path, capsys):
+    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+    evaluate(run, "text")
+    assert "bits_per_byte" in capsys.readouterr().out
+    assert not (run / "downstream.png").exists()
+
+
+def test_what_cannot_be_written_is_not_measured(evaluate, tmp_path, monkeypatch, capsys):
+    def denied(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(downstream, "load_tasks", None)
+    with pytest.raises(SystemExit) as stop:
+        evaluate(run, "choice")
+    error = f"{run}: no file can be written there: Permission denied"
+    assert stop.value.code == 2 and error in capsys.readouterr().err
+
+
 def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
     """A task that the run cannot do ends the command, after the tasks before it were saved."""
     run = saved_run(tmp_path / "run", small_model("softmax.py").float())
@@ -314,7 +371,8 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             evaluate(run, "choice,gen", "--limit", "1")
         assert stop.value.code == 2 and message in capsys.readouterr().err
-        assert list(json.loads((run / "downstream.json").read_text())["tasks"]) == ["choice"]
+        (result,) = read_json(run / "downstream.json")
+        assert list(result["parts"]) == ["choice"]
     write_task(
         tasks, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
         doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
@@ -326,7 +384,7 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
 
 def test_group(evaluate, tmp_path, capsys):
     run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
-    scores = evaluate(run, "both")["tasks"]["both"]["scores"]
+    scores = evaluate(run, "both")["parts"]["both"]["scores"]
     parts = [
         scores[name]["metrics"]["acc"]["value"] * n for name, n in (("choice", 6), ("other", 2))
     ]
@@ -385,7 +443,7 @@ def test_a_missing_harness_is_said(evaluate, tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2 and "pip install -r requirements-dev.txt" in capsys.readouterr().err
 
 
-def test_the_papers_numbers_stand_beside_its_own_models(capsys):
+def test_the_papers_numbers_stand_beside_its_own_models(monkeypatch, capsys):
     def row(*arguments):
         return downstream.paper_row(
             load_config([str(CONFIGS / a) if a.endswith("py") else a for a in arguments])
@@ -398,7 +456,20 @@ def test_the_papers_numbers_stand_beside_its_own_models(capsys):
     metrics = {"acc": {"value": 0.1, "stderr": 0.2}, "acc_norm": {"value": 0.5, "stderr": 0.011}}
     scores = {"piqa": {"samples": 1838, "num_fewshot": 0, "metrics": metrics}}
     facts = {"variant": "lssar_p15", "step": 1, "rope": "none", "max_length": 2048, "lm_eval": "0"}
-    tables = {"paper": row("lssar_p15.py"), "tasks": {"piqa": {"scores": scores}}}
-    downstream.print_table(facts | tables)
-    line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line == ["piqa", "acc_norm", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2
+    tables = {"paper": row("lssar_p15.py"), "parts": {"piqa": {"scores": scores}}}
+    other = {"paper": None, "parts": tables["parts"]}
+    results = [facts | tables, facts | other]
+    downstream.print_table(["one", "two"], results)
+    ours, others = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert ours == ["piqa", "acc_norm", "one", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2
+    assert others == ["piqa", "acc_norm", "two", "50.00", "1.10", "1838"]
+    with monkeypatch.context() as patch:
+        drawn = []
+        patch.setattr(downstream, "save_picture", lambda figure, path: drawn.append(figure))
+        downstream.plot(["one", "two"], results, None)
+    (axes,) = drawn[0].axes
+    assert [bar.get_width() for bar in axes.patches] == [50, 50]
+    (mark,) = axes.collections[-1].get_segments()
+    first = axes.patches[0]
+    assert mark[:, 0].tolist() == [65.34] * 2  # and across the bar of its own run
+    assert mark[:, 1] == pytest.approx([first.get_y(), first.get_y() + first.get_height()])

@@ -234,9 +234,9 @@ def test_the_harness_scores_it_as_scripts_downstream_does(folder, answers, call,
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     arguments = ("--tasks", TASK, "--include_path", folder / "user/tasks", "--max_length", 40)
     call(downstream, folder / "run0", *arguments, "--device", "cpu")
-    tasks = json.loads((folder / "run0/downstream.json").read_text())["tasks"]
+    (result,) = json.loads((folder / "run0/downstream.json").read_text())
     for name, metric in zip(TASK.split(","), ("acc", "bits_per_byte", "exact_match"), strict=True):
-        own = tasks[name]["scores"][name]["metrics"][metric]["value"]
+        own = result["parts"][name]["scores"][name]["metrics"][metric]["value"]
         assert answers[0]["scores"][name][f"{metric},none"] == pytest.approx(own, rel=1e-5), name
     assert own == pytest.approx(2 / 3)  # of the answers that are generated
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import matplotlib.image
@@ -459,6 +458,8 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--scale=nowhere.py"], ["nowhere.py", "does not exist"]),
         (["table1", "--data=nowhere"], ["nowhere", "python -m data.text"]),
         (["table1", "--data=fineweb10B"], ["fineweb10B", "python -m data.fineweb"]),
+        (["table1", "--results=README.md"], ["README.md/small/table1", "Not a directory"]),
+        (["table1", "--out=README.md/new"], ["README.md/new", "Not a directory"]),
         (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
         (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
         (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
@@ -483,6 +484,7 @@ def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
     def offline(names, folder):
         raise UserError(f"{names}: their data are not on this machine")
 
+    monkeypatch.setattr(downstream, "import_harness", lambda: None)
     monkeypatch.setattr(downstream, "load_tasks", offline)
     experiments.load_tasks.cache_clear()
     with pytest.raises(SystemExit) as stop:
@@ -492,9 +494,9 @@ def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
 
 
 def test_the_plan_prices_the_evaluations(run, scale, commands, tmp_path, monkeypatch, capsys):
-    docs = {"a": [1] * 30, "b": [1] * 12}
-    tasks = {name: types.SimpleNamespace(eval_docs=d) for name, d in docs.items()}
-    monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: {"group": {"tasks": tasks}})
+    tasks = {"a": {"samples": 30}, "b": {"samples": 12}}
+    monkeypatch.setattr(downstream, "import_harness", lambda: None)
+    monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: tasks)
     experiments.load_tasks.cache_clear()
     run("table_a2", "--plan")
     experiments.load_tasks.cache_clear()

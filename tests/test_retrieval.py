@@ -665,6 +665,7 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--epochs", "0"], "--epochs 0"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--sequences", "-1"], "--sequences"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--device", "x"], "device = 'x'"),
+        (finetune_squad, ["--out_dir", "README.md/o", "--squad", "s"], "README.md/o: no file can"),
         (
             finetune_squad,
             ["--out_dir", "o", "--squad", "s", "--batch_size", "7"],

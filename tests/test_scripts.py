@@ -1,9 +1,11 @@
 """The commands that users run on a finished run, and the quickstart itself."""
 
+import errno
 import json
 import math
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import matplotlib.image
@@ -14,7 +16,7 @@ import torch
 import checkpoint
 from data.shards import read_meta, read_shard, write_meta
 from model import GPT
-from scripts import eval_length, sample
+from scripts import attention_maps, eval_length, needle, passkey, sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,6 +151,10 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--rope", "none,yern"], "'yern'"),
         (["--rope", "ntk:x"], "'x'"),
         (["--rope", "ntk:0.5"], "0.5"),
+        (["--rope", "linear:inf"], "factor = inf must be"),
+        (["--rope", "ntk:1e300"], "factor = 1e+300 must be"),
+        (["--rope_theta", "inf"], "theta = inf must be"),
+        (["--rope_theta", "nan"], "theta = nan must be"),
         (["--rope", "none,yarn,none"], "different"),
     ],
 )
@@ -181,6 +187,25 @@ def test_eval_length_refuses_before_it_measures(train, call, shards, tmp_path, c
     other = shutil.copytree(shards, tmp_path / "other")
     write_meta(other, read_meta(other) | {"tokenizer": "gpt2"})
     refused("another tokenizer", "--data_dir", other)
+
+
+@pytest.mark.parametrize("module", [eval_length, attention_maps, passkey, needle])
+def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch, capsys):
+    run = train("run", "--max_iters=1")
+    before = sorted(run.iterdir())
+
+    def denied(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(module, "measure", None)
+    lengths = {passkey: "300", needle: "300"}.get(module, "16")
+    score = ("--score_length", "300") if module is needle else ()
+    with pytest.raises(SystemExit) as stop:
+        call(module, run, "--lengths", lengths, *score)
+    assert stop.value.code == 2
+    error = f"{run}: no file can be written there: Permission denied"
+    assert error in capsys.readouterr().err and sorted(run.iterdir()) == before
 
 
 def test_a_folder_that_is_no_run_is_refused(call, tmp_path, capsys):

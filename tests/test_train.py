@@ -197,6 +197,12 @@ def test_three_processes_that_do_not_divide_the_batch(train, capsys, monkeypatch
     )
 
 
+def test_an_out_dir_that_cannot_be_made_is_refused_before_any_work(train, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    where = f"{tmp_path / 'file/run'}: no file can be written there: Not a directory"
+    refused(capsys, lambda: train("file/run", "--data_dir=nowhere"), where)
+
+
 def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
     def data(folder):
         return lambda: train("run", f"--data_dir={folder}")
