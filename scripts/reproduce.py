@@ -108,7 +108,8 @@ def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = 
     a clone that has the table and not the runs."""
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})
     if lost := sorted(before - there):
-        shown = ", ".join(f"{row} (seed {seed})" for row, seed in lost)
+        seeds = {seed: [row for row, its in lost if its == seed] for _, seed in lost}
+        shown = "; ".join(f"seed {seed} of {', '.join(rows)}" for seed, rows in seeds.items())
         raise UserError(
             f"{folder} has a table of {len(before)} runs; the new one would be without {shown}; "
             + "; ".join([*failures, "--results DIR writes the new one elsewhere"])

@@ -134,7 +134,7 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             run("table1", *fewer)
         message = capsys.readouterr().err
-        assert stop.value.code == 2 and "lssar_p15 (seed 1338)" in message and not commands
+        assert stop.value.code == 2 and "seed 1338 of lssar_p15" in message and not commands
         assert "a table of 4 runs" in message and "--results" in message
     assert read(folder) == table
     # one seed: nothing is ranked; another table shares the runs
@@ -430,7 +430,7 @@ def test_a_table_keeps_the_rows_of_runs_that_fail(run, commands, tmp_path, monke
         run("table1", "--only=softmax,lssar_p15")
     message = capsys.readouterr().err
     assert stop.value.code == 2 and read(folder) == table
-    assert "without lssar_p15 (seed 1337); " in message and "stopped with exit code 1" in message
+    assert "without seed 1337 of lssar_p15; " in message and "stopped with exit code 1" in message
 
 
 def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeypatch, capsys):
