@@ -216,15 +216,20 @@ def made_by(run, job: str | None) -> bool:
 def find(run, which: str = "latest", quiet: bool = False) -> Path:
     """The newest whole checkpoint of a run, or its best one; its checksum has been verified.
 
-    A damaged one is named on standard error, and the one before is taken. Raises UserError where
-    none is left.
+    A damaged one is named on standard error, and the one before is taken. A `run` may also be one
+    of a run's checkpoints: that one. Raises UserError where none is left.
     """
+    run = Path(run)
+    if run.suffix == ".pt":
+        run, which = run.parent, run.name
     index = read_index(run)
-    names = newest_first(index, KINDS[which])
+    names = (
+        newest_first(index, KINDS[which]) if which in KINDS else [n for n in index if n == which]
+    )
     if not names:
         raise UserError(f"{run}: no checkpoint in it ({which}); train.py saves one as it starts")
     for name in names:
-        path = Path(run) / name
+        path = run / name
         problem = damage(path, **index[name])
         if problem is None:
             return path
@@ -237,7 +242,7 @@ def identity(run, which: str = "latest") -> dict:
     """What tells the weights that `load_weights` takes from all others, those of a run of the same
     name included."""
     path = find(run, which, quiet=True)
-    return {"step": step_of(path.name), "sha256": read_index(run)[path.name]["sha256"]}
+    return {"step": step_of(path.name), "sha256": read_index(path.parent)[path.name]["sha256"]}
 
 
 def damage(path: Path, bytes: int, sha256: str) -> str | None:

@@ -103,7 +103,9 @@ class Config:
     )
     seed: int = setting(1337, "of the initial weights and the data order")
     resume: bool = setting(False, "continue the run in out_dir from its latest checkpoint")
-    init_from: str = setting("", "a run's folder to take the first weights from")
+    init_from: str = setting(
+        "", "a run's folder, or one of its step_*.pt, to take the first weights from"
+    )
     device: str = setting(
         "auto", "'auto' (cuda, else mps, else cpu), 'cuda', 'cuda:1', 'mps', 'cpu'"
     )

@@ -72,6 +72,8 @@ CLAMP = 0.5
 # A head with more than this on the first token is a sink (Gu et al. 2024, "When Attention Sink
 # Emerges in Language Models").
 SINK = 0.3
+# Validation tokens at each length.
+TOKENS = 32768
 # The longest text of a picture, and of one whose ticks are words.
 MAP_TOKENS, WORDS = 2048, 48
 PICTURE = "attention_maps.png"
@@ -93,7 +95,7 @@ def main() -> None:
     text.add_argument("--file", help="a UTF-8 file with the text of the maps")
     parser.add_argument("--lengths", help="in tokens, such as 1024,8192 (default: 1x and 8x)")
     parser.add_argument(
-        "--tokens", type=int, default=32768, help="at each length (%(default)s); 0: only the text"
+        "--tokens", type=int, default=TOKENS, help="at each length (%(default)s); 0: only the text"
     )
     parser.add_argument("--data_dir", help="other shards than the run's own")
     add_options(parser)

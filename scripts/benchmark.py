@@ -84,7 +84,7 @@ def main() -> None:
         f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
-    print_table(figures, baselines)
+    print_table(figures, baselines, rows)
     if out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": environment, "settings": settings}
@@ -256,8 +256,13 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def print_table(figures: dict, baselines: dict) -> None:
-    paper = PAPER["rows"]
+def print_table(figures: dict, baselines: dict, rows: dict) -> None:
+    """Figures of `measure`, each beside the paper's of the same variant, on whichever path."""
+    paper = {
+        name: PAPER["rows"].get(config.variant_name)
+        for name, config in rows.items()
+        if not name.startswith("nanoGPT")
+    }
     columns = [column for column in PAPER["columns"] if column in next(iter(figures.values()))]
     width = max(22, *(len(name) + 2 for name in figures))
     heads = "".join(f"{column:>18}" for column in columns)
@@ -266,7 +271,7 @@ def print_table(figures: dict, baselines: dict) -> None:
         base = baselines[name]
         cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
         print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
-        if name in paper and base in paper:
+        if paper.get(name) and paper[base]:
             theirs, first = (
                 dict(zip(PAPER["columns"], paper[n], strict=True)) for n in (name, base)
             )

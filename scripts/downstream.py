@@ -145,7 +145,7 @@ def import_harness():
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
     """Name -> what was `asked` for: a group, which has a score of its own, or tasks, data included;
-    their `manager`; and a fingerprint of their `content`.
+    their `manager`; a fingerprint of their `content`; and the number of their `samples`.
 
     Raises UserError for an unknown name, and for data that are neither cached nor reachable.
     """
@@ -196,7 +196,8 @@ def load_task(manager, name: str) -> dict:
             raise UserError(f"task {name} needs more than a language model: images, or to run code")
     asked = [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
     content = fingerprint(loaded["tasks"].values())
-    return {"asked": asked, "manager": manager, "content": content}
+    samples = sum(len(task.eval_docs) for task in loaded["tasks"].values())
+    return {"asked": asked, "manager": manager, "content": content, "samples": samples}
 
 
 def fingerprint(tasks) -> str:

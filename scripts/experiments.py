@@ -54,15 +54,31 @@ class Evaluation:
     # the measurement with those of its parts that the table is of; None where one is missing
     cut: Callable[[dict, Config], dict | None]
     values: Callable[[dict, Config], list[float]]  # of what `cut` leaves
+    amount: Callable[[Config], int]  # what the script has to do for a run, to tell the cost
     rope: str = "dynamic_ntk"
     rope_theta: float | None = None
     fits: Callable[[Config], object] = lambda config: None  # UserError where it cannot be measured
     better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
     digits: int = 4
     finetuned: bool = False  # measured after scripts.finetune_squad
-    notes: Callable[[Config], tuple[str, ...]] = lambda config: ()  # for the caption
+    prompt: Callable[[Config], int] = lambda config: 1  # tokens that every length has to hold
+    unit: str = "tokens"  # of what `amount` counts
 
     trained = True
+
+    def columns(self, config: Config) -> tuple:
+        """The keys at this scale."""
+        return stretched(self.keys, self.prompt(config), config)
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        first, *_ = stretched((1,), self.prompt(config), config)
+        if first == 1:
+            return ()
+        return (
+            f"The paper's lengths begin at the training length. Here they begin at {first} times "
+            f"that, and are all {first} times as long, since the prompt takes "
+            f"{self.prompt(config)} tokens.",
+        )
 
     def command(self, config: Config) -> list[str]:
         theta = [f"--rope_theta={self.rope_theta:g}"] if self.rope_theta else []
@@ -71,12 +87,14 @@ class Evaluation:
 
     def check(self, work: Work) -> None:
         """Raise UserError for what would only be refused after the training."""
-        if not all(self.find(run) for run in work.runs):
-            self.fits(work.scale.config)
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
             )
+        if self.finetuned and work.squad and not Path(work.squad).is_file():
+            raise UserError(f"--squad {work.squad}: no such file")
+        if not all(self.find(run) for run in work.runs):
+            self.fits(work.scale.config)
         for run in work.runs if self.finetuned else ():
             if problem := other_tuning(run, work):
                 raise UserError(
@@ -86,9 +104,13 @@ class Evaluation:
 
     def plan(self, work: Work) -> str:
         left = sum(self.find(run) is None for run in work.runs)
-        tuning = "fine-tuned on SQuAD, then " if self.finetuned else ""
+        if not left:
+            return "to evaluate: 0 runs"
+        epochs = finetune_squad.EPOCHS
+        tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
         shown = " ".join(["python", *self.command(work.scale.config)[1:]])
-        return f"to evaluate: {left} runs" + (f", each {tuning}with {shown}" if left else "")
+        amount = left * self.amount(work.scale.config)
+        return f"to evaluate: {left} runs, {amount:,} {self.unit} in all, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
         """Measure what has not been measured of the finished runs; sentences on what failed."""
@@ -144,7 +166,7 @@ class Evaluation:
                         "run": str(run.folder),
                         "step": run.step,
                         "tokens": run.tokens,
-                        "began_with": run.base and str(run.base.folder),
+                        "began_with": run.config.init_from or None,
                         "environment": read_json(run.folder / "environment.json"),
                         "evaluation": measured | {"folder": str(self.folder(run))},
                     }
@@ -209,6 +231,9 @@ class Benchmark:
 
     def check(self, work: Work) -> None:
         pass
+
+    def columns(self, config: Config) -> tuple:
+        return self.keys
 
     def notes(self, config: Config) -> tuple[str, ...]:
         unfused = config.attention_impl == "reference"
@@ -292,6 +317,13 @@ def at(multiple: float, config: Config) -> int:
     return round(multiple * config.block_size)
 
 
+def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
+    """The multiples times the smallest number at which the training length holds a prompt. Names in
+    their place stay."""
+    first = -(-prompt // config.block_size)
+    return tuple(one if isinstance(one, str) else one * first for one in multiples)
+
+
 def joined(multiples, config: Config) -> str:
     return ",".join(str(at(multiple, config)) for multiple in multiples)
 
@@ -338,6 +370,7 @@ def loss(*multiples: float) -> Evaluation:
             result if set(lengths(config)) <= set(result["lengths"]) else None
         ),
         values=values,
+        amount=lambda config: len(multiples) * tokens_at(config, lengths(config)),
         fits=lambda config: tokens_at(config, lengths(config)),
     )
 
@@ -356,6 +389,7 @@ def loss_by_position(multiple: float, *shown: float) -> Evaluation:
         question=lambda config: validation(config, (at(multiple, config),)),
         cut=only("loss_by_position", lambda config: [str(at(multiple, config))]),
         values=values,
+        amount=lambda config: tokens_at(config, (at(multiple, config),)),
         rope="none",
         rope_theta=SSMAX["figure5"]["rope_theta"],
         fits=lambda config: tokens_at(config, (at(multiple, config),)),
@@ -375,12 +409,11 @@ TRIAL_SEED = 1337  # of passkeys, needles and haystacks
 def passkeys(*multiples: float) -> Evaluation:
     """LSSAR Figs. 2 and A3: passkeys found, in percent."""
 
-    def lengths(config):
-        return [str(at(multiple, config)) for multiple in multiples]
+    def prompt(config):
+        return passkey.shortest(get_tokenizer(config.tokenizer))
 
-    def fits(config):
-        for multiple in multiples:
-            passkey.make_trials(get_tokenizer(config.tokenizer), at(multiple, config), 1, 0)
+    def lengths(config):
+        return [str(at(one, config)) for one in stretched(multiples, prompt(config), config)]
 
     return Evaluation(
         "passkey",
@@ -391,7 +424,8 @@ def passkeys(*multiples: float) -> Evaluation:
         question=lambda config: {"trials": TRIALS, "trial_seed": TRIAL_SEED},
         cut=only("parts", lengths),
         values=lambda result, config: [100 * part["accuracy"] for part in result["parts"].values()],
-        fits=fits,
+        amount=lambda config: TRIALS * sum(map(int, lengths(config))),
+        prompt=prompt,
         better="higher",
         digits=1,
     )  # fmt: skip
@@ -427,7 +461,10 @@ def downstream(number: str) -> Evaluation:
                 f"Table A1 is of training on FineWeb-Edu, not on {config.data_dir}: "
                 "--scale 45m, 124m_edu or 355m"
             )
-        load_tasks(tuple(tasks))  # they may have to be downloaded
+        samples(config)  # loads the tasks, which may have to be downloaded
+
+    def samples(config):
+        return sum(task["samples"] for task in load_tasks(tuple(tasks)).values())
 
     return Evaluation(
         "downstream",
@@ -436,6 +473,8 @@ def downstream(number: str) -> Evaluation:
         question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
         cut=only("parts", lambda config: tasks),
         values=values,
+        amount=samples,
+        unit="samples",
         fits=fits,
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2,
@@ -449,34 +488,52 @@ SCORE_LENGTH = SSMAX["figure8"]["length"] / TRAINED_LENGTH
 def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
     """SSMax Figs. 6 to 8, three views of one measurement.
 
-    `values` makes the columns of the needle scores, of the cells (length, depth) with their shares
-    of right answers, and of the Config.
+    `values` makes the columns of the needle scores, and of the cells (length, depth) with their
+    shares of right answers.
     """
 
+    def prompt(config):
+        return needle.shortest(get_tokenizer(config.tokenizer))
+
+    def lengths(config):
+        """Those of the cells, and that of the scores."""
+        multiples = stretched((*NEEDLE_LENGTHS, SCORE_LENGTH), prompt(config), config)
+        *cells, scores = (at(multiple, config) for multiple in multiples)
+        return cells, scores
+
     def parts(config):
-        lengths = [at(multiple, config) for multiple in NEEDLE_LENGTHS]
-        cells = [needle.cell(length, depth) for length in lengths for depth in needle.DEPTHS]
-        return [*cells, needle.scores_name(at(SCORE_LENGTH, config), SSMAX["figure8"]["trials"])]
+        of_cells, of_scores = lengths(config)
+        cells = [needle.cell(length, depth) for length in of_cells for depth in needle.DEPTHS]
+        return [*cells, needle.scores_name(of_scores, SSMAX["figure8"]["trials"])]
+
+    def arguments(config):
+        of_cells, of_scores = lengths(config)
+        return [
+            f"--lengths={','.join(map(str, of_cells))}",
+            f"--samples={SSMAX['figure6']['samples']}",
+            f"--score_length={of_scores}",
+            f"--score_trials={SSMAX['figure8']['trials']}",
+            f"--seed={TRIAL_SEED}",
+        ]
+
+    def amount(config):
+        of_cells, of_scores = lengths(config)
+        cells = len(needle.DEPTHS) * SSMAX["figure6"]["samples"] * sum(of_cells)
+        return cells + (SSMAX["figure8"]["trials"] + 1) * of_scores
 
     def all_values(result, config):
         *cells, scores = result["parts"].values()
-        return values(scores, cells, config)
+        return values(scores, cells)
 
     def fits(config):
         haystack = needle.Haystack(config.data_dir, get_tokenizer(config.tokenizer))
-        for multiple in (*NEEDLE_LENGTHS, SCORE_LENGTH):
-            haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, at(multiple, config), 0.0)
+        longest = max(lengths(config)[0])
+        haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, longest, 0.0)
 
     return Evaluation(
         "needle",
         keys,
-        lambda config: [
-            f"--lengths={joined(NEEDLE_LENGTHS, config)}",
-            f"--samples={SSMAX['figure6']['samples']}",
-            f"--score_length={at(SCORE_LENGTH, config)}",
-            f"--score_trials={SSMAX['figure8']['trials']}",
-            f"--seed={TRIAL_SEED}",
-        ],
+        arguments,
         question=lambda config: {
             "data_dir": config.data_dir,
             "samples": SSMAX["figure6"]["samples"],
@@ -484,30 +541,30 @@ def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
         },
         cut=only("parts", parts),
         values=all_values,
+        amount=amount,
         rope="none",
         rope_theta=SSMAX["figure6"]["rope_theta"],
         fits=fits,
         better="higher",
         digits=digits,
         finetuned=True,
+        prompt=prompt,
     )
 
 
-def found(scores, cells, config) -> list[float]:
+def found(scores, cells) -> list[float]:
     """Percent of needles found at each length, over all depths."""
-    shares = [
-        [cell["correct"] for cell in cells if cell["length"] == at(multiple, config)]
-        for multiple in NEEDLE_LENGTHS
-    ]
+    lengths = dict.fromkeys(cell["length"] for cell in cells)
+    shares = [[cell["correct"] for cell in cells if cell["length"] == n] for n in lengths]
     return [100 * sum(one) / len(one) for one in shares]
 
 
-def one_needle(scores, cells, config) -> list[float]:
+def one_needle(scores, cells) -> list[float]:
     heads = [head["score"] for head in scores["one needle"]["heads"]]
     return [heads[0], sum(heads) / len(heads)]
 
 
-def many_needles(scores, cells, config) -> list[float]:
+def many_needles(scores, cells) -> list[float]:
     trials = scores["trials"]
     graded = [
         sum(trial["grade"] == grade for trial in trials) / len(trials)
@@ -519,6 +576,14 @@ def many_needles(scores, cells, config) -> list[float]:
 def maps() -> Evaluation:
     """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
     names = ("first_token", "entropy_share", "zeros")
+
+    def amount(config):
+        """Of the text, and of the validation tokens at the two lengths that are the default."""
+        text = get_tokenizer(config.tokenizer).encode(attention_maps.TEXT)
+        lengths = [config.block_size, 8 * config.block_size]
+        tokens = shared_tokens(config.data_dir, lengths, attention_maps.TOKENS, config)
+        return len(text) + len(lengths) * tokens
+
     return Evaluation(
         "attention_maps",
         names,
@@ -530,6 +595,7 @@ def maps() -> Evaluation:
         },
         cut=lambda result, config: result,
         values=lambda result, config: [mean_of(result["heads"][name]) for name in names],
+        amount=amount,
         better=None,
     )
 
@@ -545,10 +611,12 @@ P_SWEEP = tuple(
     f"{name}_p{p}" for name in ("lssar", "softmax") for p in (1, 2, 3, 5, 10, 15, 20, 30)
 )
 LOSS = "validation loss (nats a token)"
+FROM_TABLE1 = ("The paper's values are those of its Table 1: it has curves only here.",)
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
-    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant.",
+    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant, "
+    "and where ours is too, (f) begins with a checkpoint of `softmax` itself.",
 )
 TUNED_NOTES = (
     *SWAP_NOTES,
@@ -589,11 +657,11 @@ EXPERIMENTS = {
     ),
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),
-        report.curves, TABLE1,
+        report.curves, TABLE1, notes=FROM_TABLE1,
     ),
     "p_sweep": Experiment(
         "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
-        TABLE1,
+        TABLE1, notes=FROM_TABLE1,
     ),
     "passkey": Experiment(
         "LSSAR Figs. 2 and A3, passkey retrieval", "passkeys found (%)", TWO,

@@ -85,6 +85,22 @@ class Needle:
     depth: float  # share of the haystack before the needle
 
 
+def texts(tokenizer, city: str, number: int) -> list[list[int]]:
+    """The tokens of a needle up to its colon, of the rest, of a line's end, and of the question."""
+    asked = ASK.format(question=QUESTION.format(city=city))
+    return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", asked)]
+
+
+def bare_length(tokenizer, city: str, number: int) -> int:
+    """What a needle, its question and the answer take without a haystack."""
+    return 1 + sum(map(len, texts(tokenizer, city, number))) + ANSWER_TOKENS
+
+
+def shortest(tokenizer) -> int:
+    """The length that holds the needle of any city."""
+    return max(bare_length(tokenizer, city, 8888888) for city in CITIES)
+
+
 class Haystack:
     """Needles in stretches of validation tokens."""
 
@@ -103,11 +119,9 @@ class Haystack:
 
         Raises UserError where the length has no room for the needle or there is too little text.
         """
-        encode, eot = self.tokenizer.encode, self.tokenizer.eot
-        told, span = encode(NEEDLE.format(city=city)), encode(f" {number}.")
-        end = encode("\n")
-        asked = encode(ASK.format(question=QUESTION.format(city=city)))
-        bare = 1 + len(told) + len(span) + len(end) + len(asked) + ANSWER_TOKENS
+        eot = self.tokenizer.eot
+        told, span, end, asked = texts(self.tokenizer, city, number)
+        bare = bare_length(self.tokenizer, city, number)
         room = length - bare
         if room < 0:
             raise UserError(

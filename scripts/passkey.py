@@ -14,6 +14,7 @@ is not exceeded by a trial of that length.
 """
 
 import argparse
+import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,14 @@ def measure(run: Run, trials: dict[int, list[Trial]], results: Results) -> None:
                 answers += answer(run, [trial.prompt for trial in batch])
                 bar.update(length * len(batch))
             results.add(str(length), judge(todo[length], answers))
+
+
+@functools.cache
+def shortest(tokenizer) -> int:
+    """The length that holds any trial: no filler, and the key that takes most tokens."""
+    keys = (tokenizer.encode(KEY.format(key=key)) for key in range(1, LARGEST_KEY + 1))
+    task, question = tokenizer.encode(TASK), tokenizer.encode(QUESTION)
+    return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
 
 
 def make_trials(tokenizer, length: int, count: int, seed: int) -> list[Trial]:

@@ -130,16 +130,7 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         facts.append(f"RoPE scaling {each(evaluations, 'rope')}")
     if theta := each(evaluations, "rope_theta").replace("None", ""):
         facts.append(f"RoPE base {theta}")
-    for key in (
-        "tokens",
-        "trials",
-        "samples",
-        "limit",
-        "lm_eval",
-        "shape",
-        "rounds",
-        "attention_impl",
-    ):
+    for key in HOW:
         if values := each(evaluations, key).replace("None", ""):
             facts.append(f"{key} {values}")
     sentences.append(

@@ -21,7 +21,7 @@ from files import check_writable, read_json
 from processes import EXIT_STOPPED
 from scripts import report
 from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
-from scripts.rows import FIRST_SEED, check, cost, open_scale, train, with_bases
+from scripts.rows import FIRST_SEED, Scale, check, cost, open_scale, train, with_bases
 
 
 @command
@@ -108,7 +108,8 @@ def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = 
     a clone that has the table and not the runs."""
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})
     if lost := sorted(before - there):
-        shown = ", ".join(f"{row} (seed {seed})" for row, seed in lost)
+        seeds = {seed: [row for row, its in lost if its == seed] for _, seed in lost}
+        shown = "; ".join(f"seed {seed} of {', '.join(rows)}" for seed, rows in seeds.items())
         raise UserError(
             f"{folder} has a table of {len(before)} runs; the new one would be without {shown}; "
             + "; ".join([*failures, "--results DIR writes the new one elsewhere"])
@@ -141,14 +142,14 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
     Raises UserError where there is none.
     """
     evaluation, config = experiment.evaluation, work.scale.config
-    paper, paper_scale = paper_values(experiment, work.scale.name)
+    paper, paper_scale = paper_values(experiment, work.scale)
     rows = {}
     for row in experiment.rows:
         if results := evaluation.results(work, row):
             rows[row] = report.summarise(results) | {"paper": paper.get(row)}
     if not rows:
         raise UserError("no row is there: " + "; ".join(failures))
-    keys, better = evaluation.keys, evaluation.better
+    keys, better = evaluation.columns(config), evaluation.better
     lengths = not isinstance(keys[0], str)
     table = {
         "name": name,
@@ -173,20 +174,23 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
     return table
 
 
-def paper_values(experiment: Experiment, scale: str) -> tuple[dict[str, list], str]:
-    """The paper's values for the columns, None where it has none, and the scale they are of."""
+def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list], str]:
+    """The paper's values for the columns, None where it has none, of the rows that have any; and
+    the scale they are of."""
     section, name = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, name
     rows = section.get("rows")
     if rows is None:
-        name = next(one for one in (scale, name, *section["scales"]) if one in section["scales"])
+        name = scale.name if scale.name in section["scales"] else name
         rows = section["scales"][name]
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
-    return {
-        row: [dict(zip(keys, values, strict=True)).get(key) for key in experiment.evaluation.keys]
-        for row, values in rows.items()
-    }, name
+    columns, paper = experiment.evaluation.columns(scale.config), {}
+    for row, values in rows.items():
+        known = dict(zip(keys, values, strict=True))
+        if any(column in known for column in columns):
+            paper[row] = [known.get(column) for column in columns]
+    return paper, name
 
 
 if __name__ == "__main__":

@@ -50,6 +50,18 @@ def before_swap(scale: Config) -> dict:
     return {"max_iters": scale.max_iters - scale.max_iters // 8}
 
 
+def kept_step(scale: Config) -> int | None:
+    """The step of softmax's own checkpoint that (f) can begin with: under a constant rate what was
+    trained up to it does not depend on what comes after. None where that is not so."""
+    step = before_swap(scale)["max_iters"]
+    constant = scale.schedule == "constant" and step % scale.checkpoint_interval == 0
+    return step if constant else None
+
+
+def keep_for_swap(scale: Config) -> dict:
+    return {"keep_every": step} if (step := kept_step(scale)) else {}
+
+
 def swap_and_train(scale: Config) -> dict:
     """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, at any scale's number."""
     return swap(scale) | {
@@ -63,6 +75,7 @@ SWAPS = {
     for row in (
         Row("ssmax_e", CONFIGS / "ssmax.py", swap, "softmax"),
         Row("ssmax_f", CONFIGS / "ssmax.py", swap_and_train, "softmax_before_f"),
+        Row("softmax", CONFIGS / "softmax.py", keep_for_swap),
         Row("softmax_before_f", CONFIGS / "softmax.py", before_swap),
     )
 }
@@ -88,6 +101,7 @@ class Run:
     config: Config
     arguments: list[str]
     base: "Run | None"
+    kept: int | None  # the step of the base's checkpoint that it begins with; None: its last
 
     @property
     def folder(self) -> Path:
@@ -104,8 +118,9 @@ class Run:
     @property
     def tokens(self) -> int:
         """Trained on so far, those of the run that it began with included."""
-        before = self.base.tokens if self.base else 0
-        return before + (self.step or 0) * self.config.total_batch_size
+        steps = (self.step or 0) + (self.kept or 0)
+        before = self.base.tokens if self.base and self.kept is None else 0
+        return before + steps * self.config.total_batch_size
 
     @property
     def tokens_left(self) -> int:
@@ -124,9 +139,10 @@ class Run:
             if not same:
                 return f"{key} = {saved[key]!r}, not {mine!r}"
         if self.base:
-            there = self.base.step is not None and checkpoint.identity(self.base.folder)
+            begin = self.config.init_from
+            there = self.base.step is not None and checkpoint.identity(begin)
             if read_json(self.folder / "began_with.json") != there:
-                return f"other first weights than the last of {self.base.folder} as it is now"
+                return f"other first weights than those of {begin} as it is now"
         return None
 
 
@@ -144,16 +160,19 @@ class Scale:
         return load_config([*self.files, *self.settings])
 
     def run(self, name: str, seed: int) -> Run:
-        row = find_row(name)
-        base = self.run(row.base, seed) if row.base else None
+        row, base, kept = find_row(name), None, None
         changes = row.changes(self.config) | {
             "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
         }  # fmt: skip
-        if base:
+        if row.base == "softmax_before_f" and (kept := kept_step(self.config)):
+            base = self.run("softmax", seed)
+            changes["init_from"] = base.folder / f"step_{kept:06d}.pt"
+        elif row.base:
+            base = self.run(row.base, seed)
             changes["init_from"] = base.folder
         arguments = [str(row.file), *self.files, *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
-        return Run(name, load_config(arguments), arguments, base)
+        return Run(name, load_config(arguments), arguments, base, kept)
 
 
 def open_scale(

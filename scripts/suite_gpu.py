@@ -270,7 +270,7 @@ def training_steps(nanogpt: str | None) -> Iterator[dict]:
         phases = ("train", "eval") if rows is small else ("train",)
         measured = measure_steps(rows, 10, nanogpt, phases)
         print(f"\n{shape} tokens (time of LSSAR's training step: at most 1.10, memory 1.03)")
-        print_table(measured, dict.fromkeys(rows, "softmax"))
+        print_table(measured, dict.fromkeys(rows, "softmax"), rows)
         yield {"shape": shape, "rows": measured}
 
 

@@ -66,6 +66,20 @@ def test_a_setting_without_a_value_is_refused(call, capsys):
     assert stop.value.code == 2 and "'device' must be KEY=VALUE" in capsys.readouterr().err
 
 
+def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch, tmp_path):
+    columns = benchmark.PAPER["columns"]
+    monkeypatch.setattr(
+        benchmark, "measure", lambda rows, *_: {name: dict.fromkeys(columns, 1.0) for name in rows}
+    )
+    (tmp_path / "model.py").touch()
+    paths = ("--impls", "auto,reference", "--nanogpt", tmp_path)
+    call(benchmark, "configs/softmax.py", "configs/lssar_p15.py", "configs/relu_li.py", *paths)
+    lines = capsys.readouterr().out.splitlines()
+    after = [lines[i + 1].strip() for i, line in enumerate(lines) if line.startswith("lssar_p15")]
+    assert all(line.startswith("paper, A100") and "250.3 (2.08)" in line for line in after)
+    assert sum("paper, A100" in line for line in lines) == 4 and lines[-1].startswith("nanoGPT")
+
+
 def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
     tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes"]
     settings = [x for pair in tiny for x in ("--set", pair[2:])]

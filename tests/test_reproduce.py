@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 
 import checkpoint
 from config import Config, load_config
@@ -94,6 +95,8 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     # 4 runs of 6 steps of 128 tokens, told before any of them
     assert "to train: 4 runs (0 of them continued), 3,072 tokens" in printed
+    # lengths of 1, 2, 4 and 8 times 16, each over the 256 validation tokens
+    assert "to evaluate: 4 runs, 4,096 tokens in all, each with python -m scripts.eval" in printed
     assert printed.index("to train: 4 runs") < printed.index("step 6/6")
     assert len(commands) == 8
     table, text = read(folder), (folder / "table.md").read_text()
@@ -131,7 +134,7 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             run("table1", *fewer)
         message = capsys.readouterr().err
-        assert stop.value.code == 2 and "lssar_p15 (seed 1338)" in message and not commands
+        assert stop.value.code == 2 and "seed 1338 of lssar_p15" in message and not commands
         assert "a table of 4 runs" in message and "--results" in message
     assert read(folder) == table
     # one seed: nothing is ranked; another table shares the runs
@@ -140,7 +143,9 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     assert list(read(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
     text = (folder / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
-    assert len(read(run("loss_by_length"))["rows"]["softmax"]["mean"]) == 5
+    folder = run("loss_by_length")
+    assert len(read(folder)["rows"]["softmax"]["mean"]) == 5
+    assert "The paper's values are those of its Table 1" in (folder / "table.md").read_text()
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 
 
@@ -250,8 +255,10 @@ def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
             signal.signal(n, handler)
 
 
-def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
+def test_the_swaps_of_ssmax(run, scale, shards, tmp_path, monkeypatch, capsys):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
+    with open(scale, "a") as file:
+        file.write("schedule = 'cosine'\n")
     swapped = experiments.EXPERIMENTS["loss_by_length"]
     changed = {**vars(swapped), "rows": ("ssmax_e", "ssmax_f")}
     monkeypatch.setitem(experiments.EXPERIMENTS, "swaps", experiments.Experiment(**changed))
@@ -277,10 +284,48 @@ def test_the_swaps_of_ssmax(run, tmp_path, monkeypatch, capsys):
         run("swaps")
     message = capsys.readouterr().err
     assert "other first weights" in message and f"{small}/softmax/seed1337" in message
+    # under a constant rate (f) begins with softmax's own checkpoint, which is the same
+    with open(scale, "a") as file:
+        file.write("schedule = 'constant'\nmax_iters = 16\ncheckpoint_interval = 7\n")
+    table = read(run("swaps", f"--out={tmp_path / 'constant'}"))
+    constant = tmp_path / "constant/small"
+    assert sorted(path.name for path in constant.iterdir()) == ["softmax", "ssmax_e", "ssmax_f"]
+    (f,) = table["rows"]["ssmax_f"]["runs"]
+    assert f["began_with"] == f"{constant}/softmax/seed1337/step_000014.pt"
+    assert (f["step"], f["tokens"]) == (2, 16 * 128)
+    opened = rows.open_scale(str(scale), str(constant), str(shards), "disabled", [])
+    before = opened.run("softmax_before_f", 1337)
+    rows.train([before], opened)
+    kept, trained = (
+        checkpoint.load(path / "step_000014.pt")["model"]
+        for path in (constant / "softmax/seed1337", before.folder)
+    )
+    assert all(torch.equal(kept[name], trained[name]) for name in kept | trained)
     full = rows.open_scale("ssmax_paper", "out", None, "disabled", [])
     f = full.run("ssmax_f", 1337).config
     assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
     assert full.run("softmax_before_f", 1337).config.max_iters == 175000
+    assert full.run("softmax", 1337).config.keep_every == 175000
+    assert full.run("ssmax_f", 1337).config.init_from.endswith("softmax/seed1337/step_175000.pt")
+
+
+def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
+    run, tmp_path, monkeypatch, capsys
+):
+    """264 bytes take 17 times the 16 of training: all lengths are 17 times the paper's multiples,
+    and its values, of other multiples, are not shown."""
+    monkeypatch.setattr(experiments, "TRIALS", 2)
+    folder = run("passkey", "--only=softmax")
+    table, text = read(folder), (folder / "table.md").read_text()
+    (measured,) = json.loads((tmp_path / "out/small/softmax/seed1337/passkey.json").read_text())
+    assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
+    assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
+    assert table["rows"]["softmax"]["paper"] is None and "paper 1" not in text
+    assert "begin at 17 times that" in text and "takes 264 tokens" in text
+    assert f"1 runs, {2 * (272 + 408 + 544 + 1088 + 2176):,} tokens" in capsys.readouterr().out
+    config = load_config(["--out_dir=unused"])
+    passkeys = experiments.EXPERIMENTS["passkey"].evaluation
+    assert passkeys.columns(config) == (1, 1.5, 2, 4, 8) and passkeys.notes(config) == ()
 
 
 def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch, capsys):
@@ -385,7 +430,7 @@ def test_a_table_keeps_the_rows_of_runs_that_fail(run, commands, tmp_path, monke
         run("table1", "--only=softmax,lssar_p15")
     message = capsys.readouterr().err
     assert stop.value.code == 2 and read(folder) == table
-    assert "without lssar_p15 (seed 1337); " in message and "stopped with exit code 1" in message
+    assert "without seed 1337 of lssar_p15; " in message and "stopped with exit code 1" in message
 
 
 def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeypatch, capsys):
@@ -419,8 +464,11 @@ def test_a_run_that_fails_does_not_keep_the_others(run, commands, scale, monkeyp
         (["table1", "--set=device", "--set=dtype=float32"], ["'device'", "KEY=VALUE"]),
         (["table1", "--set=compile"], ["'compile'", "KEY=VALUE"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
-        (["passkey"], ["--lengths 16 is too short"]),
-        (["ssmax_figure6"], ["length 16 is too short"]),
+        (["ssmax_figure6", "--squad=nowhere.json"], ["--squad nowhere.json"]),
+        (
+            ["ssmax_figure6", f"--squad={__file__}"],
+            ["length 1440 needs a haystack", "600 validation tokens"],
+        ),
         (["ssmax_figure5"], ["312"]),
     ],
 )
@@ -436,12 +484,36 @@ def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
     def offline(names, folder):
         raise UserError(f"{names}: their data are not on this machine")
 
+    monkeypatch.setattr(downstream, "import_harness", lambda: None)
     monkeypatch.setattr(downstream, "load_tasks", offline)
     experiments.load_tasks.cache_clear()
     with pytest.raises(SystemExit) as stop:
         run("table_a2")
     assert stop.value.code == 2 and not commands
     assert "['lambada_openai']: their data" in capsys.readouterr().err
+
+
+def test_the_plan_prices_the_evaluations(run, scale, commands, tmp_path, monkeypatch, capsys):
+    tasks = {"a": {"samples": 30}, "b": {"samples": 12}}
+    monkeypatch.setattr(downstream, "import_harness", lambda: None)
+    monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: tasks)
+    experiments.load_tasks.cache_clear()
+    run("table_a2", "--plan")
+    experiments.load_tasks.cache_clear()
+    assert "to evaluate: 2 runs, 84 samples in all" in capsys.readouterr().out
+    run("attention_maps", "--plan", "--only=softmax")  # 599 validation tokens: 4 windows of 128
+    tokens = len(attention_maps.TEXT) + 2 * 512
+    assert f"to evaluate: 1 runs, {tokens:,} tokens in all" in capsys.readouterr().out
+    with open(scale, "a") as file:
+        file.write("block_size = 192\ntotal_batch_size = 1536\nval_tokens = 192\n")
+    data = tmp_path / "text"
+    data.mkdir()
+    for name in ("text_val_000000", "text_train_000001"):
+        write_shard(data / f"{name}.bin", np.full(4000, 97, np.uint16))
+    run("ssmax_figure6", f"--data={data}", "--only=ssmax", "--plan", f"--squad={__file__}")
+    tokens = 5 * 1000 * 192 * (1 + 2 + 4 + 8 + 10) + 101 * 1500
+    assert f"1 runs, {tokens:,} tokens in all, each fine-tuned" in capsys.readouterr().out
+    assert not commands
 
 
 def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
@@ -454,7 +526,8 @@ def test_table_a1_is_of_fineweb_edu(run, commands, shards, tmp_path, capsys):
     )
     table = experiments.EXPERIMENTS["table_a1"]
     for scale, wanted in (("355m", "355m"), ("124m_edu", "124m_edu"), ("tiny", "124m_edu")):
-        assert reproduce.paper_values(table, scale)[1] == wanted
+        opened = rows.open_scale(scale, "out", None, "disabled", [])
+        assert reproduce.paper_values(table, opened)[1] == wanted
 
 
 def test_a_run_with_other_settings_is_refused(run, scale, capsys):
