@@ -17,6 +17,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from config import Config
+from errors import UserError
 from files import replacing, write_json
 
 # Of an evaluation, what stays in the run's own file.
@@ -315,10 +316,15 @@ def first_seeds(table: dict):
 
 def maps(table: dict) -> dict[str, Path]:
     """The maps that scripts.attention_maps drew of each row, of the first seed."""
-    return {
-        f"{name}.png": Path(measured["folder"]) / measured["picture"]
-        for _, name, measured in first_seeds(table)
-    }
+    pictures = {}
+    for _, name, measured in first_seeds(table):
+        drawn = Path(measured["folder"]) / measured["picture"]
+        if not drawn.is_file():
+            raise UserError(
+                f"{drawn} is gone: python -m scripts.attention_maps {drawn.parent} draws it again"
+            )
+        pictures[f"{name}.png"] = drawn
+    return pictures
 
 
 def positions(table: dict) -> dict[str, Figure]:
