@@ -3,6 +3,7 @@
 config.json        every setting, resolved
 environment.json   versions, machine, commit
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
+wandb.json         the run's id in wandb
 metrics.jsonl      one object a line: a step, or a validation
 step_000200.pt     all that resuming needs, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
