@@ -245,6 +245,8 @@ def curves(table: dict) -> dict[str, Figure]:
         one.minorticks_off()
         one.set_xlabel("length, in multiples of the training length")
         one.set_ylabel(table["unit"])
+        if "%" in table["unit"]:
+            one.set_ylim(-3, 103)
         one.set_title(f"{title}: {table['scale']}" if title == "ours" else title, fontsize="medium")
         one.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize="small")
