@@ -368,9 +368,10 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=1e-5)
     a, b = saved(folder)["model"], saved(whole)["model"]
-    # a key's bias has no gradient but rounding, of which Adam makes whole steps
-    names = [name for name in a if not name.endswith("c_attn.bias")]
-    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in names)
+    # the keys' biases have no gradient but rounding, of which Adam makes whole steps
+    for bias in (x for state in (a, b) for name, x in state.items() if "c_attn.bias" in name):
+        bias.view(3, -1)[1] = 0
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
     # and the other way: begun by one process, finished by two
     back = tmp_path / "back"
     assert run(arguments(shards, back, *more, "--max_iters=20")) == 0
