@@ -449,18 +449,21 @@ def print_table(names: list[str], results: list[dict]) -> None:
         )
     paper = [paper_values(result["paper"]) for result in results]
     rows = list(shown(results))
-    columns = [("task", *(row[0] for row in rows)), ("metric", *(row[1] for row in rows))]
-    t, m, n = (max(map(len, column)) + 2 for column in (*columns, ("run", *names)))
-    print(f"{'task':{t}}{'metric':{m}}{'run':{n}}{'value':>9}{'stderr':>9}{'samples':>9}", end="")
-    print(f"{'paper':>9}" if any(paper) else "")
+    header = ["task", "metric", "run", "value", "stderr", "samples"]
+    table = [header + ["paper"] * any(paper)]
     for task, metric, scores in rows:
         percent = 100 if metric.startswith(SHARES) else 1
         for name, score, of_paper in zip(names, scores, paper, strict=True):
             value, error = score["metrics"][metric]["value"], score["metrics"][metric]["stderr"]
-            line = f"{task:{t}}{metric:{m}}{name:{n}}{percent * value:9.2f}"
-            line += f"{'' if error is None else f'{percent * error:.2f}':>9}{score['samples']:>9}"
-            line += f"{of_paper[task, metric]:9.2f}" if (task, metric) in of_paper else ""
-            print(line)
+            error = "" if error is None else f"{percent * error:.2f}"
+            known = f"{of_paper[task, metric]:.2f}" if (task, metric) in of_paper else ""
+            cells = [task, metric, name, f"{percent * value:.2f}", error, f"{score['samples']}"]
+            table.append(cells + [known] * any(paper))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        padded = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+        padded += [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
+        print("  ".join(padded))
 
 
 def plot(names: list[str], results: list[dict], path: Path) -> None:
