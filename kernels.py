@@ -62,8 +62,8 @@ FORWARD_BLOCKS = blocks(
 BACKWARD_BLOCKS = blocks(
     (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
-# Of float32 products as such, which take registers that larger blocks have not.
-FLOAT32_BLOCKS = blocks((32, 32, 4, 1))
+# Of float32 products as such, which take registers that larger blocks or fewer warps have not.
+FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
 # What a measurement of them holds for, kept on disk as JSON; `size` and `work` are the powers of
 # two of the keys, and of all heads' queries together.
 KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
@@ -309,8 +309,16 @@ def _power_less_one(t, P: tl.constexpr):
 
 
 @triton.jit
-def _project(dx, x, inverse):
+def _inverse_norm(x):
+    """1 / |x| of every row: see attention.l2_normalise."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-12)
+
+
+@triton.jit
+def _project(dx, x):
     """A gradient through x / |x|: what is left of it across x."""
+    inverse = _inverse_norm(x)
     along = tl.sum(dx * x.to(tl.float32), 1) * inverse * inverse
     return dx - along[:, None] * x
 
@@ -320,11 +328,10 @@ def _project(dx, x, inverse):
 
 @triton.jit
 def _inverse_norms(X, OUT, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):
-    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L]: see attention.l2_normalise."""
+    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L]."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    x = _load(_at(X, strides, bh // H, bh % H), strides, rows, L, D, BLOCK_D).to(tl.float32)
-    at = OUT + bh.to(tl.int64) * L + rows
-    tl.store(at, tl.rsqrt(tl.sum(x * x, 1) + 1e-12), mask=rows < L)
+    x = _load(_at(X, strides, bh // H, bh % H), strides, rows, L, D, BLOCK_D)
+    tl.store(OUT + bh.to(tl.int64) * L + rows, _inverse_norm(x), mask=rows < L)
 
 
 @triton.jit
@@ -338,13 +345,13 @@ def _scores(q, k, K_INVERSE, keys, Lk, UNIT: tl.constexpr, PRECISION: tl.constex
 
 @triton.jit
 def _scale_and_bias(
-    SCALE, BIAS, Q_INVERSE, scale_strides, bias_strides, h, rows, L, BIASED: tl.constexpr,
+    q, SCALE, BIAS, scale_strides, bias_strides, h, rows, L, BIASED: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """What a block of rows multiplies its scores by, over |q_i| for unit rows, and adds to them."""
     alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < L, 0.0)
     if UNIT:
-        alpha *= _vector(Q_INVERSE, rows, L)
+        alpha *= _inverse_norm(q)
     beta = alpha * 0
     if BIASED:
         beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < L, 0.0)
@@ -365,7 +372,7 @@ def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @measured(FORWARD_BLOCKS)
 @triton.jit(do_not_specialize=COUNTS)
 def _forward_one_stage(
-    Q, K, V, SCALE, BIAS, NORM, Q_INVERSE, K_INVERSE, OUT, ROWS,
+    Q, K, V, SCALE, BIAS, NORM, K_INVERSE, OUT, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
     B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
@@ -379,9 +386,8 @@ def _forward_one_stage(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
     alpha, beta = _scale_and_bias(
-        SCALE, BIAS, Q_INVERSE + bh.to(tl.int64) * Lq, scale_strides, bias_strides, h, rows, Lq,
-        BIASED, UNIT,
-    )  # fmt: skip
+        q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
+    )
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -424,7 +430,7 @@ def _forward_one_stage(
 @measured(FORWARD_BLOCKS)
 @triton.jit(do_not_specialize=COUNTS)
 def _forward_two_stages(
-    Q, K, V, SCALE, BIAS, Q_INVERSE, K_INVERSE, OUT, U, ROWS,
+    Q, K, V, SCALE, BIAS, K_INVERSE, OUT, U, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
     B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
@@ -437,9 +443,8 @@ def _forward_two_stages(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
     alpha, beta = _scale_and_bias(
-        SCALE, BIAS, Q_INVERSE + bh.to(tl.int64) * Lq, scale_strides, bias_strides, h, rows, Lq,
-        BIASED, UNIT,
-    )  # fmt: skip
+        q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
+    )
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     # ---- pass 1: each row's sum and maximum of phi ----
@@ -569,7 +574,7 @@ def _gradients(
 @measured(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
 @triton.jit(do_not_specialize=COUNTS)
 def _backward_keys(
-    Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DK, DV,
+    Q, K, V, DOUT, ROWS, DELTA, COUPLING, DQ, DK, DV,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
@@ -583,7 +588,7 @@ def _backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _load(_at(K, k_strides, b, h), k_strides, keys, Lk, D, BLOCK_D)
     v = _load(_at(V, v_strides, b, h), v_strides, keys, Lk, D, BLOCK_D)
-    k_inverse = _vector(K_INVERSE + bh.to(tl.int64) * Lk, keys, Lk) if UNIT else 1.0
+    k_inverse = _inverse_norm(k) if UNIT else 1.0
     past = Lk - Lq
     begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
     # the first block of rows that all see all of these keys
@@ -621,15 +626,15 @@ def _backward_keys(
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
     if UNIT:
-        dk = _project(dk, k, k_inverse)
+        dk = _project(dk, k)
     _store(_at(DK, dk_strides, b, h), dk_strides, keys, Lk, dk, D, BLOCK_D)
     _store(_at(DV, dk_strides, b, h), dk_strides, keys, Lk, dv, D, BLOCK_D)
 
 
 @triton.jit
 def _finish_queries(
-    SUM, DQ, Q, Q_INVERSE, sum_strides, dq_strides, q_strides, H, L, UNIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    SUM, DQ, Q, sum_strides, dq_strides, q_strides, H, L, UNIT: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """dq from the float32 sum that the atomics made."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
@@ -637,14 +642,14 @@ def _finish_queries(
     dq = _load(_at(SUM, sum_strides, b, h), sum_strides, rows, L, D, BLOCK_D)
     if UNIT:
         q = _load(_at(Q, q_strides, b, h), q_strides, rows, L, D, BLOCK_D)
-        dq = _project(dq, q, _vector(Q_INVERSE + bh.to(tl.int64) * L, rows, L))
+        dq = _project(dq, q)
     _store(_at(DQ, dq_strides, b, h), dq_strides, rows, L, dq, D, BLOCK_D)
 
 
 @measured(BACKWARD_BLOCKS)
 @triton.jit(do_not_specialize=COUNTS)
 def _backward_queries(
-    Q, K, V, DOUT, Q_INVERSE, K_INVERSE, ROWS, DELTA, COUPLING, DQ, DSCALE, DBIAS,
+    Q, K, V, DOUT, ROWS, DELTA, COUPLING, K_INVERSE, DQ, DSCALE, DBIAS,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
@@ -686,9 +691,8 @@ def _backward_queries(
                 ds = ds * _vector(K_INVERSE, keys, Lk)[None, :]
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     if UNIT:
-        q_inverse = _vector(Q_INVERSE + bh.to(tl.int64) * Lq, rows, Lq)
-        dq = _project(dq, q, q_inverse)
-        dscale *= q_inverse
+        dq = _project(dq, q)
+        dscale *= _inverse_norm(q)
     _store(_at(DQ, dq_strides, b, h), dq_strides, rows, Lq, dq, D, BLOCK_D)
     if LEARNT:
         _save(DSCALE, 0, dscale, bh, rows, B * H, Lq)
@@ -713,7 +717,7 @@ def _decode_scores(
     scale = tl.load(SCALE + h * scale_strides[0] + one)
     bias = tl.load(BIAS + h * bias_strides[0] + one) if BIASED else scale * 0
     if UNIT:
-        scale *= tl.rsqrt(tl.sum(q * q, 1) + 1e-12)
+        scale *= _inverse_norm(q)
     total, most = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     highest = tl.full([1], -float("inf"), tl.float32)
     for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
@@ -721,7 +725,7 @@ def _decode_scores(
         k = _load(K, k_strides, keys, Lk, D, BLOCK_D).to(tl.float32)
         s = tl.sum(k * q, 1)
         if UNIT:
-            s = s * tl.rsqrt(tl.sum(k * k, 1) + 1e-12)
+            s = s * _inverse_norm(k)
         inside = keys < Lk
         tl.store(Z + keys, s * tl.sum(scale, 0) + tl.sum(bias, 0), mask=inside)
         a, highest, rescale = _activate(
@@ -830,6 +834,7 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _inverse(x: Tensor) -> Tensor:
+    """1 / |x| [B, H, L] of x [B, H, L, d]."""
     B, H, L, d = x.shape
     out = x.new_empty(B, H, L, dtype=torch.float32)
     grid = (B * H, triton.cdiv(L, 64))
@@ -844,20 +849,25 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
     return dict(B=B, H=H, Lq=Lq, Lk=Lk, size=size, work=work)
 
 
+def _outputs(q: Tensor, p: float, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of _forward, empty."""
+    B, H, Lq, _ = q.shape
+    u = _like(q) if save and p else q.new_empty(0)
+    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
+    return _like(q), u, rows
+
+
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     phi: str, shifted: bool, p: float, unit: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output, and what the backward pass needs: U, vectors of rows, 1 / |q|, 1 / |k|."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, and what the backward pass needs: U and vectors of rows."""
     B, H, Lq, d = q.shape
     function, _, shift = PHIS[phi]
     l1 = norm is None
-    out = _like(q)
-    u = _like(q) if save and p else q.new_empty(0)
-    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
+    out, u, rows = _outputs(q, p, save)
     with _device(q):
-        inverses = (_inverse(q), _inverse(k)) if unit else (_nothing(q), _nothing(q))
         sizes = _sizes(q, k)
         constants = dict(
             PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
@@ -869,36 +879,30 @@ def _forward(
 
         # what is not there is not read
         bias, norm = (scale if x is None else x for x in (bias, norm))
+        k_inverse = _inverse(k) if unit else scale
         if p:
             _forward_two_stages[grid](
-                q, k, v, scale, bias, *inverses, out, u, rows, q.stride(), k.stride(), v.stride(),
+                q, k, v, scale, bias, k_inverse, out, u, rows, q.stride(), k.stride(), v.stride(),
                 out.stride(), scale.stride(), bias.stride(), **sizes, **constants, P=_p(p),
             )  # fmt: skip
         else:
             _forward_one_stage[grid](
-                q, k, v, scale, bias, norm, *inverses, out, rows, q.stride(), k.stride(),
+                q, k, v, scale, bias, norm, k_inverse, out, rows, q.stride(), k.stride(),
                 v.stride(), out.stride(), scale.stride(), bias.stride(), norm.stride(),
                 **sizes, **constants, L1=l1,
             )  # fmt: skip
-    return out, u, rows, *inverses
+    return out, u, rows
 
 
 @_forward.register_fake
 def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, save):
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    u = _like(q) if save and p else q.new_empty(0)
-    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
-    if not unit:
-        return _like(q), u, rows, _nothing(q), _nothing(q)
-    inverses = [q.new_empty(B, H, L, dtype=torch.float32) for L in (Lq, Lk)]
-    return _like(q), u, rows, *inverses
+    return _outputs(q, p, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u: Tensor, rows: Tensor,
-    q_inverse: Tensor, k_inverse: Tensor, phi: str, p: float, l1: bool,
-    biased: bool, unit: bool, learnt: bool,
+    phi: str, p: float, l1: bool, biased: bool, unit: bool, learnt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, if they are learnt, the gradients of scale and bias, [B, H, Lq]."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
@@ -926,7 +930,7 @@ def _backward(
             dout, out, u, rows, delta, coupling, dout.stride(), out.stride(), B, H, Lq, P=_p(p),
             M=64, **head,
         )  # fmt: skip
-        saved = q, k, v, dout, q_inverse, k_inverse, rows, delta, coupling
+        saved = q, k, v, dout, rows, delta, coupling
         strides = q.stride(), k.stride(), v.stride(), dout.stride()
         _backward_keys[lambda meta: (B * H, triton.cdiv(Lk, meta["BLOCK_N"]))](
             *saved, summed, dk, dv, *strides, summed.stride(), dk.stride(), **sizes, **constants,
@@ -934,24 +938,21 @@ def _backward(
         )  # fmt: skip
         if atomic:
             _finish_queries[B * H, triton.cdiv(Lq, 64)](
-                summed, dq, q, q_inverse, summed.stride(), dq.stride(), q.stride(), H, Lq,
-                UNIT=unit, M=64, **head,
+                summed, dq, q, summed.stride(), dq.stride(), q.stride(), H, Lq, UNIT=unit, M=64,
+                **head,
             )  # fmt: skip
         else:
+            k_inverse = _inverse(k) if unit else delta
             _backward_queries[lambda meta: (B * H, triton.cdiv(Lq, meta["BLOCK_M"]))](
-                *saved, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
+                *saved, k_inverse, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
                 LEARNT=learnt,
             )  # fmt: skip
     return dq, dk, dv, dscale, dbias
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, u, rows, q_inverse, k_inverse, phi, p, l1, biased, unit, learnt):
+def _(dout, q, k, v, out, u, rows, phi, p, l1, biased, unit, learnt):
     return _like(q), _like(k), _like(k), *_row_gradients(q, learnt)
-
-
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
 
 
 def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:

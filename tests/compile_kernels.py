@@ -18,8 +18,8 @@ import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOAT32 = {
-    "SCALE", "BIAS", "NORM", "Q_INVERSE", "K_INVERSE", "ROWS", "DELTA", "COUPLING", "DSCALE",
-    "DBIAS", "SUM", "Z", "PARTS", "SUMS",
+    "SCALE", "BIAS", "NORM", "K_INVERSE", "ROWS", "DELTA", "COUPLING", "DSCALE", "DBIAS", "SUM",
+    "Z", "PARTS", "SUMS",
 }  # fmt: skip
 # bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
