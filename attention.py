@@ -346,6 +346,7 @@ class Attention(nn.Module):
             shifted=row.shifted,
             p=self.p,
             unit=row.l2_normalise,
+            signed=row.phi.signed,
         )
 
     def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:

@@ -44,6 +44,8 @@ TIED = tl.constexpr(16 * 2.0**-23)
 # Triton's interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 in the environment.
 INTERPRETED = triton.knobs.runtime.interpret
 MAX_HEAD_SIZE = 128
+# 1 / |k| of a head are kept in rows of multiples of this, which is at least the keys of a block.
+PADDING = tl.constexpr(128)
 
 
 def blocks(*shapes) -> list[triton.Config]:
@@ -60,7 +62,7 @@ FORWARD_BLOCKS = blocks(
     (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
 BACKWARD_BLOCKS = blocks(
-    (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3)
+    (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
 # Of float32 products as such, which take registers that larger blocks or fewer warps have not.
 FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
@@ -83,31 +85,50 @@ def measured(shapes: list[triton.Config], **more):
 
 
 # ---- phi ----
-# Each phi has a slope, its derivative; the compiler computes what the two share once.
+# Each phi has a slope, its derivative; the compiler computes what the two share once. The kernels
+# spend most of their instructions here (python -m tests.compile_kernels counts them): tl.exp is 5
+# and a division 9, to be right for numbers that do not occur, where tl.exp2 and tl.rsqrt are 1.
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def exp(z):
-    return tl.exp(z)
+    return tl.exp2(z * LOG2_E)
+
+
+@triton.jit
+def exp_of_minus_abs(z):
+    return tl.exp2(-tl.abs(z * LOG2_E))
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of an x between 1e-18 and 1e18."""
+    return tl.rsqrt(x * x)
 
 
 @triton.jit
 def sigmoid(z):
-    e = tl.exp(-tl.abs(z))
-    return tl.where(z >= 0, 1.0, e) / (1 + e)
+    e = exp_of_minus_abs(z)
+    return tl.where(z >= 0, 1.0, e) * reciprocal(1 + e)
 
 
 @triton.jit
 def sigmoid_slope(z):
-    e = tl.exp(-tl.abs(z))
-    return e / ((1 + e) * (1 + e))
+    e = exp_of_minus_abs(z)
+    r = reciprocal(1 + e)
+    return e * r * r
+
+
+# softplus(z) is max(z, 0) + log1p(e), with a polynomial, for log(1 + e) has no digits of a small e:
+# Chebyshev interpolation of log1p(e) / e on [0, 1]. Its slope, sigmoid(z), is taken from it.
 
 
 @triton.jit
 def softplus(z):
-    # max(z, 0) + log1p(e): a polynomial, for log(1 + e) has no digits of a small e. Chebyshev
-    # interpolation of log1p(e) / e on [0, 1], degree 8: largest relative error 2.3e-7 in float32.
-    e = tl.exp(-tl.abs(z))
+    # degree 8: largest relative error 2.3e-7 in float32
+    e = exp_of_minus_abs(z)
     r = 0.0051261018961668015 * e - 0.029074065387248993
     r = r * e + 0.0775160863995552
     r = r * e - 0.13602247834205627
@@ -117,6 +138,28 @@ def softplus(z):
     r = r * e - 0.4999944567680359
     r = r * e + 0.9999999403953552
     return tl.maximum(z, 0.0) + r * e
+
+
+@triton.jit
+def softplus_slope(z):
+    return exp(z - softplus(z))
+
+
+@triton.jit
+def softplus16(z):
+    # degree 5: largest relative error 9.5e-6; to the 15th power it is below a rounding to 16 bits
+    e = exp_of_minus_abs(z)
+    r = -0.023443655804139023 * e + 0.10013973265592804
+    r = r * e - 0.20907953599739562
+    r = r * e + 0.32484958072273445
+    r = r * e - 0.49931465227181915
+    r = r * e + 0.9999905920354417
+    return tl.maximum(z, 0.0) + r * e
+
+
+@triton.jit
+def softplus16_slope(z):
+    return exp(z - softplus16(z))
 
 
 @triton.jit
@@ -156,23 +199,24 @@ def gelu(z):
 
 @triton.jit
 def gelu_slope(z):
-    density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    density = 0.3989422804014327 * exp(-0.5 * z * z)
     return 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density
 
 
 @triton.jit
 def mish(z):
     # tanh(softplus(z)) = m / (m + 2) with m = e (e + 2), which is 1 in float32 from z = 20 on
-    e = tl.exp(tl.minimum(z, 20.0))
+    e = exp(tl.minimum(z, 20.0))
     m = e * (e + 2)
-    return z * m / (m + 2)
+    return z * m * reciprocal(m + 2)
 
 
 @triton.jit
 def mish_slope(z):
-    e = tl.exp(tl.minimum(z, 20.0))
+    e = exp(tl.minimum(z, 20.0))
     m = e * (e + 2)
-    return m / (m + 2) + z * (4 * (m + 1) / ((m + 2) * (m + 2))) * (e / (1 + e))
+    r = reciprocal(m + 2)
+    return m * r + z * (4 * (m + 1) * r * r) * (e * reciprocal(1 + e))
 
 
 @triton.jit
@@ -196,11 +240,12 @@ def out_of_tail(top):
 
 
 # Phi.kernel names an entry here: phi, its slope, and its shift if it has one. The shift must be one
-# that multiplies phi by exp(shift).
+# that multiplies phi by exp(shift). If there is an entry NAME16, it is for inputs of 16 bits.
 PHIS = {
     "exp": (exp, exp, to_top),
     "sigmoid": (sigmoid, sigmoid_slope, out_of_tail),
-    "softplus": (softplus, sigmoid, out_of_tail),
+    "softplus": (softplus, softplus_slope, out_of_tail),
+    "softplus16": (softplus16, softplus16_slope, out_of_tail),
     "relu": (relu, relu_slope, None),
     "relu2": (relu2, relu2_slope, None),
     "relu6": (relu6, relu6_slope, None),
@@ -241,12 +286,6 @@ def _store(X, strides, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _vector(X, rows, L):
-    """Rows of X [L], 0 outside."""
-    return tl.load(X + rows, mask=rows < L, other=0.0)
-
-
-@triton.jit
 def _activate(
     s, alpha, beta, highest, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -260,7 +299,7 @@ def _activate(
     if SHIFT is not None:
         seen = tl.where(visible, z, -float("inf")) if MASKED else z
         top = tl.maximum(highest, tl.max(seen, 1))
-        rescale = tl.exp(SHIFT(top) - SHIFT(highest))
+        rescale = exp(SHIFT(top) - SHIFT(highest))
         highest = top
         z += SHIFT(top)[:, None]
     a = PHI(z)
@@ -271,12 +310,20 @@ def _activate(
 
 @triton.jit
 def _second_stage(total, most, n):
-    """gain, offset and 1 / max_j x_ij of rows from the sum and maximum of phi."""
+    """gain and offset of rows, max_j x_ij divided out, and that maximum, from the sum and maximum
+    of phi."""
     gain = tl.where(total > DEAD, n / total, 0.0)
     top = gain * most
     offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)
     top = top - offset
-    return gain, offset, tl.where(top > 0, 1 / top, 0.0)
+    inv_top = tl.where(top > 0, 1 / top, 0.0)
+    return gain * inv_top, offset * inv_top, top
+
+
+@triton.jit
+def _sharpened(a, gain, offset):
+    """t_ij of weights a: within 0 to 1, though the maximum may have been rounded otherwise."""
+    return tl.clamp(gain * a - offset, 0.0, 1.0)
 
 
 @triton.jit
@@ -328,18 +375,24 @@ def _project(dx, x):
 
 @triton.jit
 def _inverse_norms(X, OUT, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):
-    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L]."""
+    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L rounded up to PADDING]."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     x = _load(_at(X, strides, bh // H, bh % H), strides, rows, L, D, BLOCK_D)
-    tl.store(OUT + bh.to(tl.int64) * L + rows, _inverse_norm(x), mask=rows < L)
+    tl.store(_padded(OUT, bh, L) + rows, _inverse_norm(x))
 
 
 @triton.jit
-def _scores(q, k, K_INVERSE, keys, Lk, UNIT: tl.constexpr, PRECISION: tl.constexpr):
+def _padded(K_INVERSE, bh, Lk):
+    """A head's row of _inverse_norms: every tile can be read from it without a mask."""
+    return K_INVERSE + bh.to(tl.int64) * (tl.cdiv(Lk, PADDING) * PADDING)
+
+
+@triton.jit
+def _scores(q, k, K_INVERSE, keys, UNIT: tl.constexpr, PRECISION: tl.constexpr):
     """q_i . k_j, over |k_j| for unit rows: [rows, keys]."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if UNIT:
-        s = s * _vector(K_INVERSE, keys, Lk)[None, :]
+        s = s * tl.load(K_INVERSE + keys)[None, :]
     return s
 
 
@@ -382,7 +435,7 @@ def _forward_one_stage(
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE += bh.to(tl.int64) * Lk
+    K_INVERSE = _padded(K_INVERSE, bh, Lk)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
     alpha, beta = _scale_and_bias(
@@ -398,7 +451,7 @@ def _forward_one_stage(
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
             a, highest, rescale = _activate(
                 s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
@@ -439,7 +492,7 @@ def _forward_two_stages(
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE += bh.to(tl.int64) * Lk
+    K_INVERSE = _padded(K_INVERSE, bh, Lk)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
     alpha, beta = _scale_and_bias(
@@ -456,7 +509,7 @@ def _forward_two_stages(
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
             a, highest, rescale = _activate(
                 s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
@@ -470,7 +523,7 @@ def _forward_two_stages(
     if SHIFT is not None:
         beta += SHIFT(highest)
     n = (rows + past + 1).to(tl.float32)
-    gain, offset, inv_top = _second_stage(total, most, n)
+    gain, offset, top = _second_stage(total, most, n)
 
     # ---- pass 2: the sharpened weights, times V ----
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -480,11 +533,10 @@ def _forward_two_stages(
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
             a, _, _ = _activate(s, alpha, beta, highest, visible, PHI, None, BIASED, MASKED)
-            t = tl.maximum(gain[:, None] * a - offset[:, None], 0.0) * inv_top[:, None]
-            t = tl.minimum(t, 1.0)  # pass 1 may have rounded the maximum otherwise
+            t = _sharpened(a, gain[:, None], offset[:, None])
             u = _power_less_one(t, P)
             w = u * t
             total_w += tl.sum(w, 1)
@@ -501,71 +553,82 @@ def _forward_two_stages(
         _store(_at(U, out_strides, b, h), out_strides, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
         _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
         _save(ROWS, 1, beta, bh, rows, B * H, Lq)
-        _save(ROWS, 2, gain * inv_top, bh, rows, B * H, Lq)
-        _save(ROWS, 3, offset * inv_top, bh, rows, B * H, Lq)
+        _save(ROWS, 2, gain, bh, rows, B * H, Lq)
+        _save(ROWS, 3, offset, bh, rows, B * H, Lq)
         _save(ROWS, 4, inv_w, bh, rows, B * H, Lq)
         # E_i gain_i / n_i over (dO_i . U_i - D_i)
-        coupling = offset * P * total_u * inv_top * inv_w * gain / n
-        _save(ROWS, 5, coupling, bh, rows, B * H, Lq)
+        _save(ROWS, 5, offset * gain * top * P * total_u * inv_w / n, bh, rows, B * H, Lq)
 
 
 # ---- backward ----
 
 
+# A tile's dz from dp_ij = dO_i . v_j, with terms of rows that are computed once:
+# one stage    A = gain a       dz = (gain dp - delta) phi'(z), delta = gain D_i, times a's sign
+# two stages   A = inv_w t^p    dz = (t^(p-1) (slope dp - delta) - coupling) phi'(z),
+#              slope = p gain inv_w, delta = slope D_i, coupling = E_i gain_i / n_i
+
+
 @triton.jit
 def _backward_rows(
-    DOUT, OUT, U, ROWS, DELTA, COUPLING, dout_strides, out_strides, B, H, L, P: tl.constexpr,
+    DOUT, OUT, U, ROWS, TERMS, dout_strides, out_strides, B, H, L, P: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """D_i and, of two stages, E_i gain_i / n_i."""
+    """delta and, of two stages, coupling and slope."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, L, D, BLOCK_D).to(tl.float32)
     out = _load(_at(OUT, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
-    delta = tl.sum(dout * out, 1)
-    _save(DELTA, 0, delta, bh, rows, B * H, L)
+    along = tl.sum(dout * out, 1)
+    slope = _saved(ROWS, 2, bh, rows, B * H, L)
     if P:
         u = _load(_at(U, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
-        coupling = _saved(ROWS, 5, bh, rows, B * H, L) * (tl.sum(dout * u, 1) - delta)
-        _save(COUPLING, 0, coupling, bh, rows, B * H, L)
+        coupling = _saved(ROWS, 5, bh, rows, B * H, L) * (tl.sum(dout * u, 1) - along)
+        slope *= P * _saved(ROWS, 4, bh, rows, B * H, L)
+        _save(TERMS, 1, coupling, bh, rows, B * H, L)
+        _save(TERMS, 2, slope, bh, rows, B * H, L)
+    _save(TERMS, 0, slope * along, bh, rows, B * H, L)
 
 
 @triton.jit
-def _row_terms(ROWS, DELTA, COUPLING, bh, rows, heads, L, P: tl.constexpr, L1: tl.constexpr):
+def _row_terms(ROWS, TERMS, bh, rows, heads, L, P: tl.constexpr):
     """What the gradients of a tile need of its rows."""
     alpha = _saved(ROWS, 0, bh, rows, heads, L)
     beta = _saved(ROWS, 1, bh, rows, heads, L)
     gain = _saved(ROWS, 2, bh, rows, heads, L)
-    delta = _saved(DELTA, 0, bh, rows, heads, L) if L1 else gain * 0
+    delta = _saved(TERMS, 0, bh, rows, heads, L)
     if P:
         offset = _saved(ROWS, 3, bh, rows, heads, L)
         inv_w = _saved(ROWS, 4, bh, rows, heads, L)
-        coupling = _saved(COUPLING, 0, bh, rows, heads, L)
+        coupling = _saved(TERMS, 1, bh, rows, heads, L)
+        slope = _saved(TERMS, 2, bh, rows, heads, L)
     else:
-        offset, inv_w, coupling = gain, gain, gain
-    return alpha, beta, gain, delta, offset, inv_w, coupling
+        offset, inv_w, coupling, slope = gain, gain, gain, gain
+    return alpha, beta, gain, delta, offset, inv_w, coupling, slope
 
 
 @triton.jit
 def _gradients(
-    s, dp, alpha, beta, gain, delta, offset, inv_w, coupling, visible, PHI: tl.constexpr,
-    SLOPE: tl.constexpr, P: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
+    s, dp, alpha, beta, gain, delta, offset, inv_w, coupling, slope, visible, PHI: tl.constexpr,
+    SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights and dz, from s, dp = dO . v and the terms of its rows, shaped to fit."""
+    """A tile's weights and dz, from s, dp and the terms of its rows, shaped to fit."""
     z = s * alpha
     if BIASED:
         z += beta
     a = PHI(z)
     if P:
-        # gain and offset have max_j x_ij divided out
-        t = tl.minimum(tl.maximum(gain * a - offset, 0.0), 1.0)
+        t = _sharpened(a, gain, offset)
         u = _power_less_one(t, P)
         A = u * t * inv_w
-        dz = (gain * inv_w * P * u * (dp - delta) - coupling) * SLOPE(z)
+        da = u * (slope * dp - delta) - coupling
     else:
         A = a * gain
-        # the l1 norm is of absolute values
-        dz = gain * (dp - tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0))) * SLOPE(z)
+        da = slope * dp
+        if L1:  # of absolute values
+            da -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
+    dz = da * SLOPE(z)
     if MASKED:
         A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
     return A, dz
@@ -574,9 +637,9 @@ def _gradients(
 @measured(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
 @triton.jit(do_not_specialize=COUNTS)
 def _backward_keys(
-    Q, K, V, DOUT, ROWS, DELTA, COUPLING, DQ, DK, DV,
+    Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DK, DV,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -588,7 +651,10 @@ def _backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _load(_at(K, k_strides, b, h), k_strides, keys, Lk, D, BLOCK_D)
     v = _load(_at(V, v_strides, b, h), v_strides, keys, Lk, D, BLOCK_D)
-    k_inverse = _inverse_norm(k) if UNIT else 1.0
+    inverse, unit_k = 1.0, k
+    if UNIT:
+        inverse = tl.load(_padded(K_INVERSE, bh, Lk) + keys)[:, None]
+        unit_k = (k * inverse).to(k.dtype)
     past = Lk - Lq
     begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
     # the first block of rows that all see all of these keys
@@ -601,32 +667,29 @@ def _backward_keys(
             rows = start + tl.arange(0, BLOCK_M)
             q = _load(Q, q_strides, rows, Lq, D, BLOCK_D)
             dout = _load(DOUT, dout_strides, rows, Lq, D, BLOCK_D)
-            alpha, beta, gain, delta, offset, inv_w, coupling = _row_terms(
-                ROWS, DELTA, COUPLING, bh, rows, B * H, Lq, P, L1
+            alpha, beta, gain, delta, offset, inv_w, coupling, slope = _row_terms(
+                ROWS, TERMS, bh, rows, B * H, Lq, P
             )
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if UNIT:
-                s = s * k_inverse[:, None]
+                s = s * inverse
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             A, dz = _gradients(
                 s, dp, alpha[None, :], beta[None, :], gain[None, :], delta[None, :],
-                offset[None, :], inv_w[None, :], coupling[None, :],
-                keys[:, None] <= rows[None, :] + past, PHI, SLOPE, P, BIASED, MASKED,
+                offset[None, :], inv_w[None, :], coupling[None, :], slope[None, :],
+                keys[:, None] <= rows[None, :] + past, PHI, SLOPE, SIGNED, P, L1, BIASED, MASKED,
             )  # fmt: skip
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            ds = dz * alpha[None, :]
-            if UNIT:
-                ds = ds * k_inverse[:, None]
-            ds = ds.to(q.dtype)
+            ds = (dz * alpha[None, :]).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             if ATOMIC:
-                dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+                dq = tl.dot(tl.trans(ds), unit_k, input_precision=PRECISION)
                 columns = tl.arange(0, BLOCK_D)
                 at = DQ + rows[:, None] * dq_strides[2] + columns[None, :] * dq_strides[3]
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
     if UNIT:
-        dk = _project(dk, k)
+        dk = _project(dk, k) * inverse
     _store(_at(DK, dk_strides, b, h), dk_strides, keys, Lk, dk, D, BLOCK_D)
     _store(_at(DV, dk_strides, b, h), dk_strides, keys, Lk, dv, D, BLOCK_D)
 
@@ -649,9 +712,9 @@ def _finish_queries(
 @measured(BACKWARD_BLOCKS)
 @triton.jit(do_not_specialize=COUNTS)
 def _backward_queries(
-    Q, K, V, DOUT, ROWS, DELTA, COUPLING, K_INVERSE, DQ, DSCALE, DBIAS,
+    Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DSCALE, DBIAS,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -659,12 +722,12 @@ def _backward_queries(
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = bh // H, bh % H
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE += bh.to(tl.int64) * Lk
+    K_INVERSE = _padded(K_INVERSE, bh, Lk)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, Lq, D, BLOCK_D)
-    alpha, beta, gain, delta, offset, inv_w, coupling = _row_terms(
-        ROWS, DELTA, COUPLING, bh, rows, B * H, Lq, P, L1
+    alpha, beta, gain, delta, offset, inv_w, coupling, slope = _row_terms(
+        ROWS, TERMS, bh, rows, B * H, Lq, P
     )
     past = Lk - Lq
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
@@ -676,19 +739,19 @@ def _backward_queries(
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, Lk, UNIT, PRECISION)
+            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
             _, dz = _gradients(
                 s, dp, alpha[:, None], beta[:, None], gain[:, None], delta[:, None],
-                offset[:, None], inv_w[:, None], coupling[:, None],
-                keys[None, :] <= rows[:, None] + past, PHI, SLOPE, P, BIASED, MASKED,
+                offset[:, None], inv_w[:, None], coupling[:, None], slope[:, None],
+                keys[None, :] <= rows[:, None] + past, PHI, SLOPE, SIGNED, P, L1, BIASED, MASKED,
             )  # fmt: skip
             if LEARNT:
                 dscale += tl.sum(dz * s, 1)
                 dbias += tl.sum(dz, 1)
             ds = dz * alpha[:, None]
             if UNIT:
-                ds = ds * _vector(K_INVERSE, keys, Lk)[None, :]
+                ds = ds * tl.load(K_INVERSE + keys)[None, :]
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     if UNIT:
         dq = _project(dq, q)
@@ -760,10 +823,10 @@ def _decode_values(
     if SHIFT is not None:
         highest = tl.load(PARTS + parts * 3, mask=there, other=-float("inf"))
         shift = SHIFT(tl.max(highest, 0))
-        rescale = tl.exp(shift - SHIFT(highest))
+        rescale = exp(shift - SHIFT(highest))
         total, most = total * rescale, most * rescale
     total, most = tl.sum(total, 0), tl.max(most, 0)
-    gain, offset, inv_top = _second_stage(total, most, Lk.to(tl.float32))
+    gain, offset, _ = _second_stage(total, most, Lk.to(tl.float32))
     if not P:
         if L1:
             gain = tl.where(total > DEAD, 1 / total, 0.0)
@@ -774,7 +837,7 @@ def _decode_values(
         keys = start + tl.arange(0, BLOCK_N)
         a = PHI(tl.load(Z + keys, mask=keys < Lk, other=0.0) + shift)
         if P:
-            t = tl.maximum(gain * a - offset, 0.0) * inv_top
+            t = _sharpened(a, gain, offset)
             w = _power_less_one(t, P) * t
             # the row's sum is at least 1: all that is left out is below its float32 rounding
             keep = w * Lk > 2.0**-24
@@ -814,6 +877,10 @@ def _device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
+def _phi(name: str, dtype: torch.dtype) -> tuple:
+    return PHIS[name] if dtype.itemsize > 2 else PHIS.get(f"{name}16", PHIS[name])
+
+
 def _block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
@@ -833,15 +900,6 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(B, L, H, d, dtype=dtype).transpose(1, 2)
 
 
-def _inverse(x: Tensor) -> Tensor:
-    """1 / |x| [B, H, L] of x [B, H, L, d]."""
-    B, H, L, d = x.shape
-    out = x.new_empty(B, H, L, dtype=torch.float32)
-    grid = (B * H, triton.cdiv(L, 64))
-    _inverse_norms[grid](x, out, x.stride(), H, L, D=d, BLOCK_D=_block_d(d), M=64)
-    return out
-
-
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
     """What kernels are told of the shapes of q [B, H, Lq, d] and k [B, H, Lk, d]."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -849,29 +907,35 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
     return dict(B=B, H=H, Lq=Lq, Lk=Lk, size=size, work=work)
 
 
-def _outputs(q: Tensor, p: float, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, p: float, unit: bool, save: bool) -> tuple[Tensor, ...]:
     """Of _forward, empty."""
-    B, H, Lq, _ = q.shape
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
     u = _like(q) if save and p else q.new_empty(0)
     rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
-    return _like(q), u, rows
+    padded = triton.cdiv(Lk, PADDING.value) * PADDING.value
+    k_inverse = q.new_empty((B, H, padded) if unit else 0, dtype=torch.float32)
+    return _like(q), u, rows, k_inverse
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output, and what the backward pass needs: U and vectors of rows."""
+    phi: str, shifted: bool, p: float, unit: bool, signed: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, and what the backward pass needs: U, vectors of rows, 1 / |k|."""
     B, H, Lq, d = q.shape
-    function, _, shift = PHIS[phi]
+    function, _, shift = _phi(phi, q.dtype)
     l1 = norm is None
-    out, u, rows = _outputs(q, p, save)
+    out, u, rows, k_inverse = _outputs(q, k, p, unit, save)
     with _device(q):
-        sizes = _sizes(q, k)
+        sizes, head = _sizes(q, k), dict(D=d, BLOCK_D=_block_d(d))
+        if unit:
+            _inverse_norms[B * H, k_inverse.shape[2] // 64](
+                k, k_inverse, k.stride(), H, k.shape[2], M=64, **head
+            )
         constants = dict(
             PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
-            SAVE=save, D=d, BLOCK_D=_block_d(d), PRECISION=_precision(),
+            SAVE=save, PRECISION=_precision(), **head,
         )  # fmt: skip
 
         def grid(meta):
@@ -879,7 +943,6 @@ def _forward(
 
         # what is not there is not read
         bias, norm = (scale if x is None else x for x in (bias, norm))
-        k_inverse = _inverse(k) if unit else scale
         if p:
             _forward_two_stages[grid](
                 q, k, v, scale, bias, k_inverse, out, u, rows, q.stride(), k.stride(), v.stride(),
@@ -891,33 +954,34 @@ def _forward(
                 v.stride(), out.stride(), scale.stride(), bias.stride(), norm.stride(),
                 **sizes, **constants, L1=l1,
             )  # fmt: skip
-    return out, u, rows
+    return out, u, rows, k_inverse
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, save):
-    return _outputs(q, p, save)
+def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, save):
+    return _outputs(q, k, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u: Tensor, rows: Tensor,
-    phi: str, p: float, l1: bool, biased: bool, unit: bool, learnt: bool,
+    k_inverse: Tensor, phi: str, p: float, unit: bool, signed: bool, l1: bool, biased: bool,
+    learnt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, if they are learnt, the gradients of scale and bias, [B, H, Lq]."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
-    function, slope, _ = PHIS[phi]
+    function, slope, _ = _phi(phi, q.dtype)
     dq, dk, dv = _like(q), _like(k), _like(k)
     dscale, dbias = _row_gradients(q, learnt)
     atomic = not learnt and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32).zero_() if atomic else dq
-    delta = q.new_empty(B, H, Lq, dtype=torch.float32)
-    coupling = q.new_empty(B, H, Lq, dtype=torch.float32) if p else delta
+    terms = q.new_empty((3 if p else 1) * B * H * Lq, dtype=torch.float32)
     sizes = _sizes(q, k)
     head = dict(D=d, BLOCK_D=_block_d(d))
     constants = dict(
         PHI=function,
         SLOPE=slope,
+        SIGNED=signed,
         P=_p(p),
         L1=l1,
         BIASED=biased,
@@ -927,10 +991,9 @@ def _backward(
     )
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, rows, delta, coupling, dout.stride(), out.stride(), B, H, Lq, P=_p(p),
-            M=64, **head,
+            dout, out, u, rows, terms, dout.stride(), out.stride(), B, H, Lq, P=_p(p), M=64, **head
         )  # fmt: skip
-        saved = q, k, v, dout, rows, delta, coupling
+        saved = q, k, v, dout, k_inverse, rows, terms
         strides = q.stride(), k.stride(), v.stride(), dout.stride()
         _backward_keys[lambda meta: (B * H, triton.cdiv(Lk, meta["BLOCK_N"]))](
             *saved, summed, dk, dv, *strides, summed.stride(), dk.stride(), **sizes, **constants,
@@ -942,16 +1005,15 @@ def _backward(
                 **head,
             )  # fmt: skip
         else:
-            k_inverse = _inverse(k) if unit else delta
             _backward_queries[lambda meta: (B * H, triton.cdiv(Lq, meta["BLOCK_M"]))](
-                *saved, k_inverse, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
+                *saved, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
                 LEARNT=learnt,
             )  # fmt: skip
     return dq, dk, dv, dscale, dbias
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, u, rows, phi, p, l1, biased, unit, learnt):
+def _(dout, q, k, v, out, u, rows, k_inverse, phi, p, unit, signed, l1, biased, learnt):
     return _like(q), _like(k), _like(k), *_row_gradients(q, learnt)
 
 
@@ -961,9 +1023,9 @@ def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, scale, bias, norm, phi, _, p, unit, _ = inputs
+    q, k, v, scale, bias, norm, phi, _, p, unit, signed, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.rest = phi, p, norm is None, bias is not None, unit
+    ctx.rest = phi, p, unit, signed, norm is None, bias is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -974,7 +1036,7 @@ def _call_backward(ctx, dout, *_):
     dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.rest, learnt)
     dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
     dbias = dbias.sum(0) if ctx.needs_input_grad[4] else None
-    return dq, dk, dv, dscale, dbias, *(None,) * 6
+    return dq, dk, dv, dscale, dbias, *(None,) * 7
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -987,7 +1049,7 @@ def _decode(
 ) -> Tensor:  # fmt: skip
     """The output for one query row, the cache split over as many programs as fill the GPU."""
     (B, H, _, d), Lk = q.shape, k.shape[2]
-    function, _, shift = PHIS[phi]
+    function, _, shift = _phi(phi, q.dtype)
     block_n = 16 if INTERPRETED else 64
     programs = 4 * _processors(q.device)
     wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
@@ -1029,13 +1091,14 @@ def _processors(device: torch.device) -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
-    phi: str, shifted: bool, p: float | None, unit: bool,
+    phi: str, shifted: bool, p: float | None, unit: bool, signed: bool,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, H, Lk, d], Lq <= Lk.
 
     The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq], of any strides;
     no norm is l1. phi names an entry of PHIS, `shifted` uses its shift, p is the power of stage 2
-    or None, `unit` takes q and k at unit length. Gradients reach q, k, v, scale and bias.
+    or None, `unit` takes q and k at unit length, `signed` says that phi can be negative. Gradients
+    reach q, k, v, scale and bias.
     """
     p = 0.0 if p is None else float(p)
     if shifted and bias is None:
@@ -1044,4 +1107,4 @@ def attend(
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
-    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, save)[0]
+    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, save)[0]

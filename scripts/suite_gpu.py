@@ -10,7 +10,8 @@ The time of attention alone is the GPU's: the queue is kept full, and its L2 cac
 Floors are counted, not measured: the share of FlashAttention's work that a row cannot do without,
 in matrix products of [L, d] x [d, L]. Softmax has 2 forward and 5 backward; two stages have 4 (3
 without gradients) and 5, or 7 without atomics. Special functions of a score: softmax takes one exp
-forward and one backward; softplus an exp in each pass, and its slope none of its own.
+forward and one backward; softplus an exp in each pass, and its slope one more. Instructions of a
+score, which may weigh more than either, are counted by python -m tests.compile_kernels.
 """
 
 import gc

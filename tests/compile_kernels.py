@@ -1,7 +1,8 @@
 """Compile the kernels for NVIDIA's A100 and H100 without a GPU, each block shape at least once.
 
 Run by tests/test_kernels.py as a process of its own, where Triton's interpreter is off. Prints
-registers, bytes spilled and shared memory of every kernel: python -m tests.compile_kernels
+registers, bytes spilled and shared memory of every kernel, and how many instructions each of its
+loops over tiles, those without a mask first, has for a score: python -m tests.compile_kernels
 """
 
 import itertools
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,8 +20,8 @@ import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOAT32 = {
-    "SCALE", "BIAS", "NORM", "K_INVERSE", "ROWS", "DELTA", "COUPLING", "DSCALE", "DBIAS", "SUM",
-    "Z", "PARTS", "SUMS",
+    "SCALE", "BIAS", "NORM", "K_INVERSE", "ROWS", "TERMS", "DSCALE", "DBIAS", "SUM", "Z", "PARTS",
+    "SUMS",
 }  # fmt: skip
 # bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
@@ -55,21 +57,38 @@ def compile_for(
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY[capability], kernel.__name__
-    registers, spilled = resources(compiled.asm["cubin"])
+    cubin, instructions = compiled.asm["cubin"], ""
+    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", dump(cubin, "-res-usage")).groups()
+    if "BLOCK_M" in constants:
+        scores = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * compiled.metadata.num_warps)
+        counts = ", ".join(f"{n / scores:.1f}" for n in loops(dump(cubin, "-sass")))
+        instructions = f"; instructions a score: {counts}"
     print(
         f"sm_{capability} {kernel.__name__:20} {constants.get('BLOCK_M', '')} x "
         f"{constants.get('BLOCK_N', '')}: {registers} registers, {spilled} bytes spilled, "
-        f"{compiled.metadata.shared} bytes shared"
+        f"{compiled.metadata.shared} bytes shared{instructions}"
     )
 
 
-def resources(cubin: bytes) -> tuple[str, str]:
+def dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+        command = [CUOBJDUMP, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loops(sass: str) -> list[int]:
+    """Instructions of the innermost loops of at least 100."""
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
+    places = {int(address, 16): place for place, (address, _) in enumerate(code)}
+    found = []
+    for end, (_, instruction) in enumerate(code):
+        branch = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", instruction)
+        begin = places.get(int(branch[1], 16), end) if branch else end
+        if end - begin >= 100 and not any(begin <= other for other, _ in found):
+            found.append((begin, end))
+    return [end - begin + 1 for begin, end in found]
 
 
 def main() -> None:
@@ -77,10 +96,12 @@ def main() -> None:
     sizes = dict(D=64, BLOCK_D=64)
 
     def compile_row(kernel, config, phi, *, forward=False, atomic=False, dtype="bf16", **constants):
-        function, slope, shift = kernels.PHIS[phi]
+        inputs = torch.float32 if dtype == "fp32" else torch.bfloat16
+        function, slope, shift = kernels._phi(phi, inputs)
         unit = phi == "softplus"
         constants |= dict(PHI=function, UNIT=unit, BIASED=not unit, PRECISION="ieee")
-        constants |= dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope)
+        last = dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope, SIGNED=False)
+        constants |= last
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         constants |= config.kwargs | sizes
         compile_for(next(capabilities), kernel, constants, options, atomic=atomic, dtype=dtype)
@@ -102,7 +123,7 @@ def main() -> None:
     compile_row(
         kernels._backward_keys, small, "softplus", atomic=True, L1=True, ATOMIC=True, **exact
     )
-    phi = kernels.softplus
+    phi = kernels.softplus16
     small = [
         (kernels._inverse_norms, dict(M=64)),
         (kernels._backward_rows, dict(P=15, M=64)),

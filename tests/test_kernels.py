@@ -203,6 +203,31 @@ def test_gradients_of_learnable_scale_and_bias(name, monkeypatch):
 
 
 @triton.jit
+def apply(Z, A, SLOPES, N: tl.constexpr, PHI: tl.constexpr, SLOPE: tl.constexpr):
+    at = tl.arange(0, N)
+    z = tl.load(Z + at)
+    tl.store(A + at, PHI(z))
+    tl.store(SLOPES + at, SLOPE(z))
+
+
+@pytest.mark.parametrize("name", kernels.PHIS)
+def test_phis_and_their_slopes(name):
+    """To float32's digits, also of the small numbers of an exponential tail."""
+    phis = {row.phi.kernel: row.phi for row in VARIANTS.values()}
+    z = torch.linspace(-40, 12, 1024)  # no kink among them
+    found = torch.empty(2, 1024)
+    phi, slope, _ = kernels.PHIS[name]
+    apply[(1,)](z, *found, N=1024, PHI=phi, SLOPE=slope)
+    exact = z.double().requires_grad_()
+    expected = phis[name.removesuffix("16")].function(exact)
+    slopes = torch.autograd.grad(expected.sum(), exact)
+    tail = name.startswith(("exp", "sigmoid", "softplus"))
+    tolerance = dict(rtol=1.5e-5 if name.endswith("16") else 3e-6, atol=0 if tail else 1e-6)
+    torch.testing.assert_close(found[0].double(), expected.detach(), **tolerance)
+    torch.testing.assert_close(found[1].double(), *slopes, **tolerance)
+
+
+@triton.jit
 def elu1(z):
     return tl.where(z > 0, z + 1, tl.exp(z))
 
@@ -278,7 +303,7 @@ def test_the_operators_are_well_formed(case):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for save in (True, False):
         inputs = arguments(case, requires_grad=save)
-        torch.library.opcheck(kernels._forward, (*inputs, save), test_utils=checks)
+        torch.library.opcheck(kernels._forward, (*inputs, False, save), test_utils=checks)
     q, k, v, *rest = arguments(case, 1, requires_grad=False)
     torch.library.opcheck(kernels._decode, (q, k, v, *rest), test_utils=checks)
 
@@ -363,6 +388,11 @@ def test_measured_block_shapes_can_be_kept():
     for kernel in (kernels._forward_one_stage, kernels._forward_two_stages, kernels._backward_keys):
         assert kernel.keys == kernels.KEY and {"size", "D"} <= set(kernel.arg_names)
     assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.KEY)
+
+
+def test_no_block_has_more_keys_than_rows_of_norms_are_padded_by():
+    for block in kernels.FORWARD_BLOCKS + kernels.BACKWARD_BLOCKS + kernels.FLOAT32_BLOCKS:
+        assert kernels.PADDING.value % block.kwargs["BLOCK_N"] == 0
 
 
 def test_the_kernels_compile_for_the_gpus_they_are_for():
