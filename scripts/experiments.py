@@ -611,7 +611,7 @@ P_SWEEP = tuple(
     f"{name}_p{p}" for name in ("lssar", "softmax") for p in (1, 2, 3, 5, 10, 15, 20, 30)
 )
 LOSS = "validation loss (nats a token)"
-FROM_TABLE1 = ("The paper's values are those of its Table 1: it has curves only here.",)
+FROM_TABLE1 = "The paper's values are those of its Table 1: it has curves only here"
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
@@ -657,11 +657,11 @@ EXPERIMENTS = {
     ),
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),
-        report.curves, TABLE1, notes=FROM_TABLE1,
+        report.curves, TABLE1, notes=(f"{FROM_TABLE1}, of models trained on FineWeb-Edu.",),
     ),
     "p_sweep": Experiment(
         "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
-        TABLE1, notes=FROM_TABLE1,
+        TABLE1, notes=(f"{FROM_TABLE1}.",),
     ),
     "passkey": Experiment(
         "LSSAR Figs. 2 and A3, passkey retrieval", "passkeys found (%)", TWO,
