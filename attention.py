@@ -395,7 +395,7 @@ def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
 
 def no_kernel(variant: Variant, d: int) -> str | None:
     """Why kernels.py has nothing for a variant at head size d; None if it has."""
-    if variant.phi.kernel is None:
+    if variant.phi.kernel is None or (kernels and variant.phi.kernel not in kernels.PHIS):
         return "its phi names no entry of kernels.PHIS"
     if variant.after is not None:
         return "no kernel changes the weights after their norm"

@@ -209,9 +209,9 @@ def tidy(run: Path) -> None:
 
 
 def made_by(run, job: str | None) -> bool:
-    """Whether a run that can be resumed was started, or last continued, by this job."""
+    """Whether a run was started, or last continued, by this job."""
     made = read_json(Path(run) / "environment.json")
-    return isinstance(made, dict) and made.get("job") == job and exists(run)
+    return isinstance(made, dict) and made.get("job") == job
 
 
 def find(run, which: str = "latest", quiet: bool = False) -> Path:
@@ -228,7 +228,9 @@ def find(run, which: str = "latest", quiet: bool = False) -> Path:
         newest_first(index, KINDS[which]) if which in KINDS else [n for n in index if n == which]
     )
     if not names:
-        raise UserError(f"{run}: no checkpoint in it ({which}); train.py saves one as it starts")
+        raise UserError(
+            f"{run}: no checkpoint in it ({which}); train.py, without --resume, begins with one"
+        )
     for name in names:
         path = run / name
         problem = damage(path, **index[name])
@@ -281,6 +283,8 @@ def first_line(error: Exception) -> str:
 def read_config(run) -> Config:
     """The Config saved with a run; UserError where there is none or it is no longer valid."""
     path = Path(run) / "config.json"
+    if Path(run).is_file():
+        raise UserError(f"{run} is a file; a run is a folder that train.py made")
     values = read_json(path)
     if values is None:
         raise UserError(f"{run}: no config.json in it; a run is a folder that train.py made")
@@ -360,6 +364,26 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def check_free(run: Path, job: str | None) -> None:
+    """Raise UserError for a folder that holds a run, or what a run begun there would replace.
+
+    A job that was started again may replace what it left before its first checkpoint.
+    """
+    if exists(run):
+        raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
+    config, metrics = run / "config.json", run / "metrics.jsonl"
+    lost = None
+    if "attention" not in (read_json(config) or {"attention": ""}):  # not a config of ours
+        lost = config
+    elif metrics.is_file() and metrics.stat().st_size and not (job and made_by(run, job)):
+        lost = metrics
+    if lost:
+        raise UserError(
+            f"{lost} is of no run that can be continued, and a new one would replace it; move it "
+            "away, or give another --out_dir"
+        )
 
 
 def write_header(run: Path, config: Config, job: str | None) -> None:

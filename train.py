@@ -60,7 +60,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
-        if agreed(int(restarted()), device) and checkpoint.made_by(config.out_dir, job()):
+        again = agreed(int(restarted()), device) and checkpoint.exists(config.out_dir)
+        if again and checkpoint.made_by(config.out_dir, job()):
             config = config.replace(resume=True, init_from="")
         stopped = train(config, rank, world_size, device, peers, stack)
     if stopped:
@@ -78,8 +79,8 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     if first:
         check_writable(run)
     state = resumed_state(run, config, quiet=not first) if config.resume else None
-    if state is None and checkpoint.exists(run):
-        raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
+    if state is None:
+        checkpoint.check_free(run, job())
 
     # ---- data ----
     sequences = config.total_batch_size // config.block_size
@@ -116,7 +117,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     trained = torch.compile(model) if use_compile(config, device) else model
     if world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        trained = DistributedDataParallel(trained, device_ids=ids, broadcast_buffers=False)
+        trained = DistributedDataParallel(trained, device_ids=ids)
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
@@ -152,6 +153,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         f"{loader.tokens:,} training tokens in {config.data_dir}, {loader.n_windows:,} windows; "
         f"{world_size} x {micro_batches} x {config.batch_size} x {config.block_size} tokens a step "
         f"on {device.type} in {str(dtype).removeprefix('torch.')}; run folder {run}"
+        + (f", from step {step} of {config.max_iters}" if resumed_at is not None else "")
     )
     peak = peak_flops(device)
 
@@ -277,8 +279,11 @@ def resumed_state(run: Path, config: Config, quiet: bool) -> dict:
         if key not in FREE_ON_RESUME and getattr(config, key, None) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{getattr(config, key)!r}; --init_from={run} starts a new run from its weights"
+                f"{getattr(config, key)!r}; give the settings that it began with (its config.json "
+                f"has them), or start a new run from its weights: --init_from={run}"
             )
+    if state["step"] > config.max_iters:
+        raise UserError(f"{run} has {state['step']} steps, max_iters = {config.max_iters} is less")
     return state
 
 

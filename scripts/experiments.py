@@ -143,6 +143,7 @@ class Evaluation:
         asked = self.question(config) | {
             "checkpoint": "latest", "step": step, "dtype": str(dtype).removeprefix("torch."),
             "rope": self.rope, "rope_factor": None, "rope_theta": self.rope_theta,
+            "attention_impl": "auto",
         }  # fmt: skip
         for result in read_results(folder / f"{self.script}.json"):
             if find_result([result], asked) and (kept := self.cut(result, config)):

@@ -91,8 +91,8 @@ def main() -> None:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
     out = Path(arguments.out_dir)
     check_writable(out)
-    if not arguments.resume and checkpoint.exists(out):
-        raise UserError(f"{out} holds a run; --resume continues it, another --out_dir starts one")
+    if not arguments.resume:
+        checkpoint.check_free(out, job())
     if arguments.resume and not checkpoint.exists(out):
         raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
     device = pick_device(arguments.device)

@@ -125,8 +125,9 @@ class Haystack:
         room = length - bare
         if room < 0:
             raise UserError(
-                f"length {length} is too short: without a haystack the needle, its question and "
-                f"the answer take {bare} {self.tokenizer.name} tokens"
+                f"length {length} is too short, give --lengths and --score_length: without a "
+                f"haystack the needle, its question and the answer take {bare} tokens "
+                f"({self.tokenizer.name})"
             )
         if room > len(self.tokens):
             raise UserError(

@@ -133,8 +133,8 @@ def make_trials(tokenizer, length: int, count: int, seed: int) -> list[Trial]:
         room = length - bare
         if room < 0:
             raise UserError(
-                f"--lengths {length} is too short: without filler a passkey prompt and its answer "
-                f"take {bare} {tokenizer.name} tokens"
+                f"length {length} is too short, give --lengths: without filler a passkey prompt "
+                f"and its answer take {bare} tokens ({tokenizer.name})"
             )
         before = int(place * (room + 1))
         prompt = [*task, *filler[:before], *told, *filler[: room - before], *question]

@@ -60,6 +60,7 @@ def open_run(path, arguments: argparse.Namespace) -> Run:
         "rope_factor": arguments.rope_factor,
         "rope_theta": arguments.rope_theta,
         "dtype": str(dtype).removeprefix("torch."),
+        "attention_impl": arguments.attention_impl,
     }
     return Run(Path(path), config, model.to(device).eval(), device, dtype, facts)
 

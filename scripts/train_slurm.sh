@@ -11,7 +11,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
-#SBATCH --output=out/slurm-%j.log
+#SBATCH --output=slurm-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"

@@ -366,6 +366,11 @@ def test_what_no_kernel_computes_is_refused_by_the_config():
         load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])
 
 
+def test_a_phi_without_an_entry_has_no_kernel():
+    missing = Variant(Phi(torch.relu, kernel="nothing"))
+    assert "no entry" in attention.no_kernel(missing, 16)
+
+
 def test_constants_and_phis_are_those_of_the_table():
     assert kernels.DEAD.value == attention.DEAD and kernels.TIED.value == attention.TIED
     for row in VARIANTS.values():

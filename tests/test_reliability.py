@@ -483,6 +483,31 @@ def test_a_restarted_job_goes_on_with_its_own_run_only(train, capsys, monkeypatc
     refused(capsys, lambda: train("run"), "holds a run")
 
 
+def test_what_is_no_run_is_not_overwritten(train, capsys, monkeypatch):
+    """A foreign config.json, the records of a run whose checkpoints are gone."""
+    folder = train("run", "--max_iters=2")
+    records = (folder / "metrics.jsonl").read_text()
+    refused(capsys, lambda: train("run", "--resume", "--max_iters=1"), "has 2 steps")
+    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
+        path.unlink()
+    refused(capsys, lambda: train("run"), "metrics.jsonl is of no run")
+    assert (folder / "metrics.jsonl").read_text() == records
+    (folder / "metrics.jsonl").unlink()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    refused(capsys, lambda: train("run"), "config.json is of no run")
+    assert "gpt2" in (folder / "config.json").read_text()
+    (folder / "config.json").unlink()
+    train("run", "--max_iters=1")
+    # the same job, started again, replaces what it left before its first checkpoint
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    again = train("again", "--max_iters=1")
+    for path in (*again.glob("*.pt"), again / "checkpoints.json"):
+        path.unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train("again", "--max_iters=2")
+    assert list(metrics(again)) == [1, 2]
+
+
 # ---- launchers ----
 
 
