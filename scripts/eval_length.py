@@ -39,6 +39,7 @@ from evaluation import autocast
 from files import write_json
 from model import Rope
 from scripts.runs import (
+    MARKERS,
     Run,
     add_options,
     check_places,
@@ -241,7 +242,8 @@ def plot_lengths(names: list[str], results: list[list[dict]], path: Path) -> Non
     lengths = sorted({n for of_run in results for result in of_run for n in result["lengths"]})
     for i, j, name, result in rows(names, results):
         points = sorted(zip(result["lengths"], result["loss"], strict=True))
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, **style(i, j, results))
+        marker = MARKERS[(j if len(results[i]) > 1 else i) % len(MARKERS)]
+        axes.plot(*zip(*points, strict=True), marker=marker, label=name, **style(i, j, results))
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     axes.legend(fontsize="small")

@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from config import Config
 from errors import UserError
 from files import replacing, write_json
+from scripts.runs import MARKERS
 
 # Of an evaluation, what stays in the run's own file.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
 # Of an evaluation, what the caption says where it is there.
 HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds", "attention_impl")
-MARKERS = "osD^v<>pPX*hd8H"
 
 
 def summarise(runs: list[dict]) -> dict:

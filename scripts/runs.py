@@ -15,6 +15,9 @@ from evaluation import pick_device, pick_dtype
 from files import check_writable, read_json, replacing, write_json
 from model import GPT, Rope
 
+# Of curves in one picture.
+MARKERS = "osD^v<>pPX*hd8H"
+
 
 @dataclass(frozen=True)
 class Run:
