@@ -11,6 +11,7 @@ that a machine that drifts does so for all. Times are the median over rounds.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -187,21 +188,23 @@ class Worker:
         return memory
 
 
+@command
 def serve(config, phase: str, nanogpt: str | None, threads: int, pipe) -> None:
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     step = build_step(config, phase, nanogpt, device)
     warm = False
-    while pipe.recv() == "step":
-        if warm and device.type == "cuda":  # what the first step measures and compiles needs more
-            torch.cuda.reset_peak_memory_stats()
-        warm = True
-        synchronise(device)
-        started = time.perf_counter()
-        step()
-        synchronise(device)
-        pipe.send(1000 * (time.perf_counter() - started))
-    pipe.send(memory_mb(device))
+    with contextlib.suppress(EOFError, BrokenPipeError):  # whoever asked has ended
+        while pipe.recv() == "step":
+            if warm and device.type == "cuda":  # what the first measures and compiles needs more
+                torch.cuda.reset_peak_memory_stats()
+            warm = True
+            synchronise(device)
+            started = time.perf_counter()
+            step()
+            synchronise(device)
+            pipe.send(1000 * (time.perf_counter() - started))
+        pipe.send(memory_mb(device))
 
 
 def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
