@@ -13,7 +13,6 @@ A checkpoint is written aside, synced and renamed before checkpoints.json names 
 longer named is deleted only then: at any moment the newest one that is named is whole.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,14 +22,13 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from config import Config
 from errors import UserError
-from files import read_json, replacing, write_json
+from files import read_json, replacing, sha256_of, write_json
 from model import GPT
 
 INDEX = "checkpoints.json"
@@ -253,20 +251,19 @@ def damage(path: Path, bytes: int, sha256: str) -> str | None:
     try:
         if (size := path.stat().st_size) != bytes:
             return f"it has {size:,} bytes, not {bytes:,}"
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(path)
     except OSError as error:
         return error.strerror
     return None if found == sha256 else "its checksum is not the one it was saved with"
 
 
-def load(path, device="cpu") -> dict:
-    """A checkpoint's content, its tensors on `device`; on the CPU they are read when first used.
+def load(path) -> dict:
+    """A checkpoint's content, its tensors on the CPU, where they are read when first used.
 
     Nothing in the file is run as code. Raises UserError where it is missing or damaged.
     """
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
     except Exception as error:  # whatever a damaged file makes of torch.load
@@ -309,10 +306,14 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     for name in sorted(mine.keys() & saved.keys()):
         if mine[name].shape != saved[name].shape:
             missing.append(f"{name} {list(saved[name].shape)} for {list(mine[name].shape)}")
+    for key in ("n_head", "norm", "tie_embeddings"):  # no shape shows these
+        theirs, ours = state["config"][key], getattr(model.config, key)
+        if theirs != ours:
+            missing.append(f"{key} {theirs} for {ours}")
     if missing or unknown:
         raise UserError(
             f"{path}: its model is another one: {', '.join((missing + unknown)[:3])} "
-            "do not fit; n_layer, n_head, n_embd, norm, mlp, bias and the vocabulary must agree"
+            "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and vocabulary must agree"
         )
     model.load_state_dict(saved, strict=False)
     return state["step"]
@@ -390,21 +391,3 @@ def write_header(run: Path, config: Config, job: str | None) -> None:
     """What a run's folder holds before its first step."""
     write_json(run / "config.json", config.as_dict())
     write_json(run / "environment.json", environment() | {"job": job})
-
-
-@contextmanager
-def held(run: Path):
-    """Make a run's folder and hold it alone while the block runs.
-
-    The system lets go of it when the process ends, in whatever way. Raises UserError where another
-    process holds it.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run}: another process is training this run") from None
-        except OSError:
-            pass  # a network file system without locks
-        yield

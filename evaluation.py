@@ -50,8 +50,8 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 
 @torch.no_grad()
-def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
-    """Mean loss in nats and number of tokens over batches (x, y) of this and all other processes.
+def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> float:
+    """Mean loss in nats over batches (x, y) of this and all other processes.
 
     Summed in float64 over tokens and processes, so that neither the batches' shape nor the number
     of processes shows beyond rounding.
@@ -66,7 +66,7 @@ def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> 
         sums = torch.tensor([total, count], dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         total, count = sums.tolist()
-    return total / count, int(count)
+    return total / count
 
 
 @torch.no_grad()
@@ -82,14 +82,14 @@ def attention_weights(
     kept = []
 
     def keep(attention, inputs, output):
-        q, k, _, score_scale, length = inputs
+        q, k, _, score_scale, _ = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
         parts = []
         for first in range(start, stop, BLOCK_QUERIES):
             end = min(stop, first + BLOCK_QUERIES)
             # Attention takes the queries for the last positions: later keys are cut off, then 0
-            A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, length or L)
+            A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, L)
             parts.append(reduce(F.pad(A, (0, L - end))))
         kept.append(torch.cat(parts, dim=2))
 

@@ -1,5 +1,7 @@
 """Files that are whole or not there: written aside, synced, renamed."""
 
+import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -70,3 +72,27 @@ def read_json(path):
     if value is None:
         raise UserError(f"{path}: holds null, nothing else")
     return value
+
+
+def sha256_of(path) -> str:
+    """Hex sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def held(folder, doing: str):
+    """Make a folder and hold it alone while the block runs.
+
+    The system lets go of it when the process ends, in whatever way. Raises UserError where another
+    process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is {doing}") from None
+        except OSError:
+            pass  # a network file system without locks
+        yield

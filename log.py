@@ -122,7 +122,9 @@ class Log:
 def wandb_key(url: str) -> bool:
     """Whether a key is set, in the environment or by `wandb login`; asks no network."""
     try:
-        stored = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname)
+        # by its path, as wandb reads it: netrc refuses its own default where others may read it
+        path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+        stored = netrc.netrc(path).authenticators(urlsplit(url).netloc)
     except (OSError, netrc.NetrcParseError):
         stored = None
     return bool(os.environ.get("WANDB_API_KEY") or stored)

@@ -303,10 +303,9 @@ class GPT(nn.Module):
 
     def parameter_groups(self) -> list[dict]:
         """Parameters with weight decay (2 or more dimensions) and without."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
         return [
-            {"params": [p for p in parameters if p.dim() >= 2]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters() if p.dim() >= 2]},
+            {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
 
     def count_parameters(self) -> int:

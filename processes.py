@@ -211,7 +211,10 @@ def agreed(value: int, device: torch.device) -> int:
 
 def job() -> str | None:
     """What torchrun, or else Slurm, calls this job; the same when it is restarted."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    run_id, slurm = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
+    if run_id == "none":  # torchrun's default, every job's: its own process stands for it
+        return slurm or f"{socket.gethostname()} {os.getppid()}"
+    return run_id or slurm
 
 
 def restarted() -> bool:

@@ -8,6 +8,7 @@ how often the run is stopped and resumed. processes.py lists the exit codes.
 import contextlib
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -24,7 +25,7 @@ from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
 from evaluation import autocast, mean_loss, pick_device, pick_dtype
-from files import check_writable, write_json
+from files import check_writable, held, write_json
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
@@ -61,7 +62,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
         again = agreed(int(restarted()), device) and checkpoint.exists(config.out_dir)
-        if again and checkpoint.made_by(config.out_dir, job()):
+        if again and agreed(int(checkpoint.made_by(config.out_dir, job())), device):
             config = config.replace(resume=True, init_from="")
         stopped = train(config, rank, world_size, device, peers, stack)
     if stopped:
@@ -79,7 +80,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     if first:
         check_writable(run)
     state = resumed_state(run, config, quiet=not first) if config.resume else None
-    if state is None:
+    if state is None and first:
         checkpoint.check_free(run, job())
 
     # ---- data ----
@@ -135,7 +136,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- signals, logs, checkpoints ----
     stop = stack.enter_context(Stop(quiet=not first))
     if first:
-        stack.enter_context(checkpoint.held(run))
+        stack.enter_context(held(run, "training this run"))
         checkpoint.tidy(run)
         checkpoint.write_header(run, config, job())
         if config.init_from:  # a resumed run has none: it keeps what it began with
@@ -176,7 +177,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
 
     # ---- loop ----
     place = peers.at if peers else lambda doing: None
-    seconds_a_step, save_ms = None, None
+    seconds_a_step, save_ms = 0.0, None
     while True:
         last = step >= config.max_iters
         resumed = step == resumed_at  # validated and saved before
@@ -186,7 +187,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
             saver.wait()  # raises the error
             sys.exit(2)
         if (step % config.eval_interval == 0 or last) and not resumed:
-            val_loss, _ = mean_loss(model.eval(), validation(), device, dtype)
+            val_loss = mean_loss(model.eval(), validation(), device, dtype)
             model.train()
             log.validation(step, val_loss)
             if val_loss < best:
@@ -229,10 +230,10 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         if world_size > 1:
             dist.all_reduce(loss, dist.ReduceOp.SUM)
         loss = loss.item() / world_size
-        # both numbers are those of all processes, so all do the same; with float16 the scaler
-        # itself skips a step whose gradients overflow
-        finite = math.isfinite(loss) and (math.isfinite(grad_norm) or scaler.is_enabled())
-        if not finite:
+        # both numbers are those of all processes, so all do the same
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        # with float16 a gradient that overflows only costs the step: the scaler lowers its scale
+        if not finite and not (scaler.is_enabled() and math.isfinite(loss)):
             what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
             if config.on_nonfinite == "stop":
                 stop_diverged(config, step + 1, what, where)
@@ -247,7 +248,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
 
         seconds = time.perf_counter() - started
         # the first step compiles and allocates: it says nothing about the rest
-        if seconds_a_step is None or step <= 2:
+        if step <= (resumed_at or 0) + 2:
             seconds_a_step = seconds
         seconds_a_step += 0.1 * (seconds - seconds_a_step)
         tokens_per_s = config.total_batch_size / seconds
@@ -364,7 +365,9 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    return next(
+        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
+    )
 
 
 def memory_mb(device: torch.device) -> float:

@@ -6,7 +6,6 @@ document the next one starts. Nothing else decides what follows, neither timing 
 shared, so a set made in many attempts equals, bit for bit, one made in a single run.
 """
 
-import fcntl
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from data import shards
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError
-from files import check_writable
+from files import check_writable, held
 
 SHARD_SIZE = 100_000_000
 # Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.
@@ -83,8 +82,11 @@ def build(out_dir, prefix, streams, tokenizer, shard_size, workers, source, fing
         if meta is None:
             meta, state = _make(out_dir, prefix, streams, settings, workers), "done"
             shards.write_meta(out_dir, meta)
-        for shard in meta["shards"]:
-            shards.read_shard(out_dir / shard["name"])
+        try:
+            for shard in meta["shards"]:
+                shards.read_shard(out_dir / shard["name"])
+        except UserError as error:
+            raise UserError(f"{error}; for that, delete {out_dir} first") from error
         (out_dir / shards.PROGRESS).unlink(missing_ok=True)
     print(f"{out_dir}: {state}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
 
@@ -101,12 +103,7 @@ def claim(out_dir, settings):
             in it of another origin.
     """
     check_writable(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with open(out_dir / ".lock", "w") as lock:
-        try:  # the system lets go of the lock when the process ends, in whatever way
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{out_dir}: another process is making this set") from error
+    with held(out_dir, "making this set"):
         meta = shards.read_meta(out_dir)
         if any(out_dir.glob("*.bin")):
             _require_same(out_dir, meta or shards.read_json(out_dir / shards.PROGRESS), settings)

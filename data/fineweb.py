@@ -19,6 +19,7 @@ from data.build import SHARD_SIZE, Stream, all_cores, build, claim
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
+from files import sha256_of
 
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 # Each sample's folder in the dataset's repository.
@@ -114,7 +115,7 @@ def download_ready(out_dir, n_train):
         entries = []
         for path in tqdm(sorted(out_dir.glob("*.bin")), desc="checking", unit="shard"):
             tokens = len(shards.read_shard(path))
-            entries.append({"name": path.name, "tokens": tokens, "sha256": shards.sha256_of(path)})
+            entries.append({"name": path.name, "tokens": tokens, "sha256": sha256_of(path)})
         total = sum(entry["tokens"] for entry in entries)
         vocab_size = get_tokenizer("gpt2").n_vocab
         counts = {"vocab_size": vocab_size, "documents": None, "tokens": total}

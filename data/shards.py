@@ -70,7 +70,7 @@ def read_shard(path):
     if n < 1 or size != expected:
         raise UserError(
             f"{path}: its header tells of {n} tokens, which make {expected} bytes, but the file "
-            f"has {size}; it is cut short or damaged: delete it and make it again"
+            f"has {size}; it is cut short or damaged: run the command that made it again"
         )
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
 
@@ -132,12 +132,6 @@ def write_meta(data_dir, meta):
     """Write meta.json, whole or not at all. `meta` is a dict with `tokenizer`, `vocab_size`,
     `source`, `documents`, `tokens` and `shards` (a list of `name`, `tokens`, `sha256`)."""
     write_json(Path(data_dir) / META, meta)
-
-
-def sha256_of(path):
-    """Hex sha256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _how_to_make(data_dir):

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from data.build import SHARD_SIZE, Stream, all_cores, build
 from data.parquet import read_documents
-from data.shards import sha256_of
 from data.tokenizer import TOKENIZERS
 from errors import UserError, command
+from files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")

@@ -43,7 +43,7 @@ from data.loader import shuffled
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import autocast, pick_device, pick_dtype
-from files import check_writable, read_json, write_json
+from files import check_writable, held, read_json, write_json
 from log import Log
 from model import GPT
 from processes import EXIT_STOPPED, Stop, job
@@ -300,7 +300,7 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
     with contextlib.ExitStack() as stack:
         # ---- signals, logs, checkpoints ----
         stop = stack.enter_context(Stop(quiet=False))
-        stack.enter_context(checkpoint.held(out))
+        stack.enter_context(held(out, "training this run"))
         checkpoint.write_header(out, config, job())
         write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
         log = stack.enter_context(Log(out, config, step, where, quiet=False))

@@ -18,6 +18,7 @@ from data import build, fineweb, shards, text
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError
+from files import sha256_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,7 +100,7 @@ def test_fineweb_shards(corpus, tmp_path, workers, capsys):
     assert (meta["documents"], meta["tokens"]) == (len(documents), len(tokens))
     assert meta["source"] == str(folder)
     assert [s["name"] for s in meta["shards"]] == names
-    assert all(s["sha256"] == shards.sha256_of(out / s["name"]) for s in meta["shards"])
+    assert all(s["sha256"] == sha256_of(out / s["name"]) for s in meta["shards"])
     assert sorted(p.name for p in out.iterdir() if p.suffix != ".bin") == [".lock", "meta.json"]
     assert f"done, {len(tokens):,} tokens" in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ import pytest
 
 from data import shards
 from errors import UserError
+from files import sha256_of
 
 
 def shard_bytes(tokens, magic=20240520, version=1, n=None):
@@ -19,7 +20,7 @@ def test_written_bytes_are_the_published_format(tmp_path):
     path = tmp_path / "x_train_000001.bin"
     digest = shards.write_shard(path, np.array([0, 1, 513, 65535], dtype=np.uint16))
     assert path.read_bytes() == shard_bytes([0, 1, 513, 65535])
-    assert digest == shards.sha256_of(path)
+    assert digest == sha256_of(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 

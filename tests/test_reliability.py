@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import checkpoint
+import files
 import train as train_module
 from config import Config
-from data import shards as shards_module
 from errors import UserError
 from log import Log
 from model import GPT
@@ -602,7 +602,7 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
 
     file = folder / "step_000006.pt"
     torch.save({"model": Evil(), "step": 6, "config": {}}, file)
-    digest = shards_module.sha256_of(file)
+    digest = files.sha256_of(file)
     index = {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
     (folder / "checkpoints.json").write_text(json.dumps(index))
     refused(capsys, lambda: train("run", "--resume"), "step_000006.pt", "cannot be read")
@@ -614,7 +614,7 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
 def test_a_run_is_trained_by_one_process_at_a_time(train, capsys):
     folder = train("run")
     before = (folder / "metrics.jsonl").read_bytes()
-    with checkpoint.held(folder):
+    with files.held(folder, "training this run"):
         refused(capsys, lambda: train("run", "--resume"), "another process is training this run")
     assert (folder / "metrics.jsonl").read_bytes() == before
     train("run", "--resume")
