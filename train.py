@@ -61,9 +61,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
-        again = agreed(int(restarted()), device) and checkpoint.exists(config.out_dir)
-        if again and agreed(int(checkpoint.made_by(config.out_dir, job())), device):
-            config = config.replace(resume=True, init_from="")
+        if agreed(int(restarted()), device):
+            mine = checkpoint.exists(config.out_dir) and checkpoint.made_by(config.out_dir, job())
+            if agreed(int(mine), device):
+                config = config.replace(resume=True, init_from="")
         stopped = train(config, rank, world_size, device, peers, stack)
     if stopped:
         sys.exit(EXIT_STOPPED)
