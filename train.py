@@ -2,14 +2,12 @@
 
 Read top to bottom: config -> data -> model -> optimizers -> loop. The loss curve depends on the
 settings of the global batch and the seed, not on the number of processes or micro-batches, nor on
-how often the run is stopped and resumed. processes.py lists the exit codes.
+how often the run is stopped and resumed. runtime/distributed.py lists the exit codes.
 """
 
 import contextlib
 import math
 import os
-import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -19,24 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
 from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
-from evaluation import autocast, mean_loss, pick_device, pick_dtype
-from files import check_writable, held, write_json
-from log import Log
+from evaluation import mean_loss
 from model import GPT
-from processes import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
-
-# Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
-PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "A40": 150e12,
-    "A10G": 70e12, "A10": 125e12, "L4": 121e12, "V100": 125e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}  # fmt: skip
+from optim import build_optimizers, learning_rate
+from runtime import checkpoint
+from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_device, pick_dtype
+from runtime.distributed import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
+from runtime.files import check_writable, held, write_json
+from runtime.log import Log
 
 # Settings that may change when a run is resumed; any other would make it another run.
 FREE_ON_RESUME = {
@@ -116,7 +108,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     model.to(device)
     if state is not None:
         model.load_state_dict(state["model"])
-    trained = torch.compile(model) if use_compile(config, device) else model
+    trained = torch.compile(model) if pick_compile(config.compile, device) else model
     if world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
         trained = DistributedDataParallel(trained, device_ids=ids)
@@ -289,42 +281,6 @@ def resumed_state(run: Path, config: Config, quiet: bool) -> dict:
     return state
 
 
-def use_compile(config: Config, device: torch.device) -> bool:
-    return device.type == "cuda" if config.compile is None else config.compile
-
-
-def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
-    """AdamW over all parameters, or Muon over the trunk's matrices and AdamW over the rest."""
-    groups = model.parameter_groups()
-    optimizers = []
-    if config.optimizer == "muon":
-        matrices = [p for p in model.trunk.parameters() if p.dim() == 2]
-        ids = {id(p) for p in matrices}
-        groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]
-        # match_rms_adamw: updates as large as AdamW's, so that one learning rate serves both
-        optimizers.append(
-            torch.optim.Muon(
-                matrices,
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    optimizers.append(
-        torch.optim.AdamW(
-            groups,
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-    )
-    covered = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    assert sorted(covered) == sorted(id(p) for p in model.parameters())
-    return optimizers
-
-
 def seed_randomness(seed: int, step: int, rank: int) -> None:
     """Make what is random in a step, should a variant be, a function of (seed, step, process).
 
@@ -332,21 +288,6 @@ def seed_randomness(seed: int, step: int, rank: int) -> None:
     """
     state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0]))
-
-
-def learning_rate(step: int, config: Config) -> float:
-    """The rate of the update that follows `step` updates."""
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / config.warmup_iters
-    if config.schedule == "constant":
-        return config.learning_rate
-    if config.schedule == "trapezoidal":
-        left = (config.max_iters - step) / config.cooldown_iters if config.cooldown_iters else 1.0
-        share = min(1.0, left)
-    else:
-        done = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return config.min_lr + share * (config.learning_rate - config.min_lr)
 
 
 def stop_diverged(config: Config, step: int, what: str, where) -> None:
@@ -360,23 +301,6 @@ def stop_diverged(config: Config, step: int, what: str, where) -> None:
         flush=True,
     )
     sys.exit(1)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next(
-        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
-    )
-
-
-def memory_mb(device: torch.device) -> float:
-    """Peak memory so far: the GPU's allocations, elsewhere the process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 if __name__ == "__main__":

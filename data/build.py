@@ -26,7 +26,7 @@ from tqdm import tqdm
 from data import shards
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError
-from files import check_writable, held
+from runtime.files import check_writable, held
 
 SHARD_SIZE = 100_000_000
 # Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.

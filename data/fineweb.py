@@ -19,7 +19,7 @@ from data.build import SHARD_SIZE, Stream, all_cores, build, claim
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from files import sha256_of
+from runtime.files import sha256_of
 
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 # Each sample's folder in the dataset's repository.

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import UserError
-from files import read_json, replacing, write_json
+from runtime.files import read_json, replacing, write_json
 
 MAGIC = 20240520
 VERSION = 1

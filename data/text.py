@@ -22,7 +22,7 @@ from data.build import SHARD_SIZE, Stream, all_cores, build
 from data.parquet import read_documents
 from data.tokenizer import TOKENIZERS
 from errors import UserError, command
-from files import sha256_of
+from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")

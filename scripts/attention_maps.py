@@ -43,15 +43,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-import checkpoint
 from attention import DEAD
 from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import attention_weights, autocast
-from files import write_json
-from scripts.eval_length import counted, parse_lengths, shared_tokens
-from scripts.runs import (
+from evaluation import attention_weights
+from runtime.device import autocast, environment
+from runtime.files import write_json
+from scripts.common.runs import (
     Run,
     add_options,
     check_places,
@@ -62,6 +61,7 @@ from scripts.runs import (
     run_names,
     save_picture,
 )
+from scripts.eval_length import counted, parse_lengths, shared_tokens
 
 # LSSAR, Figure A1
 TEXT = (
@@ -159,9 +159,7 @@ def measure(job: Job) -> list[dict]:
     facts = run.facts | {"layer": job.layer}
 
     def keep(question: dict, sums: Tensor) -> dict:
-        result = (
-            question | summary(sums, question["length"]) | {"environment": checkpoint.environment()}
-        )
+        result = question | summary(sums, question["length"]) | {"environment": environment()}
         results.append(result)
         write_json(job.file, results)
         return result

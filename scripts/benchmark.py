@@ -13,7 +13,6 @@ that a machine that drifts does so for all. Times are the median over rounds.
 import argparse
 import contextlib
 import importlib.util
-import json
 import multiprocessing
 import statistics
 import sys
@@ -23,16 +22,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
 from config import load_config
 from errors import UserError, command
-from evaluation import autocast, pick_device, pick_dtype
-from files import check_writable, write_json
 from model import GPT
-from scripts.suite_gpu import PARTS, run_suite
-from train import build_optimizers, memory_mb, use_compile
+from optim import build_optimizers
+from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
+from runtime.files import check_writable, write_json
+from scripts.benchmark_kernels import PARTS, run_suite
+from scripts.common.papers import LSSAR
 
-PAPER = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]["table_a7"]
+PAPER = LSSAR["table_a7"]
 
 
 @command
@@ -78,17 +77,17 @@ def main() -> None:
     config = next(iter(rows.values()))
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    environment = checkpoint.environment()
+    made = environment()
     shape = f"{config.batch_size} x {arguments.lengths or config.block_size}"
     print(
         f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
-        f"{'compiled' if use_compile(config, device) else 'eager'}, on {environment['machine']}, "
+        f"{'compiled' if pick_compile(config.compile, device) else 'eager'}, on {made['machine']}, "
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
     print_table(figures, baselines, rows)
     if out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
-        result = {"environment": environment, "settings": settings}
+        result = {"environment": made, "settings": settings}
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result | {"baselines": baselines, "rows": figures})
         print(f"written: {out}")
@@ -233,7 +232,7 @@ def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
     else:
         model = GPT(config).to(device)
         optimizers = build_optimizers(model, config)
-    called = torch.compile(model) if use_compile(config, device) else model
+    called = torch.compile(model) if pick_compile(config.compile, device) else model
 
     def train():
         with autocast(device, dtype):

@@ -29,13 +29,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import checkpoint
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import autocast
 from model import EVALUATED_ROWS
-from scripts.runs import (
+from runtime import checkpoint
+from runtime.device import autocast
+from scripts.common.papers import LSSAR
+from scripts.common.runs import (
     Results,
     Run,
     add_options,
@@ -47,7 +48,6 @@ from scripts.runs import (
     save_picture,
 )
 
-LSSAR = json.loads((Path(__file__).parent / "papers.json").read_text())["lssar"]
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
 # What they report: (task, metric).
 METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))

@@ -30,15 +30,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-import checkpoint
 from config import Config
 from data.loader import validation_batches, validation_tokens
 from data.shards import read_meta
 from errors import UserError, command
-from evaluation import autocast
-from files import write_json
 from model import Rope
-from scripts.runs import (
+from runtime.device import autocast, environment
+from runtime.files import write_json
+from scripts.common.runs import (
     MARKERS,
     Run,
     add_options,
@@ -145,7 +144,7 @@ def measure(path: Path, arguments) -> dict:
                 by_position[str(length)] = means.tolist()
             result["lengths"] = sorted(losses)
             result["loss"] = [losses[n] for n in result["lengths"]]
-            result["environment"] = checkpoint.environment()
+            result["environment"] = environment()
             write_json(file, results)  # after each, so that a stopped run goes on from here
     return result | {"lengths": lengths, "loss": [losses[n] for n in lengths]}
 

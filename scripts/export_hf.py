@@ -17,12 +17,12 @@ import re
 import shutil
 from pathlib import Path
 
-import checkpoint
 from config import Config
 from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, get_tokenizer, read_ranks
 from errors import UserError, command
-from files import write_json
-from scripts.runs import Run, add_options, open_run
+from runtime.device import environment
+from runtime.files import write_json
+from scripts.common.runs import Run, add_options, open_run
 
 ROOT = Path(__file__).parent.parent
 IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
@@ -93,7 +93,7 @@ def write_config(folder: Path, run: Run, arguments) -> None:
         "tie_word_embeddings": config.tie_embeddings,
         "settings": settings,
         "rope": rope,
-        "run": run.facts | {"environment": checkpoint.environment()},
+        "run": run.facts | {"environment": environment()},
     }
     write_json(folder / "config.json", values | ids)
     write_json(folder / "generation_config.json", ids)
@@ -131,7 +131,7 @@ def write_tokenizer(folder: Path, config: Config) -> None:
 def sources() -> dict[str, str]:
     """File name -> text of hf_modeling.py and of what it needs from this repository, directly or
     not, with the imports among them made relative, as transformers wants them."""
-    files, todo = {}, [Path(__file__).with_name("hf_modeling.py")]
+    files, todo = {}, [ROOT / "scripts/common/hf_modeling.py"]
 
     def relative(match: re.Match) -> str:
         space, package, names, module, alias = match.groups()

@@ -37,18 +37,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import checkpoint
 from config import CHOICES, Config
 from data.loader import shuffled
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import autocast, pick_device, pick_dtype
-from files import check_writable, held, read_json, write_json
-from log import Log
 from model import GPT
-from processes import EXIT_STOPPED, Stop, job
-from scripts.retrieval import ASK, check_at_least
-from train import build_optimizers, learning_rate, memory_mb, resumed_state, stop_diverged
+from optim import build_optimizers, learning_rate
+from runtime import checkpoint
+from runtime.device import autocast, environment, memory_mb, pick_device, pick_dtype
+from runtime.distributed import EXIT_STOPPED, Stop, job
+from runtime.files import check_writable, held, read_json, write_json
+from runtime.log import Log
+from scripts.common.retrieval import ASK, check_at_least
+from train import resumed_state, stop_diverged
 
 DATASET = "rajpurkar/squad_v2"
 EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
@@ -302,7 +303,7 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         stop = stack.enter_context(Stop(quiet=False))
         stack.enter_context(held(out, "training this run"))
         checkpoint.write_header(out, config, job())
-        write_json(out / "squad.json", facts | {"environment": checkpoint.environment()})
+        write_json(out / "squad.json", facts | {"environment": environment()})
         log = stack.enter_context(Log(out, config, step, where, quiet=False))
         saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
         log.say(

@@ -35,9 +35,9 @@ from data.loader import validation_tokens
 from data.shards import read_meta
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import attention_weights, autocast
-from scripts.eval_length import parse_lengths
-from scripts.retrieval import (
+from evaluation import attention_weights
+from runtime.device import autocast
+from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
     answer,
@@ -46,7 +46,7 @@ from scripts.retrieval import (
     first_number,
     heat_map,
 )
-from scripts.runs import (
+from scripts.common.runs import (
     Results,
     Run,
     add_options,
@@ -56,6 +56,7 @@ from scripts.runs import (
     run_names,
     save_picture,
 )
+from scripts.eval_length import parse_lengths
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",

@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from scripts.eval_length import parse_lengths
-from scripts.retrieval import (
+from scripts.common.retrieval import (
     ANSWER_TOKENS,
     answer,
     batches,
@@ -33,7 +32,7 @@ from scripts.retrieval import (
     first_number,
     heat_map,
 )
-from scripts.runs import (
+from scripts.common.runs import (
     Results,
     Run,
     add_options,
@@ -43,6 +42,7 @@ from scripts.runs import (
     run_names,
     save_picture,
 )
+from scripts.eval_length import parse_lengths
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "

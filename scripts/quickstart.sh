@@ -3,7 +3,7 @@
 # 1 to 32 times the training length. A few minutes on two cores; a second call reuses what is done.
 # usage: bash scripts/quickstart.sh [--setting=value ...]    settings are passed to train.py
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/common/setup.sh"
 setup requirements.txt
 
 python -m data.text --tokenizer bytes

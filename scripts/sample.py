@@ -9,8 +9,8 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import autocast
-from scripts.runs import add_options, open_run
+from runtime.device import autocast
+from scripts.common.runs import add_options, open_run
 
 
 @command

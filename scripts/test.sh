@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, formatting and every test. usage: bash scripts/test.sh [PYTEST_ARGUMENT ...]
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/common/setup.sh"
 setup requirements-dev.txt
 
 ruff check .

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Saver, write_header
 from config import Config, load_config
 from model import GPT
+from runtime.checkpoint import Saver, write_header
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each row of the papers' tables, as a path within configs/. The scales are not attention variants.

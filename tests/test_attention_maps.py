@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 import evaluation
 from data.shards import read_shard
 from data.tokenizer import get_tokenizer
 from model import GPT
+from runtime import checkpoint
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, row_numbers, summary
 from tests.helpers import small_model

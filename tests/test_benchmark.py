@@ -3,37 +3,38 @@
 import pytest
 import torch
 
-from scripts import benchmark, suite_gpu
+from runtime.files import read_json
+from scripts import benchmark, benchmark_kernels
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(suite_gpu, "HEADS", 2)
-    monkeypatch.setattr(suite_gpu, "HEAD_SIZE", 16)
+    monkeypatch.setattr(benchmark_kernels, "HEADS", 2)
+    monkeypatch.setattr(benchmark_kernels, "HEAD_SIZE", 16)
 
 
 def test_two_flex_attention_calls_are_lssar(small):
-    q, k, v, _ = suite_gpu.inputs(2, 128, 128, "cpu", torch.float32)
-    ours = suite_gpu.layer("lssar_p15")(q, k, v)
-    error = (suite_gpu.flex_lssar(15, 128, "cpu")(q, k, v) - ours).norm() / ours.norm()
+    q, k, v, _ = benchmark_kernels.inputs(2, 128, 128, "cpu", torch.float32)
+    ours = benchmark_kernels.layer("lssar_p15")(q, k, v)
+    error = (benchmark_kernels.flex_lssar(15, 128, "cpu")(q, k, v) - ours).norm() / ours.norm()
     assert error < 1e-5
 
 
 def test_softmax_peers_are_softmax(small):
-    q, k, v, _ = suite_gpu.inputs(2, 64, 64, "cpu", torch.float32)
-    ours = suite_gpu.layer("softmax")(q, k, v)
-    torch.testing.assert_close(suite_gpu.default_sdpa(q, k, v), ours)
-    torch.testing.assert_close(suite_gpu.flash(q, k, v), ours)
+    q, k, v, _ = benchmark_kernels.inputs(2, 64, 64, "cpu", torch.float32)
+    ours = benchmark_kernels.layer("softmax")(q, k, v)
+    torch.testing.assert_close(benchmark_kernels.default_sdpa(q, k, v), ours)
+    torch.testing.assert_close(benchmark_kernels.flash(q, k, v), ours)
 
 
 def test_every_figure_names_what_it_is_held_to(small):
-    figures = list(suite_gpu.decoding("cpu", torch.float32, (64,)))
+    figures = list(benchmark_kernels.decoding("cpu", torch.float32, (64,)))
     assert [f["name"] for f in figures] == ["softmax, SDPA", "lssar_p15", "lssa"] * 2
     for figure in figures:
         assert figure["ms"] > 0 and figure["ratio"] > 0
         assert figure["spread"][0] <= figure["ms"] <= figure["spread"][1]
     assert figures[1]["target"] == 0.8
-    failed = suite_gpu.row("lssar_p15", "training", (1, 2, 64, 16), "out of memory", [1.0])
+    failed = benchmark_kernels.row("lssar_p15", "training", (1, 2, 64, 16), "out of memory", [1.0])
     assert failed["failed"] == "out of memory" and "ms" not in failed
 
 
@@ -88,8 +89,6 @@ def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
         "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "new/b.json",
     )  # fmt: skip
     printed = capsys.readouterr().out
-    from files import read_json
-
     saved = read_json(tmp_path / "new/b.json")
     assert len(saved["rows"]) == 8
     for name, figures in saved["rows"].items():

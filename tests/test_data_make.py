@@ -18,7 +18,7 @@ from data import build, fineweb, shards, text
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from files import sha256_of
+from runtime.files import sha256_of
 
 ROOT = Path(__file__).parent.parent
 

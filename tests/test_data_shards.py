@@ -7,7 +7,7 @@ import pytest
 
 from data import shards
 from errors import UserError
-from files import sha256_of
+from runtime.files import sha256_of
 
 
 def shard_bytes(tokens, magic=20240520, version=1, n=None):
@@ -73,7 +73,7 @@ def test_a_failed_write_leaves_no_shard(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("files.os.fsync", fail)
+    monkeypatch.setattr("runtime.files.os.fsync", fail)
     with pytest.raises(UserError, match="00000[12].bin: cannot be written: disk full"):
         shards.write_shard(path, np.array([3], dtype=np.uint16))
     with pytest.raises(UserError, match="00000[12].bin: cannot be written: disk full"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config import load_config
-from files import read_json
+from runtime.files import read_json
 from scripts import downstream
 from tests.helpers import CONFIGS, saved_run, small_model, write_task
 
@@ -240,7 +240,7 @@ def opened(case, tmp_path):
     """A run, opened as the script does it."""
     import argparse
 
-    from scripts.runs import add_options, open_run
+    from scripts.common.runs import add_options, open_run
 
     parser = argparse.ArgumentParser()
     add_options(parser)

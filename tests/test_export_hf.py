@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 from data.tokenizer import get_tokenizer
 from model import GPT
+from runtime import checkpoint
 from scripts import downstream, export_hf
 from tests.helpers import saved_run, small_model, write_task
 from tests.test_data_tokenizer import TEXTS, random_texts
@@ -252,7 +252,7 @@ def test_the_folder_says_what_it_is(folder):
 def test_its_code_is_this_repositorys(folder):
     """But for its imports."""
     for path in (folder / "user/model0").glob("*.py"):
-        here = ROOT / ("scripts" if path.stem == "hf_modeling" else "") / path.name
+        here = ROOT / ("scripts/common" if path.stem == "hf_modeling" else "") / path.name
         text = re.sub(
             r"from \.\w+ import __name__ as _; from \. (import \w+)", r"\1", path.read_text()
         )

@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import checkpoint
 from config import HINTS, Config, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta, read_shard, write_shard
 from errors import UserError
-from log import Log
 from model import GPT
+from runtime import checkpoint
+from runtime.log import Log
 from scripts import sample
 
 

@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import files
 import train as train_module
 from config import Config
 from errors import UserError
-from log import Log
 from model import GPT
-from processes import EXIT_STOPPED
-from tests.processes import arguments, finish, group, run, start
+from runtime import checkpoint, files
+from runtime.distributed import EXIT_STOPPED
+from runtime.log import Log
+from tests.faults import arguments, finish, group, run, start
 from tests.test_train import metrics, refused, saved
 from tests.wandb_server import wandb_server
 

@@ -18,28 +18,27 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 from config import Config, load_config
 from data.shards import write_shard
 from errors import UserError
-from processes import EXIT_STOPPED
+from runtime import checkpoint, device
+from runtime.distributed import EXIT_STOPPED
 from scripts import (
     attention_maps,
     benchmark,
     downstream,
     eval_length,
-    experiments,
     needle,
-    report,
-    reproduce,
-    rows,
 )
+from scripts.common.papers import LSSAR, PAPERS
+from scripts.reproduce import __main__ as reproduce
+from scripts.reproduce import report
+from scripts.reproduce import tables as experiments
+from scripts.reproduce import training as rows
 from tests.conftest import SMALL
 from tests.helpers import CONFIGS, ROWS
 
 ROOT = Path(__file__).parent.parent
-PAPERS = json.loads((ROOT / "scripts/papers.json").read_text())
-LSSAR = PAPERS["lssar"]
 
 
 @pytest.fixture
@@ -415,8 +414,8 @@ def test_the_cost_of_a_step_is_a_ratio_to_softmax(run, call, monkeypatch):
     assert len(commands) == 1
     text = (run("table_a7", "--set=attention_impl=reference") / "table.md").read_text()
     assert len(commands) == 2 and "attention_impl reference" in text and "unfused" in text
-    monkeypatch.setattr(checkpoint, "processor", lambda: "another machine")
-    monkeypatch.setattr(checkpoint.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "processor", lambda: "another machine")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     text = (run("table_a7", "--set=attention_impl=reference") / "table.md").read_text()
     assert len(commands) == 3 and "another machine" in text
 

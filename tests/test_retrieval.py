@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 import train as training
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evaluation import attention_weights
-from log import Log
 from model import GPT, rotate
-from processes import EXIT_STOPPED
-from scripts import finetune_squad, needle, passkey, retrieval
-from scripts.runs import Run
+from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
+from runtime.log import Log
+from scripts import finetune_squad, needle, passkey
+from scripts.common import retrieval
+from scripts.common.runs import Run
 from tests.conftest import SMALL
 from tests.helpers import ROWS, small_config, small_model
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
 from data.shards import read_meta, read_shard, write_meta
 from model import GPT
+from runtime import checkpoint
 from scripts import attention_maps, eval_length, needle, passkey, sample
 
 ROOT = Path(__file__).parent.parent

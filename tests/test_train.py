@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
+import optim
 import train as train_module
 from config import Config, load_config
 from data.shards import write_shard
 from model import GPT
+from runtime import checkpoint, device
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent
@@ -248,22 +249,22 @@ def test_help(capsys, monkeypatch):
 def test_schedules():
     base = dict(learning_rate=1.0, min_lr=0.1, warmup_iters=10, max_iters=110)
     cosine = Config(**base)
-    assert train_module.learning_rate(0, cosine) == pytest.approx(0.1)
-    assert train_module.learning_rate(9, cosine) == train_module.learning_rate(10, cosine) == 1.0
-    assert train_module.learning_rate(60, cosine) == pytest.approx(0.55)
-    assert train_module.learning_rate(110, cosine) == pytest.approx(0.1)
+    assert optim.learning_rate(0, cosine) == pytest.approx(0.1)
+    assert optim.learning_rate(9, cosine) == train_module.learning_rate(10, cosine) == 1.0
+    assert optim.learning_rate(60, cosine) == pytest.approx(0.55)
+    assert optim.learning_rate(110, cosine) == pytest.approx(0.1)
     constant = Config(**base, schedule="constant")
-    assert train_module.learning_rate(109, constant) == 1.0
+    assert optim.learning_rate(109, constant) == 1.0
     trapezoidal = Config(**base, schedule="trapezoidal", cooldown_iters=50)
-    assert train_module.learning_rate(60, trapezoidal) == 1.0
-    assert train_module.learning_rate(85, trapezoidal) == pytest.approx(0.55)
-    assert train_module.learning_rate(110, trapezoidal) == pytest.approx(0.1)
+    assert optim.learning_rate(60, trapezoidal) == 1.0
+    assert optim.learning_rate(85, trapezoidal) == pytest.approx(0.55)
+    assert optim.learning_rate(110, trapezoidal) == pytest.approx(0.1)
 
 
 def test_muon_takes_the_trunks_matrices_only():
     config = load_config([*SMALL, "--optimizer=muon"])
     model = GPT(config)
-    muon, adamw = train_module.build_optimizers(model, config)
+    muon, adamw = optim.build_optimizers(model, config)
     matrices = [p for group in muon.param_groups for p in group["params"]]
     assert len(matrices) == 4 * config.n_layer
     assert all(p.dim() == 2 and p is not model.wte.weight for p in matrices)
@@ -272,7 +273,7 @@ def test_muon_takes_the_trunks_matrices_only():
 
 
 def test_mfu_is_silent_where_the_peak_is_unknown():
-    assert train_module.peak_flops(torch.device("cpu")) is None
+    assert device.peak_flops(torch.device("cpu")) is None
 
 
 def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(train, capsys, monkeypatch):

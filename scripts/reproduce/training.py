@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 from config import Config, accumulation_steps, load_config
 from data.shards import list_shards, read_meta
 from errors import UserError
-from evaluation import pick_device
-from files import read_json
-from processes import EXIT_STOPPED
+from runtime import checkpoint
+from runtime.device import pick_device
+from runtime.distributed import EXIT_STOPPED
+from runtime.files import read_json
 from train import FREE_ON_RESUME
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
 # What may differ between the machines that train one table. The rest makes a run what it is.
 OF_THE_MACHINE = FREE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-import checkpoint
 from config import Config
 from errors import UserError
-from files import read_json, write_json
+from runtime import checkpoint
+from runtime.files import read_json, write_json
 
 # A spike: a loss so many standard deviations above the mean of so many steps before it, at least.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100

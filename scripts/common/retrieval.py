@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from evaluation import autocast
-from scripts.runs import Run, save_picture
+from runtime.device import autocast
+from scripts.common.runs import Run, save_picture
 
 # Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
 ANSWER_TOKENS = 16

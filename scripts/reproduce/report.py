@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from config import Config
 from errors import UserError
-from files import replacing, write_json
-from scripts.runs import MARKERS
+from runtime.files import replacing, write_json
+from scripts.common.runs import MARKERS
 
 # Of an evaluation, what stays in the run's own file.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")

@@ -29,11 +29,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from tqdm import tqdm
 
-import checkpoint
 from attention import Attention, build_attention
 from config import load_config
 from errors import UserError
-from files import read_json, write_json
+from runtime import checkpoint
+from runtime.device import environment
+from runtime.files import read_json, write_json
 
 HEADS, HEAD_SIZE = 12, 64
 TOKENS = 32768  # of a batch, at every length
@@ -70,7 +71,7 @@ def run_suite(asked: str, path: str, nanogpt: str | None) -> None:
     }
     result = read_json(path) or {}
     for name in PARTS if asked == "gpu" else [asked]:
-        result[name] = {"environment": checkpoint.environment(), "figures": []}
+        result[name] = {"environment": environment(), "figures": []}
         for figure in parts[name]():
             result[name]["figures"].append(figure)
             write_json(path, result)

@@ -3,27 +3,24 @@
 import argparse
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import checkpoint
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from evaluation import pick_device, pick_dtype
-from files import read_json
-from scripts import attention_maps, benchmark, finetune_squad, needle, passkey, report
+from runtime import checkpoint
+from runtime.device import environment, pick_device, pick_dtype
+from runtime.files import read_json
+from scripts import attention_maps, benchmark, finetune_squad, needle, passkey
 from scripts import downstream as harness
+from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
+from scripts.common.runs import find_result, read_results
 from scripts.eval_length import shared_tokens
-from scripts.rows import Run, Scale, call, find_row
-from scripts.runs import find_result, read_results
-
-PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
-LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
-TRAINED_LENGTH = LSSAR["training"]["trained_length"]  # in both papers
+from scripts.reproduce import report
+from scripts.reproduce.training import Run, Scale, call, find_row
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,7 @@ class Benchmark:
 
     def difference(self, work: Work) -> str | None:
         """What makes the measurement that is there another one than is asked for."""
-        saved, here = read_json(self.file(work)), checkpoint.environment()
+        saved, here = read_json(self.file(work)), environment()
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
         asked = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
@@ -301,13 +298,13 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure: its rows (names of scripts.rows), how they are measured and shown."""
+    """A table or figure: its rows (see training.find_row), how they are measured and shown."""
 
     title: str
     unit: str
     rows: tuple[str, ...]
     evaluation: Evaluation | Benchmark
-    draw: Callable[[dict], dict]  # a table as scripts.report has it -> pictures by name
+    draw: Callable[[dict], dict]  # a table as report.py has it -> pictures by name
     paper: dict | None = None  # the section of papers.json that has values for these rows
     paper_scale: str = "124m"  # where the section does not tell scales apart
     notes: tuple[str, ...] = ()

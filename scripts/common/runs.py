@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-import checkpoint
 from config import CHOICES, Config
 from errors import UserError
-from evaluation import pick_device, pick_dtype
-from files import check_writable, read_json, replacing, write_json
 from model import GPT, Rope
+from runtime import checkpoint
+from runtime.device import environment, pick_device, pick_dtype
+from runtime.files import check_writable, read_json, replacing, write_json
 
 # Of curves in one picture.
 MARKERS = "osD^v<>pPX*hd8H"
@@ -122,7 +122,7 @@ class Results:
         self.parts[part] = value
         # read again: what others measure at the same time stays
         others = [one for one in read_results(self.path) if not find_result([one], self.facts)]
-        mine = self.facts | {"parts": self.parts, "environment": checkpoint.environment()}
+        mine = self.facts | {"parts": self.parts, "environment": environment()}
         write_json(self.path, [*others, mine])
 
 

@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh: the repository's folder, and .venv with what a file pins.
 # usage: setup REQUIREMENTS_FILE
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 
 setup() {
     local python=${PYTHON:-python3}

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from config import CHOICES
 from errors import UserError, command
-from files import check_writable, read_json
-from processes import EXIT_STOPPED
-from scripts import report
-from scripts.experiments import EXPERIMENTS, TRAINED_LENGTH, Experiment, Work, at
-from scripts.rows import FIRST_SEED, Scale, check, cost, open_scale, train, with_bases
+from runtime.distributed import EXIT_STOPPED
+from runtime.files import check_writable, read_json
+from scripts.common.papers import TRAINED_LENGTH
+from scripts.reproduce import report
+from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
+from scripts.reproduce.training import FIRST_SEED, Scale, check, cost, open_scale, train, with_bases
 
 
 @command
@@ -137,7 +138,7 @@ def list_experiments() -> str:
 
 
 def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
-    """The table as scripts.report has it, of all rows that are there for these seeds.
+    """The table as report.py has it, of all rows that are there for these seeds.
 
     Raises UserError where there is none.
     """

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
+from runtime import checkpoint
 from tests.conftest import SMALL
 
 # Children are forked from a process that has imported torch and does nothing else.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["train", "data.text", "tests.processes"])
+context.set_forkserver_preload(["train", "data.text", "tests.faults"])
 
 
 def start(arguments, *, module="train", output=None, environment=None, **trouble):
@@ -186,9 +186,9 @@ def slow(seconds):
 
 
 def same_request_s(seconds):
-    import processes
+    from runtime import distributed
 
-    processes.SAME_REQUEST_S = seconds
+    distributed.SAME_REQUEST_S = seconds
 
 
 TROUBLES = {

@@ -15,11 +15,8 @@ longer named is deleted only then: at any moment the newest one that is named is
 
 import hashlib
 import json
-import os
-import platform
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,8 +25,9 @@ import torch
 
 from config import Config
 from errors import UserError
-from files import read_json, replacing, sha256_of, write_json
 from model import GPT
+from runtime.device import environment
+from runtime.files import read_json, replacing, sha256_of, write_json
 
 INDEX = "checkpoints.json"
 NAME = r"(step|best)_\d{6,}\.pt"
@@ -335,36 +333,6 @@ def start_metrics(path: Path, step: int | None) -> list[dict]:
     with replacing(path, "w") as file:
         file.writelines(json.dumps(values) + "\n" for values in kept)
     return kept
-
-
-def environment() -> dict:
-    """Versions, machine and commit, as they are saved with every run and result."""
-    here = Path(__file__).parent
-
-    def git(*arguments):
-        try:
-            run = subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True)
-        except OSError:
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
-        "processors": os.cpu_count(),
-        "commit": git("rev-parse", "HEAD"),
-        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
-    }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def check_free(run: Path, job: str | None) -> None:

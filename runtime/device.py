@@ -1,0 +1,111 @@
+"""The device that a model runs on: its choice, precision, peak speed, memory and description."""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from errors import UserError
+
+# Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "A40": 150e12,
+    "A10G": 70e12, "A10": 125e12, "L4": 121e12, "V100": 125e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device of a setting; 'auto' is cuda, else mps, else cpu. UserError if it is not there."""
+    if name == "auto":
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device("cuda:0" if torch.cuda.is_available() else mps)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "mps", "cpu"):
+        raise UserError(f"device = {name!r}; it is 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+    there = {
+        "cuda": (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if not there[device.type]:
+        raise UserError(f"device = {name!r} is not on this machine; device = 'auto' takes what is")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products: 'auto' is bfloat16 (or else float16) on CUDA, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Matrix products in dtype; nothing to do for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype)
+
+
+def pick_compile(asked: bool | None, device: torch.device) -> bool:
+    """Whether to compile the model: as asked, and by default on CUDA only."""
+    return device.type == "cuda" if asked is None else asked
+
+
+def peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next(
+        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
+    )
+
+
+def memory_mb(device: torch.device) -> float:
+    """Peak memory so far: the GPU's allocations, elsewhere the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def environment() -> dict:
+    """Versions, machine and commit, as they are saved with every run and result."""
+    here = Path(__file__).parent.parent
+
+    def git(*arguments):
+        try:
+            run = subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True)
+        except OSError:
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+        "processors": os.cpu_count(),
+        "commit": git("rev-parse", "HEAD"),
+        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
