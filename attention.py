@@ -5,7 +5,7 @@ keys, and s_ij = q_i . k_j:
 
     scores      z_ij = scale_i s_ij + bias_i               what enters phi
     normalise   A_ij = phi(z_ij) / norm_i, j <= n_i        stage 1: l1 or a fixed norm
-    sharpen     A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, if p is set
+    reweight    A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, if p is set
 
 o_i is 0 in the first three rows and 1 after (LSSAR, Algorithm 1).
 
@@ -79,7 +79,7 @@ IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowContext:
     """What the formulas of a variant may use, for the rows (queries) of one call."""
 
     n: Tensor  # [Lq, 1] keys that each row sees
@@ -96,14 +96,14 @@ class Variant:
     """One row of the table. `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1]."""
 
     phi: Phi
-    scale: Callable[[Rows], Tensor | float] = lambda r: r.d**-0.5
-    bias: Callable[[Rows], Tensor | float] | None = None
-    norm: Callable[[Rows], Tensor | float] | None = None  # None: l1
+    scale: Callable[[RowContext], Tensor | float] = lambda rows: rows.d**-0.5
+    bias: Callable[[RowContext], Tensor | float] | None = None
+    norm: Callable[[RowContext], Tensor | float] | None = None  # None: l1
     l2_normalise: bool = False  # q and k to unit length first
     bounded: bool = False  # no score is so far below 0 that a whole row of phi could underflow
     learnable: tuple[str, ...] = ()  # s and b are per head, p_n one vector for all layers
     needs_p: bool = False
-    after: Callable[[Tensor, Rows], Tensor] | None = None  # a last change to the weights
+    after: Callable[[Tensor, RowContext], Tensor] | None = None  # a last change to the weights
 
     @property
     def shifted(self) -> bool:
@@ -120,40 +120,40 @@ class Variant:
         return self.phi is EXP and self.takes_p and self.bias is None and p is None
 
 
-def one(r: Rows) -> float:
+def one(rows: RowContext) -> float:
     return 1.0
 
 
-def log_d_log_n(r: Rows) -> Tensor:
-    return math.log(r.d) * r.n.log()
+def log_d_log_n(rows: RowContext) -> Tensor:
+    return math.log(rows.d) * rows.n.log()
 
 
-def recentre(A: Tensor, r: Rows) -> Tensor:
+def recentre(A: Tensor, rows: RowContext) -> Tensor:
     """A minus its row's mean, the first three rows left as they are (Tab. A4's footnote)."""
     keys = torch.arange(A.shape[-1], device=A.device)
-    return A - ((keys < r.n) & (r.n > 3)) / r.n
+    return A - ((keys < rows.n) & (rows.n > 3)) / rows.n
 
 
-def recentre_l1(A: Tensor, r: Rows) -> Tensor:
+def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
     """The same, then l1. A tied row, of which nothing would be left, stays as it is too."""
-    return l1_normalise(torch.where(tied(r.n * A), A, recentre(A, r)), signed=True)
+    return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows)), signed=True)
 
 
 VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1. The text's Sigmoid(x - b), b = -log L, is meant as sigmoid(z - log L).
     "softmax": Variant(EXP),
-    "sigmoid": Variant(SIGMOID, bias=lambda r: -math.log(r.L), norm=one),
-    "sigmoid_logn": Variant(SIGMOID, bias=lambda r: -r.n.log(), norm=one),
-    "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda r: -r.n.log()),
+    "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=one),
+    "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=one),
+    "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda rows: -rows.n.log()),
     "sigmoid_l1": Variant(SIGMOID),
-    "relu_wortsman": Variant(RELU, norm=lambda r: r.L),
+    "relu_wortsman": Variant(RELU, norm=lambda rows: rows.L),
     "relu_li": Variant(RELU),
-    "relu_shen": Variant(RELU, norm=lambda r: r.gamma * (r.n / 2).sqrt()),
+    "relu_shen": Variant(RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt()),
     # scores of unit vectors are within +-log d log n: above -41 at d = 64, n = 16,384
     "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
     "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),
     # LSSAR Table A4
-    "softmax_inverse": Variant(EXP, after=lambda A, r: -A),
+    "softmax_inverse": Variant(EXP, after=lambda A, rows: -A),
     "softmax_recentred": Variant(EXP, after=recentre),
     "softmax_recentred_l1": Variant(EXP, after=recentre_l1),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
@@ -167,13 +167,19 @@ VARIANTS: dict[str, Variant] = {
     "phi_softplus": Variant(SOFTPLUS),
     "phi_mish": Variant(MISH),
     # SSMax (b), (c), (d) and the probe of its Eq. 3
-    "ssmax": Variant(EXP, scale=lambda r: r.s * r.n.log() * r.d**-0.5, learnable=("s",)),
-    "ssmax_fixed": Variant(EXP, scale=lambda r: r.n.log() * r.d**-0.5),
+    "ssmax": Variant(
+        EXP, scale=lambda rows: rows.s * rows.n.log() * rows.d**-0.5, learnable=("s",)
+    ),
+    "ssmax_fixed": Variant(EXP, scale=lambda rows: rows.n.log() * rows.d**-0.5),
     "ssmax_bias": Variant(
-        EXP, scale=lambda r: (r.s * r.n.log() + r.b) * r.d**-0.5, learnable=("s", "b")
+        EXP,
+        scale=lambda rows: (rows.s * rows.n.log() + rows.b) * rows.d**-0.5,
+        learnable=("s", "b"),
     ),
     "ssmax_probe": Variant(
-        EXP, scale=lambda r: (r.s * r.p_n + r.b) * r.d**-0.5, learnable=("s", "b", "p_n")
+        EXP,
+        scale=lambda rows: (rows.s * rows.p_n + rows.b) * rows.d**-0.5,
+        learnable=("s", "b", "p_n"),
     ),
 }
 
@@ -217,10 +223,10 @@ class Attention(nn.Module):
                 return self._fused(q, k, v, length, score_scale)
             if path == "sdpa":
                 return self._softmax(q, k, v, length, score_scale)
-            q, k, over = self._unit(q, k)
+            q, k, inv_key_norm = self._normalise_qk(q, k)
             if path == "reference":
-                return self._product(q, k, v, over, slice(None), length, score_scale)
-            return self._blocked(q, k, v, over, length, score_scale)
+                return self._product(q, k, v, inv_key_norm, slice(None), length, score_scale)
+            return self._blocked(q, k, v, inv_key_norm, length, score_scale)
 
     def weights(
         self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
@@ -228,7 +234,7 @@ class Attention(nn.Module):
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
-            return self._weights(*self._unit(q, k), slice(None), length, score_scale)
+            return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
 
     def _path(self, q: Tensor) -> str:
         """The one place that picks a path."""
@@ -249,7 +255,7 @@ class Attention(nn.Module):
             raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
         return "blocked"
 
-    def _unit(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _normalise_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k as the scores take them, once for all blocks, and what multiplies each key's
         scores. A single query divides its scores by the keys' lengths, not a cache of keys."""
         if not self.variant.l2_normalise:
@@ -260,28 +266,28 @@ class Attention(nn.Module):
         squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
         return l2_normalise(q), k, torch.rsqrt(squared + 1e-12)[:, :, None]
 
-    def _weights(self, q, k, over, heads: slice, length: int, score_scale: float) -> Tensor:
-        row, r = self.variant, self._rows(q, k, heads, length)
-        q, k = q.to(r.n.dtype), k.to(r.n.dtype)
-        z = (q * (score_scale * row.scale(r))) @ k.mT  # [B, H, Lq, Lk]
-        if over is not None:
-            z = z * over
-        if row.bias is not None:
-            z = z + row.bias(r)
-        hidden = torch.arange(k.shape[2], device=k.device) >= r.n  # [Lq, Lk]
-        z = z.masked_fill(hidden, row.phi.zero)
-        if row.shifted:
-            z = z + row.phi.shift(z.detach().amax(-1, keepdim=True))
-        A = row.phi.function(z)
-        A = l1_normalise(A, row.phi.signed) if row.norm is None else A / row.norm(r)
+    def _weights(self, q, k, inv_key_norm, heads: slice, length: int, score_scale: float) -> Tensor:
+        variant, rows = self.variant, self._rows(q, k, heads, length)
+        q, k = q.to(rows.n.dtype), k.to(rows.n.dtype)
+        z = (q * (score_scale * variant.scale(rows))) @ k.mT  # [B, H, Lq, Lk]
+        if inv_key_norm is not None:
+            z = z * inv_key_norm
+        if variant.bias is not None:
+            z = z + variant.bias(rows)
+        hidden = torch.arange(k.shape[2], device=k.device) >= rows.n  # [Lq, Lk]
+        z = z.masked_fill(hidden, variant.phi.zero)
+        if variant.shifted:
+            z = z + variant.phi.shift(z.detach().amax(-1, keepdim=True))
+        A = variant.phi.function(z)
+        A = l1_normalise(A, variant.phi.signed) if variant.norm is None else A / variant.norm(rows)
         if self.p is not None:
-            A = sharpen(A, r.n, self.p)
-        return A if row.after is None else row.after(A, r)
+            A = reweight(A, rows.n, self.p)
+        return A if variant.after is None else variant.after(A, rows)
 
-    def _rows(self, q, k, heads: slice, length: int) -> Rows:
+    def _rows(self, q, k, heads: slice, length: int) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
         seen = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
-        return Rows(
+        return RowContext(
             # bfloat16 could not count past 256
             n=seen.to(torch.promote_types(q.dtype, torch.float32)),
             d=self.d,
@@ -296,10 +302,12 @@ class Attention(nn.Module):
     def _length(self, current: int) -> int:
         return current if self.current_length else self.trained_length
 
-    def _product(self, q, k, v, over, heads: slice, length: int, score_scale: float) -> Tensor:
-        return self._weights(q, k, over, heads, length, score_scale).to(v.dtype) @ v
+    def _product(
+        self, q, k, v, inv_key_norm, heads: slice, length: int, score_scale: float
+    ) -> Tensor:
+        return self._weights(q, k, inv_key_norm, heads, length, score_scale).to(v.dtype) @ v
 
-    def _blocked(self, q, k, v, over, length: int, score_scale: float) -> Tensor:
+    def _blocked(self, q, k, v, inv_key_norm, length: int, score_scale: float) -> Tensor:
         """Some queries of some heads of some sequences at a time, so that no more weights than
         theirs exist at once. A block of queries needs no key after its own last one."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -311,7 +319,13 @@ class Attention(nn.Module):
         def product(part, start: int, end: int) -> Tensor:
             seen = Lk - Lq + end
             block = q[part][:, :, start:end], k[part][:, :, :seen], v[part][:, :, :seen]
-            args = (*block, None if over is None else over[part], part[1], length, score_scale)
+            args = (
+                *block,
+                None if inv_key_norm is None else inv_key_norm[part],
+                part[1],
+                length,
+                score_scale,
+            )
             if recompute:
                 return checkpoint(self._product, *args, use_reentrant=False)
             return self._product(*args)
@@ -329,24 +343,24 @@ class Attention(nn.Module):
         return torch.cat(out)
 
     def _fused(self, q, k, v, length: int, score_scale: float) -> Tensor:
-        row, r = self.variant, self._rows(q, k, slice(None), length)
+        variant, rows = self.variant, self._rows(q, k, slice(None), length)
 
         def vector(x: Tensor | float) -> Tensor:  # [H, Lq]
-            x = x.to(r.n.dtype) if isinstance(x, Tensor) else r.n.new_full((), x)
+            x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
             return x.expand(1, q.shape[1], q.shape[2], 1)[0, :, :, 0]
 
         return kernels.attend(
             q.to(v.dtype),
             k.to(v.dtype),
             v,
-            scale=vector(score_scale * row.scale(r)),
-            bias=None if row.bias is None else vector(row.bias(r)),
-            norm=None if row.norm is None else vector(row.norm(r)),
-            phi=row.phi.kernel,
-            shifted=row.shifted,
+            scale=vector(score_scale * variant.scale(rows)),
+            bias=None if variant.bias is None else vector(variant.bias(rows)),
+            norm=None if variant.norm is None else vector(variant.norm(rows)),
+            phi=variant.phi.kernel,
+            shifted=variant.shifted,
             p=self.p,
-            unit=row.l2_normalise,
-            signed=row.phi.signed,
+            unit=variant.l2_normalise,
+            signed=variant.phi.signed,
         )
 
     def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
@@ -381,7 +395,7 @@ def tied(x: Tensor) -> Tensor:
     return x.detach().amax(-1, keepdim=True) - 1 <= TIED
 
 
-def sharpen(A: Tensor, n: Tensor, p: float) -> Tensor:
+def reweight(A: Tensor, n: Tensor, p: float) -> Tensor:
     """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk] of row sums 1 or 0, n [Lq, 1].
 
     The power is of x / max x, which l1 cancels: nothing overflows at any p or n. A tied row gets no

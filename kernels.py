@@ -321,7 +321,7 @@ def _second_stage(total, most, n):
 
 
 @triton.jit
-def _sharpened(a, gain, offset):
+def _reweighted(a, gain, offset):
     """t_ij of weights a: within 0 to 1, though the maximum may have been rounded otherwise."""
     return tl.clamp(gain * a - offset, 0.0, 1.0)
 
@@ -525,7 +525,7 @@ def _forward_two_stages(
     n = (rows + past + 1).to(tl.float32)
     gain, offset, top = _second_stage(total, most, n)
 
-    # ---- pass 2: the sharpened weights, times V ----
+    # ---- pass 2: the re-weighted weights, times V ----
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -536,7 +536,7 @@ def _forward_two_stages(
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
             a, _, _ = _activate(s, alpha, beta, highest, visible, PHI, None, BIASED, MASKED)
-            t = _sharpened(a, gain[:, None], offset[:, None])
+            t = _reweighted(a, gain[:, None], offset[:, None])
             u = _power_less_one(t, P)
             w = u * t
             total_w += tl.sum(w, 1)
@@ -619,7 +619,7 @@ def _gradients(
         z += beta
     a = PHI(z)
     if P:
-        t = _sharpened(a, gain, offset)
+        t = _reweighted(a, gain, offset)
         u = _power_less_one(t, P)
         A = u * t * inv_w
         da = u * (slope * dp - delta) - coupling
@@ -837,7 +837,7 @@ def _decode_values(
         keys = start + tl.arange(0, BLOCK_N)
         a = PHI(tl.load(Z + keys, mask=keys < Lk, other=0.0) + shift)
         if P:
-            t = _sharpened(a, gain, offset)
+            t = _reweighted(a, gain, offset)
             w = _power_less_one(t, P) * t
             # the row's sum is at least 1: all that is left out is below its float32 rounding
             keep = w * Lk > 2.0**-24

@@ -26,8 +26,8 @@ from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED, Stop, agreed, job, process_group, restarted
-from runtime.files import check_writable, held, write_json
+from runtime.distributed import EXIT_STOPPED, Stop, all_reduce_max, job, process_group, restarted
+from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log
 
 # Settings that may change when a run is resumed; any other would make it another run.
@@ -52,17 +52,17 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with contextlib.ExitStack() as stack:
-        peers = stack.enter_context(process_group(rank, world_size, device, config.timeout))
-        if agreed(int(restarted()), device):
+        watchdog = stack.enter_context(process_group(rank, world_size, device, config.timeout))
+        if all_reduce_max(int(restarted()), device):
             mine = checkpoint.exists(config.out_dir) and checkpoint.made_by(config.out_dir, job())
-            if agreed(int(mine), device):
+            if all_reduce_max(int(mine), device):
                 config = config.replace(resume=True, init_from="")
-        stopped = train(config, rank, world_size, device, peers, stack)
+        stopped = train(config, rank, world_size, device, watchdog, stack)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
 
-def train(config: Config, rank: int, world_size: int, device, peers, stack) -> bool:
+def train(config: Config, rank: int, world_size: int, device, watchdog, stack) -> bool:
     """Train until the last step or a signal, and say whether it was a signal.
 
     What has to be closed in the end, whatever that is, is left to the caller's `stack`.
@@ -74,7 +74,7 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         check_writable(run)
     state = resumed_state(run, config, quiet=not first) if config.resume else None
     if state is None and first:
-        checkpoint.check_free(run, job())
+        checkpoint.require_unused_folder(run, job())
 
     # ---- data ----
     sequences = config.total_batch_size // config.block_size
@@ -129,18 +129,18 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
     # ---- signals, logs, checkpoints ----
     stop = stack.enter_context(Stop(quiet=not first))
     if first:
-        stack.enter_context(held(run, "training this run"))
-        checkpoint.tidy(run)
+        stack.enter_context(lock_folder(run, "training this run"))
+        checkpoint.delete_stale(run)
         checkpoint.write_header(run, config, job())
         if config.init_from:  # a resumed run has none: it keeps what it began with
-            write_json(run / "began_with.json", checkpoint.identity(config.init_from))
+            write_json(run / "began_with.json", checkpoint.checkpoint_id(config.init_from))
 
-    def where(step: int) -> str:
+    def batch_location(step: int) -> str:
         """Where the batch of a step, counted from 1, begins."""
-        path, offset = loader.where(step - 1)[0]
+        path, offset = loader.batch_location(step - 1)[0]
         return f"in {path} at token {offset}"
 
-    log = stack.enter_context(Log(run, config, resumed_at, where, quiet=not first))
+    log = stack.enter_context(Log(run, config, resumed_at, batch_location, quiet=not first))
     saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
     log.say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, "
@@ -169,13 +169,13 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         return 1000 * (time.perf_counter() - started)
 
     # ---- loop ----
-    place = peers.at if peers else lambda doing: None
+    report_progress = watchdog.report_progress if watchdog else lambda doing: None
     seconds_a_step, save_ms = 0.0, None
     while True:
         last = step >= config.max_iters
         resumed = step == resumed_at  # validated and saved before
         # what one process has heard or failed to write, all act on
-        halt = agreed(2 if saver.failed() else 1 if stop.asked else 0, device)
+        halt = all_reduce_max(2 if saver.failed() else 1 if stop.asked else 0, device)
         if halt == 2:
             saver.wait()  # raises the error
             sys.exit(2)
@@ -189,7 +189,9 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
                     save("best", val_loss=val_loss)
         if (last or halt or step % config.checkpoint_interval == 0) and not resumed:
             if step and not all(p.isfinite().all() for p in model.parameters()):
-                stop_diverged(config, step, "its update left weights that are not finite", where)
+                stop_diverged(
+                    config, step, "its update left weights that are not finite", batch_location
+                )
             if first:
                 save_ms = save_all()
                 log.say(f"step {step}/{config.max_iters}: saving, {save_ms:.0f} ms of the loop")
@@ -201,21 +203,23 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        place(f"reading the batch of step {step + 1}")
+        report_progress(f"reading the batch of step {step + 1}")
         x, y = loader.batch(step)
-        place(f"computing step {step + 1}")
+        report_progress(f"computing step {step + 1}")
         seed_randomness(config.seed, step, rank)
         loss = torch.zeros((), device=device)
         micro = zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)
         for i, (xs, ys) in enumerate(micro):
             # DDP decides in the forward pass whether this backward will synchronise gradients
             final = i == micro_batches - 1
-            hold = trained.no_sync() if world_size > 1 and not final else contextlib.nullcontext()
-            with hold:
+            sync_context = (
+                trained.no_sync() if world_size > 1 and not final else contextlib.nullcontext()
+            )
+            with sync_context:
                 with autocast(device, dtype):
-                    part = trained(xs, ys) / micro_batches
-                scaler.scale(part).backward()
-            loss += part.detach()
+                    micro_loss = trained(xs, ys) / micro_batches
+                scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         clip = config.grad_clip if config.grad_clip > 0 else math.inf
@@ -229,9 +233,11 @@ def train(config: Config, rank: int, world_size: int, device, peers, stack) -> b
         if not finite and not (scaler.is_enabled() and math.isfinite(loss)):
             what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
             if config.on_nonfinite == "stop":
-                stop_diverged(config, step + 1, what, where)
+                stop_diverged(config, step + 1, what, batch_location)
             skipped += 1
-            log.say(f"step {step + 1}: {what}: skipped; the batch begins {where(step + 1)}")
+            log.say(
+                f"step {step + 1}: {what}: skipped; the batch begins {batch_location(step + 1)}"
+            )
         for optimizer in optimizers:
             if finite:
                 scaler.step(optimizer)
@@ -290,11 +296,11 @@ def seed_randomness(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(state[0]))
 
 
-def stop_diverged(config: Config, step: int, what: str, where) -> None:
+def stop_diverged(config: Config, step: int, what: str, batch_location) -> None:
     """End the run without a save, so that the newest checkpoint is a good one."""
     print(
-        f"error: step {step}: {what}; the batch begins {where(step)}. The run's last checkpoint in "
-        f"{config.out_dir} is good. Try a lower learning_rate (now "
+        f"error: step {step}: {what}; the batch begins {batch_location(step)}. The run's last "
+        f"checkpoint in {config.out_dir} is good. Try a lower learning_rate (now "
         f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
         "dtype = float32 or on_nonfinite = skip.",
         file=sys.stderr,

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from data import shards
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError
-from runtime.files import check_writable, held
+from runtime.files import check_writable, lock_folder
 
 SHARD_SIZE = 100_000_000
 # Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.
@@ -103,7 +103,7 @@ def claim(out_dir, settings):
             in it of another origin.
     """
     check_writable(out_dir)
-    with held(out_dir, "making this set"):
+    with lock_folder(out_dir, "making this set"):
         meta = shards.read_meta(out_dir)
         if any(out_dir.glob("*.bin")):
             _require_same(out_dir, meta or shards.read_json(out_dir / shards.PROGRESS), settings)

@@ -81,7 +81,7 @@ class TrainLoader:
         self._next_step, self._next_batch = step + 1, self._reader.submit(self._read, step + 1)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    def where(self, step):
+    def batch_location(self, step):
         """Where this process's sequences of a step lie: a list of (shard path, token offset)."""
         return [
             (self.paths[shard], int(offset))

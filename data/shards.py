@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import UserError
-from runtime.files import read_json, replacing, write_json
+from runtime.files import atomic_write, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -39,7 +39,7 @@ def write_shard(path, tokens):
     header[:3] = MAGIC, VERSION, len(tokens)
     digest = hashlib.sha256()
     # while it is being written its name is hidden and ends in .tmp: no search for shards finds it
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         for part in (header, np.ascontiguousarray(tokens, dtype=TOKEN)):
             file.write(part)
             digest.update(part)

@@ -27,7 +27,7 @@ from config import Config
 from errors import UserError
 from model import GPT
 from runtime.device import environment
-from runtime.files import read_json, replacing, sha256_of, write_json
+from runtime.files import atomic_write, read_json, sha256_of, write_json
 
 INDEX = "checkpoints.json"
 NAME = r"(step|best)_\d{6,}\.pt"
@@ -80,7 +80,7 @@ class Saver:
     def _write(self, name: str, state: dict, needed: int) -> None:
         path, index = self.run / name, self._beside(name)
         try:
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 saved = Hashed(file)
                 saved.write_state(state)
             index[name] = {"bytes": saved.bytes, "sha256": saved.sha256.hexdigest()}
@@ -92,7 +92,7 @@ class Saver:
                 "are free on its disk. The checkpoints before it are untouched: make room, then "
                 "go on from them with --resume"
             ) from error
-        tidy(self.run)
+        delete_stale(self.run)
 
     def _beside(self, new: str) -> dict:
         """The entries that stay beside a new one, which replaces all later ones of its kind."""
@@ -195,7 +195,7 @@ def exists(run) -> bool:
     return bool(newest_first(index, "step"))
 
 
-def tidy(run: Path) -> None:
+def delete_stale(run: Path) -> None:
     """Delete the checkpoints that are no longer named, and what a kill left half written."""
     index = read_index(run)
     for file in run.iterdir():
@@ -229,7 +229,7 @@ def find(run, which: str = "latest", quiet: bool = False) -> Path:
         )
     for name in names:
         path = run / name
-        problem = damage(path, **index[name])
+        problem = verify_checksum(path, **index[name])
         if problem is None:
             return path
         if not quiet:
@@ -237,14 +237,14 @@ def find(run, which: str = "latest", quiet: bool = False) -> Path:
     raise UserError(f"{run}: all its checkpoints ({which}) are damaged: {', '.join(names)}")
 
 
-def identity(run, which: str = "latest") -> dict:
+def checkpoint_id(run, which: str = "latest") -> dict:
     """What tells the weights that `load_weights` takes from all others, those of a run of the same
     name included."""
     path = find(run, which, quiet=True)
     return {"step": step_of(path.name), "sha256": read_index(path.parent)[path.name]["sha256"]}
 
 
-def damage(path: Path, bytes: int, sha256: str) -> str | None:
+def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
     """What is wrong with a file that should have this size and checksum; None: nothing."""
     try:
         if (size := path.stat().st_size) != bytes:
@@ -330,12 +330,12 @@ def start_metrics(path: Path, step: int | None) -> list[dict]:
                 kept.append(values)
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # the line that a kill cut short
-    with replacing(path, "w") as file:
+    with atomic_write(path, "w") as file:
         file.writelines(json.dumps(values) + "\n" for values in kept)
     return kept
 
 
-def check_free(run: Path, job: str | None) -> None:
+def require_unused_folder(run: Path, job: str | None) -> None:
     """Raise UserError for a folder that holds a run, or what a run begun there would replace.
 
     A job that was started again may replace what it left before its first checkpoint.

@@ -31,7 +31,7 @@ BACKEND_GRACE_S = 30
 
 @contextmanager
 def process_group(rank: int, world_size: int, device: torch.device, timeout: float):
-    """The processes that torchrun started, connected while the block runs; gives their Peers.
+    """The processes that torchrun started, connected while the block runs; gives their Watchdog.
 
     If one of them dies, or keeps the others waiting for `timeout` seconds, they end with exit code
     1 and a message that names it.
@@ -48,8 +48,8 @@ def process_group(rank: int, world_size: int, device: torch.device, timeout: flo
         store = dist.PrefixStore(attempt, store_client(wait))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     try:
-        with Peers(rank, world_size, device, timeout) as peers:
-            yield peers
+        with Watchdog(rank, world_size, device, timeout) as watchdog:
+            yield watchdog
             dist.barrier()  # nobody leaves while another still needs it
     finally:
         # A gloo thread takes the GIL to drop the last collective's tensors. Let it: closing the
@@ -64,7 +64,7 @@ def store_client(wait: timedelta) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=wait)
 
 
-class Peers:
+class Watchdog:
     """Looks after the other processes from a thread, as the main one may be stuck with them.
 
     Every second each process writes a sign of life, and what it is doing, into a store that all
@@ -74,13 +74,13 @@ class Peers:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.beat, self.place, self.doing = 0, 0, "starting"
+        self.beat, self.progress, self.doing = 0, 0, "starting"
         self.who = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
         self.left = threading.Event()
         token = torch.tensor(time.time_ns(), device=device)  # a restarted job has keys of its own
         dist.broadcast(token, 0)
         store = store_client(timedelta(seconds=timeout))
-        self.store = dist.PrefixStore(f"peers/{token.item()}", store)
+        self.store = dist.PrefixStore(f"watchdog/{token.item()}", store)
         self._write()
         dist.barrier()
         self.seen = {}  # rank -> its last sign, when that came, since when it is in its place
@@ -100,13 +100,13 @@ class Peers:
         self.left.set()
         self.thread.join()
 
-    def at(self, doing: str) -> None:
+    def report_progress(self, doing: str) -> None:
         """Say that this process has come to the next place of the loop, and what it does there."""
-        self.place, self.doing = self.place + 1, doing
+        self.progress, self.doing = self.progress + 1, doing
 
     def _write(self) -> None:
         self.beat += 1
-        sign = {"beat": self.beat, "place": self.place, "doing": self.doing, "who": self.who}
+        sign = {"beat": self.beat, "progress": self.progress, "doing": self.doing, "who": self.who}
         self.store.set(str(self.rank), json.dumps(sign))
 
     def _watch(self) -> None:
@@ -120,18 +120,18 @@ class Peers:
                 return
             now = time.monotonic()
             for rank, sign in zip(others, map(json.loads, signs), strict=True):
-                before, beat_at, place_at = self.seen.get(rank, (None, now, now))
+                before, beat_at, progress_at = self.seen.get(rank, (None, now, now))
                 if before and sign["beat"] != before["beat"]:
                     beat_at = now
-                if before and sign["place"] != before["place"]:
-                    place_at = now
-                self.seen[rank] = sign, beat_at, place_at
+                if before and sign["progress"] != before["progress"]:
+                    progress_at = now
+                self.seen[rank] = sign, beat_at, progress_at
             late = now - self.timeout
             dead = [sign for sign, beat_at, _ in self.seen.values() if beat_at < late]
             behind = [
                 sign
-                for sign, _, place_at in self.seen.values()
-                if place_at < late and sign["place"] < self.place
+                for sign, _, progress_at in self.seen.values()
+                if progress_at < late and sign["progress"] < self.progress
             ]
             if dead:
                 names = ", ".join(sign["who"] for sign in dead)
@@ -200,7 +200,7 @@ class Stop:
                 os._exit(128 + number)
 
 
-def agreed(value: int, device: torch.device) -> int:
+def all_reduce_max(value: int, device: torch.device) -> int:
     """The largest of all processes' values, which they all get."""
     if not dist.is_initialized():
         return value

@@ -12,7 +12,7 @@ from errors import UserError
 
 
 @contextmanager
-def replacing(path, mode="wb"):
+def atomic_write(path, mode="wb"):
     """Open a file that appears under `path` only when the block has ended and all is on disk.
 
     A kill or an error leaves what was there before; the temporary file lies beside it, hidden.
@@ -57,7 +57,7 @@ def check_writable(folder) -> None:
 
 def write_json(path, value) -> None:
     """Write a JSON file, whole or not at all."""
-    with replacing(path, "w") as file:
+    with atomic_write(path, "w") as file:
         file.write(json.dumps(value, indent=1) + "\n")
 
 
@@ -81,7 +81,7 @@ def sha256_of(path) -> str:
 
 
 @contextmanager
-def held(folder, doing: str):
+def lock_folder(folder, doing: str):
     """Make a folder and hold it alone while the block runs.
 
     The system lets go of it when the process ends, in whatever way. Raises UserError where another

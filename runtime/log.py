@@ -23,13 +23,13 @@ SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
 class Log:
     """Printed lines, metrics.jsonl and wandb; on processes other than the first it does nothing.
 
-    Goes on after the step `resumed_at`, if any; `where(step)` says where the batch of a step,
-    counted from 1, begins.
+    Goes on after the step `resumed_at`, if any; `batch_location(step)` says where the batch of a
+    step, counted from 1, begins.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None, where, quiet):
+    def __init__(self, run: Path, config: Config, resumed_at: int | None, batch_location, quiet):
         self.config, self.quiet, self.wandb, self.row = config, quiet, None, {}
-        self.where, self.losses = where, deque(maxlen=SPIKE_STEPS)
+        self.batch_location, self.losses = batch_location, deque(maxlen=SPIKE_STEPS)
         if quiet:
             return
         path = run / "metrics.jsonl"
@@ -96,7 +96,8 @@ class Log:
         if spike:
             self.say(
                 f"step {values['step']}: loss spike, {values['loss']:.4f} is {spike:.1f} standard "
-                f"deviations above the steps before; the batch begins {self.where(values['step'])}"
+                f"deviations above the steps before; the batch begins "
+                f"{self.batch_location(values['step'])}"
             )
         if values["step"] % self.config.log_interval == 0:
             mfu = f", MFU {100 * values['mfu']:.1f}%" if values["mfu"] else ""

@@ -132,12 +132,12 @@ def flex_lssar(p: float, L: int, device) -> Callable:
             return_aux=AuxRequest(lse=True),
         )  # fmt: skip
 
-        def sharpened(score, b, h, i, j):
+        def reweighted(score, b, h, i, j):
             A = torch.exp(log_softplus(score, b, h, i, j) - rows.lse[b, h, i])
             x = (i + 1.0) * A - torch.where(i >= 3, 1.0, 0.0)
             return p * torch.log(torch.relu(x))
 
-        return flex_attention(q, k, v, score_mod=sharpened, block_mask=mask, scale=log_d)
+        return flex_attention(q, k, v, score_mod=reweighted, block_mask=mask, scale=log_d)
 
     return attend
 

@@ -46,7 +46,7 @@ from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import autocast, environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
-from runtime.files import check_writable, held, read_json, write_json
+from runtime.files import check_writable, lock_folder, read_json, write_json
 from runtime.log import Log
 from scripts.common.retrieval import ASK, check_at_least
 from train import resumed_state, stop_diverged
@@ -93,7 +93,7 @@ def main() -> None:
     out = Path(arguments.out_dir)
     check_writable(out)
     if not arguments.resume:
-        checkpoint.check_free(out, job())
+        checkpoint.require_unused_folder(out, job())
     if arguments.resume and not checkpoint.exists(out):
         raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
     device = pick_device(arguments.device)
@@ -121,7 +121,7 @@ def main() -> None:
         "squad": source,
         **counts,
         "sha256": digest(examples),
-        "began_with": checkpoint.identity(arguments.run, arguments.checkpoint),
+        "began_with": checkpoint.checkpoint_id(arguments.run, arguments.checkpoint),
     }
     if finetune(config, model, examples, facts, device, arguments.resume):
         sys.exit(EXIT_STOPPED)
@@ -295,16 +295,16 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         step = resumed_at = state["step"]
         del state
 
-    def where(step: int) -> str:
+    def batch_location(step: int) -> str:
         return f"in epoch {(step - 1) // config.warmup_iters + 1} of {facts['squad']}"
 
     with contextlib.ExitStack() as stack:
         # ---- signals, logs, checkpoints ----
         stop = stack.enter_context(Stop(quiet=False))
-        stack.enter_context(held(out, "training this run"))
+        stack.enter_context(lock_folder(out, "training this run"))
         checkpoint.write_header(out, config, job())
         write_json(out / "squad.json", facts | {"environment": environment()})
-        log = stack.enter_context(Log(out, config, step, where, quiet=False))
+        log = stack.enter_context(Log(out, config, step, batch_location, quiet=False))
         saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
         log.say(
             f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
@@ -331,7 +331,7 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
             if due and step != resumed_at:
                 if step and not all(p.isfinite().all() for p in model.parameters()):
                     what = "its update left weights that are not finite"
-                    stop_diverged(config, step, what, where)
+                    stop_diverged(config, step, what, batch_location)
                 save()
             if last or stop.asked:
                 return not last
@@ -344,9 +344,9 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
             for i in range(0, len(batch), config.batch_size):
                 x, y = tensors(batch[i : i + config.batch_size], length, device)
                 with autocast(device, dtype):
-                    part = answer_loss(model, x, y) / len(batch)
-                scaler.scale(part).backward()
-                loss += part.detach()
+                    micro_loss = answer_loss(model, x, y) / len(batch)
+                scaler.scale(micro_loss).backward()
+                loss += micro_loss.detach()
             scaler.unscale_(optimizer)
             clip = config.grad_clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
@@ -354,7 +354,7 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
             # with float16 the scaler itself skips a step whose gradients overflow
             if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
                 what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, step + 1, what, where)
+                stop_diverged(config, step + 1, what, batch_location)
             scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
             scaler.update()

@@ -421,7 +421,7 @@ def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
 def test_a_row_is_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
-    out = attention.sharpen(A, torch.tensor([[10.0]]), 3)
+    out = attention.reweight(A, torch.tensor([[10.0]]), 3)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)
 

@@ -136,7 +136,7 @@ def test_the_next_step_is_read_ahead(data_dir):
 def test_where_names_the_shard_and_the_place(data_dir):
     loader = TrainLoader(data_dir, T, batch_size=8, seed=0, rank=1, world_size=2)
     x, _ = loader.batch(5)
-    places = loader.where(5)
+    places = loader.batch_location(5)
     assert len(places) == 4 and len({path for path, _ in places}) > 1
     for row, (path, offset) in zip(x, places, strict=True):
         assert shards.read_shard(path)[offset : offset + T].tolist() == row.tolist()

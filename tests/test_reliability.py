@@ -613,7 +613,7 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
 def test_a_run_is_trained_by_one_process_at_a_time(train, capsys):
     folder = train("run")
     before = (folder / "metrics.jsonl").read_bytes()
-    with files.held(folder, "training this run"):
+    with files.lock_folder(folder, "training this run"):
         refused(capsys, lambda: train("run", "--resume"), "another process is training this run")
     assert (folder / "metrics.jsonl").read_bytes() == before
     train("run", "--resume")

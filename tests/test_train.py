@@ -158,7 +158,7 @@ def test_init_from_another_variant(train, capsys):
     train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
     assert list(metrics(second)) == [1, 2, 3]
     began_with = json.loads((second / "began_with.json").read_text())
-    assert began_with == checkpoint.identity(first) and began_with["step"] == 6
+    assert began_with == checkpoint.checkpoint_id(first) and began_with["step"] == 6
     refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "another one")
 
 

@@ -13,7 +13,7 @@ from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import check_writable, read_json, replacing, write_json
+from runtime.files import atomic_write, check_writable, read_json, write_json
 
 # Of curves in one picture.
 MARKERS = "osD^v<>pPX*hd8H"
@@ -127,6 +127,6 @@ class Results:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=150)
     print(f"picture: {os.path.relpath(path)}")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from config import Config
 from errors import UserError
-from runtime.files import replacing, write_json
+from runtime.files import atomic_write, write_json
 from scripts.common.runs import MARKERS
 
 # Of an evaluation, what stays in the run's own file.
@@ -70,8 +70,8 @@ def compare(table: dict) -> None:
         paper = row["paper"] or [None] * len(table["columns"])
         if table["compare"] == "ratio":
             row["compared"] = {
-                "ours": over(row["mean"], zero and zero["mean"]),
-                "paper": over(paper, zero and zero["paper"]),
+                "ours": ratios(row["mean"], zero and zero["mean"]),
+                "paper": ratios(paper, zero and zero["paper"]),
             }
         else:
             row["compared"] = [
@@ -80,7 +80,7 @@ def compare(table: dict) -> None:
             ]
 
 
-def over(values: list, zero: list | None) -> list:
+def ratios(values: list, zero: list | None) -> list:
     pairs = zip(values, zero or [None] * len(values), strict=True)
     return [None if value is None or first is None else value / first for value, first in pairs]
 
@@ -126,17 +126,19 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
     evaluations = [run["evaluation"] for run in runs]
     environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
-    facts = [f"{each(evaluations, 'dtype')} on {each(environments, 'machine')}"]
+    facts = [
+        f"{distinct_values(evaluations, 'dtype')} on {distinct_values(environments, 'machine')}"
+    ]
     if seeds:
-        facts.append(f"RoPE scaling {each(evaluations, 'rope')}")
-    if theta := each(evaluations, "rope_theta").replace("None", ""):
+        facts.append(f"RoPE scaling {distinct_values(evaluations, 'rope')}")
+    if theta := distinct_values(evaluations, "rope_theta").replace("None", ""):
         facts.append(f"RoPE base {theta}")
     for key in HOW:
-        if values := each(evaluations, key).replace("None", ""):
+        if values := distinct_values(evaluations, key).replace("None", ""):
             facts.append(f"{key} {values}")
     sentences.append(
-        f"Measured in {', '.join(facts)}; torch {each(environments, 'torch')}, commit "
-        f"{each(environments, 'commit', 7)}."
+        f"Measured in {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
+        f"{distinct_values(environments, 'commit', 7)}."
     )
     sentences += notes
     if table["not_run"]:
@@ -144,7 +146,7 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
     return sentences + [f"{failure}." for failure in table["failures"]]
 
 
-def each(items: list[dict], key: str, width: int | None = None) -> str:
+def distinct_values(items: list[dict], key: str, width: int | None = None) -> str:
     """The different values of a key, in the order in which they come."""
     texts = (f"{v:,}" if isinstance(v := item.get(key), int) else str(v) for item in items)
     return ", ".join(dict.fromkeys(text[:width] for text in texts))
@@ -159,13 +161,13 @@ def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None
     """Save table.md, table.json and the pictures; those that are files are copied."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        with replacing(folder / name) as file:
+        with atomic_write(folder / name) as file:
             if isinstance(picture, Path):
                 file.write(picture.read_bytes())
             else:
                 picture.savefig(file, format="png", dpi=150)
     write_json(folder / "table.json", without(table, LONG))
-    with replacing(folder / "table.md", "w") as file:
+    with atomic_write(folder / "table.md", "w") as file:
         file.write(markdown(table, list(pictures)))
 
 
@@ -222,7 +224,7 @@ def panels(count: int, **options):
     return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
-def look(i: int) -> dict:
+def row_style(i: int) -> dict:
     """Colour and marker of the i-th row: 20 that differ."""
     return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4,
             "linestyle": "-" if i < 10 else "--"}  # fmt: skip
@@ -234,11 +236,11 @@ def curves(table: dict) -> dict[str, Figure]:
     figure, axes = panels(2 if known else 1)
     x = table["multiples"]
     for i, (name, row) in enumerate(table["rows"].items()):
-        axes[0].plot(x, row["mean"], label=name, **look(i))
-        axes[0].fill_between(x, row["low"], row["high"], color=look(i)["color"], alpha=0.2)
+        axes[0].plot(x, row["mean"], label=name, **row_style(i))
+        axes[0].fill_between(x, row["low"], row["high"], color=row_style(i)["color"], alpha=0.2)
         points = [(m, v) for m, v in zip(x, row["paper"] or [], strict=False) if v is not None]
         if points:
-            axes[1].plot(*zip(*points, strict=True), **look(i))
+            axes[1].plot(*zip(*points, strict=True), **row_style(i))
     for title, one in zip(("ours", f"the paper's ({table['paper_scale']})"), axes, strict=False):
         one.set_xscale("log", base=2)
         one.set_xticks(x, [f"{multiple:g}x" for multiple in x])
@@ -299,9 +301,9 @@ def over_p(table: dict) -> dict[str, Figure]:
         members.sort(key=lambda member: member[0])
         ps = [p for p, _ in members]
         for i, length in enumerate(table["columns"]):
-            one.plot(ps, [row["mean"][i] for _, row in members], label=length, **look(i))
+            one.plot(ps, [row["mean"][i] for _, row in members], label=length, **row_style(i))
             low, high = ([row[side][i] for _, row in members] for side in ("low", "high"))
-            one.fill_between(ps, low, high, color=look(i)["color"], alpha=0.2)
+            one.fill_between(ps, low, high, color=row_style(i)["color"], alpha=0.2)
         one.set_xlabel("p")
         one.set_ylabel(table["unit"])
         one.set_title(f"{first}, {table['scale']}", fontsize="medium")
@@ -337,7 +339,7 @@ def positions(table: dict) -> dict[str, Figure]:
         edges = sorted({round(1.0625**k) for k in range(int(math.log(len(losses), 1.0625)) + 1)})
         bins = [(a, b) for a, b in itertools.pairwise([*edges, len(losses) + 1]) if b > a]
         means = [statistics.mean(losses[a - 1 : b - 1]) for a, b in bins]
-        axes.plot([a for a, _ in bins], means, label=name, color=look(i)["color"])
+        axes.plot([a for a, _ in bins], means, label=name, color=row_style(i)["color"])
     axes.axvline(measured["trained_length"], color="0.6", linestyle=":", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("position in tokens (dotted: training length)")
@@ -382,7 +384,7 @@ def heads(table: dict) -> dict[str, Figure]:
         one = scores(measured)["one needle"]
         values = [head["score"] for head in one["heads"]]
         label = f"{name} ({one['grade']})"
-        axes.plot(range(1, len(values) + 1), values, label=label, **look(i))
+        axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
     axes.set_xlabel("attention head, by needle score")
     axes.set_ylabel("needle score")
     axes.grid(alpha=0.3)

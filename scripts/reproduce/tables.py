@@ -199,7 +199,7 @@ def other_tuning(run: Run, work: Work) -> str | None:
         return None
     facts = read_json(folder / "squad.json") or {}
     asked = {
-        "began_with": checkpoint.identity(run.folder),
+        "began_with": checkpoint.checkpoint_id(run.folder),
         **finetune_squad.recipe(run.config, facts.get("examples", 0)),
     }
     if work.squad:

@@ -140,7 +140,7 @@ class Run:
                 return f"{key} = {saved[key]!r}, not {mine!r}"
         if self.base:
             begin = self.config.init_from
-            there = self.base.step is not None and checkpoint.identity(begin)
+            there = self.base.step is not None and checkpoint.checkpoint_id(begin)
             if read_json(self.folder / "began_with.json") != there:
                 return f"other first weights than those of {begin} as it is now"
         return None
