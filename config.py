@@ -6,6 +6,7 @@ import math
 import runpy
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -15,8 +16,18 @@ from errors import UserError
 VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
 
 
-def setting(default, help: str):
-    return field(default=default, metadata={"help": help})
+def setting(
+    default,
+    help: str,
+    *,
+    at_least: float | None = None,
+    choices: Collection[str] | None = None,
+    may_change_on_resume: bool = False,
+):
+    """One setting: its default, its line of --help, its range, and whether a resumed run may have
+    another value (any other change would make it another run)."""
+    facts = {"at_least": at_least, "choices": choices, "may_change_on_resume": may_change_on_resume}
+    return field(default=default, metadata={"help": help, **facts})
 
 
 @dataclass(frozen=True)
@@ -28,92 +39,153 @@ class Config:
     """
 
     # attention
-    attention: str = setting("softmax", "row of attention.VARIANTS")
-    p: float | None = setting(None, "power of the re-weighting stage, >= 1; None: no such stage")
+    attention: str = setting("softmax", "row of attention.VARIANTS", choices=VARIANTS)
+    p: float | None = setting(
+        None, "power of the re-weighting stage, >= 1; None: no such stage", at_least=1
+    )
     attention_impl: str = setting(
-        "auto", "'auto', or one path for all: 'triton' (kernels.py), 'blocked' or 'reference'"
+        "auto",
+        "'auto', or one path for all: 'triton' (kernels.py), 'blocked' or 'reference'",
+        choices=("auto", "triton", "blocked", "reference"),
+        may_change_on_resume=True,
     )
     attention_length: str = setting(
-        "train", "L in -log L and 1/L: 'train' (block_size at any length) or 'current'"
+        "train",
+        "L in -log L and 1/L: 'train' (block_size at any length) or 'current'",
+        choices=("train", "current"),
     )
     s_init: float = setting(1.0, "first value of SSMax's s; 0.1685 for its variants (e), (f)")
     b_init: float = setting(0.0, "first value of b in SSMax (d) and Eq. 3")
     gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.")
     # model
-    n_layer: int = setting(12, "blocks")
-    n_head: int = setting(12, "attention heads a block")
-    n_embd: int = setting(768, "width of the residual stream")
-    block_size: int = setting(1024, "training length in tokens")
-    tokenizer: str = setting("gpt2", "'gpt2' (50,257 ids) or 'bytes' (256 values and end-of-text)")
-    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's")
-    norm: str = setting("layernorm", "'layernorm' or 'rmsnorm'")
-    mlp: str = setting("gelu", "'gelu' or 'swiglu'")
-    mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd")
+    n_layer: int = setting(12, "blocks", at_least=1)
+    n_head: int = setting(12, "attention heads a block", at_least=1)
+    n_embd: int = setting(768, "width of the residual stream", at_least=1)
+    block_size: int = setting(1024, "training length in tokens", at_least=1)
+    tokenizer: str = setting(
+        "gpt2",
+        "'gpt2' (50,257 ids) or 'bytes' (256 values and end-of-text)",
+        choices=VOCABULARY,
+    )
+    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's", at_least=1)
+    norm: str = setting("layernorm", "'layernorm' or 'rmsnorm'", choices=("layernorm", "rmsnorm"))
+    mlp: str = setting("gelu", "'gelu' or 'swiglu'", choices=("gelu", "swiglu"))
+    mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd", at_least=1)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
-    rope_theta: float = setting(10000.0, "base of the rotary position embedding")
+    rope_theta: float = setting(10000.0, "base of the rotary position embedding", at_least=1)
     # data
     data_dir: str = setting(
-        "data/fineweb10B", "folder of shards (python -m data.fineweb, data.text)"
+        "data/fineweb10B",
+        "folder of shards (python -m data.fineweb, data.text)",
+        may_change_on_resume=True,
     )
     # optimisation
     optimizer: str = setting(
-        "adamw", "'adamw', or 'muon' for hidden matrices and AdamW for the rest"
+        "adamw",
+        "'adamw', or 'muon' for hidden matrices and AdamW for the rest",
+        choices=("adamw", "muon"),
     )
-    total_batch_size: int = setting(524288, "tokens a step, over all processes and micro-batches")
-    batch_size: int = setting(64, "sequences a micro-batch, per process")
-    max_iters: int = setting(18865, "optimizer steps")
-    learning_rate: float = setting(6e-4, "peak")
+    total_batch_size: int = setting(
+        524288, "tokens a step, over all processes and micro-batches", at_least=1
+    )
+    batch_size: int = setting(
+        64, "sequences a micro-batch, per process", at_least=1, may_change_on_resume=True
+    )
+    max_iters: int = setting(18865, "optimizer steps", at_least=0, may_change_on_resume=True)
+    learning_rate: float = setting(6e-4, "peak", at_least=0)
     schedule: str = setting(
-        "cosine", "'cosine', 'constant' or 'trapezoidal', each after the warm-up"
+        "cosine",
+        "'cosine', 'constant' or 'trapezoidal', each after the warm-up",
+        choices=("cosine", "constant", "trapezoidal"),
     )
-    warmup_iters: int = setting(700, "steps of linear warm-up")
-    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr")
-    min_lr: float = setting(0.0, "what the schedule decays to")
-    weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions")
-    beta1: float = setting(0.9, "AdamW")
-    beta2: float = setting(0.95, "AdamW")
-    adam_eps: float = setting(1e-8, "AdamW")
-    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
+    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr", at_least=0)
+    min_lr: float = setting(0.0, "what the schedule decays to", at_least=0)
+    weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
+    beta1: float = setting(0.9, "AdamW", at_least=0)
+    beta2: float = setting(0.95, "AdamW", at_least=0)
+    adam_eps: float = setting(1e-8, "AdamW", at_least=0)
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", at_least=0)
     on_nonfinite: str = setting(
-        "stop", "a loss or gradient that is not finite: 'stop', or 'skip' the step's update"
+        "stop",
+        "a loss or gradient that is not finite: 'stop', or 'skip' the step's update",
+        choices=("stop", "skip"),
+        may_change_on_resume=True,
     )
     # validation, checkpoints, logs
     eval_interval: int = setting(
-        250, "steps between validations; also before the first and at the end"
+        250,
+        "steps between validations; also before the first and at the end",
+        at_least=1,
+        may_change_on_resume=True,
     )
     val_tokens: int = setting(
-        10485760, "validation tokens, in order from the first (llm.c's number)"
+        10485760, "validation tokens, in order from the first (llm.c's number)", at_least=1
     )
     checkpoint_interval: int = setting(
-        1000, "steps between checkpoints; also at the start and the end"
+        1000,
+        "steps between checkpoints; also at the start and the end",
+        at_least=1,
+        may_change_on_resume=True,
     )
-    keep_last: int = setting(2, "newest checkpoints that are kept")
+    keep_last: int = setting(
+        2, "newest checkpoints that are kept", at_least=1, may_change_on_resume=True
+    )
     keep_every: int = setting(
-        0, "checkpoints at multiples of so many steps are kept for good; 0: none"
+        0,
+        "checkpoints at multiples of so many steps are kept for good; 0: none",
+        at_least=0,
+        may_change_on_resume=True,
     )
-    log_interval: int = setting(1, "steps between printed lines; metrics.jsonl has every step")
+    log_interval: int = setting(
+        1,
+        "steps between printed lines; metrics.jsonl has every step",
+        at_least=1,
+        may_change_on_resume=True,
+    )
     wandb_mode: str = setting(
-        "auto", "'auto' (online if a key is set, else offline), 'online', 'offline' or 'disabled'"
+        "auto",
+        "'auto' (online if a key is set, else offline), 'online', 'offline' or 'disabled'",
+        choices=("auto", "online", "offline", "disabled"),
+        may_change_on_resume=True,
     )
-    wandb_project: str = setting("sharp-attention", "project in wandb")
+    wandb_project: str = setting("sharp-attention", "project in wandb", may_change_on_resume=True)
     # the run
     out_dir: str = setting(
-        "", "the run's folder, may name settings in braces; empty: out/<config name>"
+        "",
+        "the run's folder, may name settings in braces; empty: out/<config name>",
+        may_change_on_resume=True,
     )
-    seed: int = setting(1337, "of the initial weights and the data order")
-    resume: bool = setting(False, "continue the run in out_dir from its latest checkpoint")
+    seed: int = setting(1337, "of the initial weights and the data order", at_least=0)
+    resume: bool = setting(
+        False, "continue the run in out_dir from its latest checkpoint", may_change_on_resume=True
+    )
     init_from: str = setting(
-        "", "a run's folder, or one of its step_*.pt, to take the first weights from"
+        "",
+        "a run's folder, or one of its step_*.pt, to take the first weights from",
+        may_change_on_resume=True,
     )
     device: str = setting(
-        "auto", "'auto' (cuda, else mps, else cpu), 'cuda', 'cuda:1', 'mps', 'cpu'"
+        "auto",
+        "'auto' (cuda, else mps, else cpu), 'cuda', 'cuda:1', 'mps', 'cpu'",
+        may_change_on_resume=True,
     )
     dtype: str = setting(
-        "auto", "'auto' (on CUDA bfloat16, or float16 without it), 'float32', 'bfloat16', 'float16'"
+        "auto",
+        "'auto' (on CUDA bfloat16, or float16 without it), 'float32', 'bfloat16', 'float16'",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        may_change_on_resume=True,
     )
-    compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
-    timeout: float = setting(600.0, "seconds that processes wait for a dead or stuck one")
+    compile: bool | None = setting(
+        None, "torch.compile; None: on CUDA only", may_change_on_resume=True
+    )
+    timeout: float = setting(
+        600.0,
+        "seconds that processes wait for a dead or stuck one",
+        at_least=5,
+        may_change_on_resume=True,
+    )
 
     def __post_init__(self):
         check(self)
@@ -135,27 +207,13 @@ class Config:
 
 
 HINTS = typing.get_type_hints(Config)
-CHOICES = {
-    "attention": tuple(VARIANTS),
-    "attention_impl": ("auto", "triton", "blocked", "reference"),
-    "attention_length": ("train", "current"),
-    "tokenizer": tuple(VOCABULARY),
-    "norm": ("layernorm", "rmsnorm"),
-    "mlp": ("gelu", "swiglu"),
-    "optimizer": ("adamw", "muon"),
-    "schedule": ("cosine", "constant", "trapezoidal"),
-    "wandb_mode": ("auto", "online", "offline", "disabled"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "on_nonfinite": ("stop", "skip"),
-}
-AT_LEAST = {
-    "p": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "block_size": 1, "vocab_size": 1,
-    "mlp_hidden": 1, "rope_theta": 1, "total_batch_size": 1, "batch_size": 1, "max_iters": 0,
-    "learning_rate": 0, "warmup_iters": 0, "cooldown_iters": 0, "min_lr": 0, "weight_decay": 0,
-    "beta1": 0, "beta2": 0, "adam_eps": 0, "grad_clip": 0, "eval_interval": 1, "val_tokens": 1,
-    "checkpoint_interval": 1, "log_interval": 1, "seed": 0, "keep_last": 1, "keep_every": 0,
-    "timeout": 5,
-}  # fmt: skip
+SETTINGS = {f.name: f.metadata for f in fields(Config)}
+MAY_CHANGE_ON_RESUME = {name for name, facts in SETTINGS.items() if facts["may_change_on_resume"]}
+
+
+def choices(name: str) -> Collection[str]:
+    """The values that a setting may have, of one that has only a few."""
+    return SETTINGS[name]["choices"]
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -257,12 +315,13 @@ def check(config: Config) -> None:
             raise UserError(f"{key} = {value} must be below 2**63")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value} must be a finite number")
-        if value is not None and key in AT_LEAST and value < AT_LEAST[key]:
-            raise UserError(f"{key} = {value} must be at least {AT_LEAST[key]}")
-        if key in CHOICES and value not in CHOICES[key]:
-            near = difflib.get_close_matches(value, CHOICES[key], n=1)
+        least, allowed = SETTINGS[key]["at_least"], SETTINGS[key]["choices"]
+        if value is not None and least is not None and value < least:
+            raise UserError(f"{key} = {value} must be at least {least}")
+        if allowed and value not in allowed:
+            near = difflib.get_close_matches(value, allowed, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(CHOICES[key])}")
+            raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(allowed)}")
     variant = VARIANTS[config.attention]
     if variant.needs_p and config.p is None:
         raise UserError(

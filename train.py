@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Config, accumulation_steps, help_text, load_config
+from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta
 from errors import UserError, command
@@ -29,13 +29,6 @@ from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_d
 from runtime.distributed import EXIT_STOPPED, Stop, all_reduce_max, job, process_group, restarted
 from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log
-
-# Settings that may change when a run is resumed; any other would make it another run.
-FREE_ON_RESUME = {
-    "resume", "init_from", "device", "dtype", "compile", "attention_impl", "batch_size",
-    "max_iters", "eval_interval", "checkpoint_interval", "keep_last", "keep_every", "log_interval",
-    "wandb_mode", "wandb_project", "out_dir", "data_dir", "on_nonfinite", "timeout",
-}  # fmt: skip
 
 
 @command
@@ -276,7 +269,7 @@ def resumed_state(run: Path, config: Config, quiet: bool) -> dict:
     """The latest checkpoint of a run that this config continues."""
     state = checkpoint.load(checkpoint.find(run, quiet=quiet))
     for key, saved in state["config"].items():
-        if key not in FREE_ON_RESUME and getattr(config, key, None) != saved:
+        if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{getattr(config, key)!r}; give the settings that it began with (its config.json "

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from config import CHOICES, Config
+from config import Config, choices
 from data.loader import shuffled
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
+    parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
     arguments = parser.parse_args()
     check_at_least(1, arguments, "epochs", "sequences", "batch_size")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

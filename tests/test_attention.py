@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import attention
-import config
 from attention import VARIANTS, Phi, Variant, build_attention
 from tests.helpers import ROWS, small_config
 
@@ -575,7 +574,6 @@ def test_ssmax_with_s_of_one_over_log_n_is_softmax(seed, n):
 
 def use_variant(monkeypatch, row):
     monkeypatch.setitem(VARIANTS, "own", row)
-    monkeypatch.setitem(config.CHOICES, "attention", tuple(VARIANTS))
 
 
 @pytest.mark.parametrize("p", [None, 3])

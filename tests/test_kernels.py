@@ -11,7 +11,7 @@ import torch
 
 import attention
 from attention import VARIANTS, Phi, Variant, build_attention
-from config import CHOICES, load_config
+from config import load_config
 from errors import UserError
 from model import GPT
 from tests.helpers import ROWS, SMALL, small_config
@@ -191,7 +191,6 @@ MINE = {
 def add(monkeypatch, name, variant):
     """A row of the table, which the config reads as it is imported."""
     monkeypatch.setitem(VARIANTS, name, variant)
-    monkeypatch.setitem(CHOICES, "attention", tuple(VARIANTS))
 
 
 @pytest.mark.parametrize("name", MINE)

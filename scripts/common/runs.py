@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from config import CHOICES, Config
+from config import Config, choices
 from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rope_factor", type=float, help="see model.Rope; default: its own")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
-    impls = CHOICES["attention_impl"]
+    parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
+    impls = choices("attention_impl")
     parser.add_argument("--attention_impl", default="auto", choices=impls, help="path of attention")
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from config import CHOICES
+from config import choices
 from errors import UserError, command
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import check_writable, read_json
@@ -45,7 +45,7 @@ def main() -> None:
         "--results", default="results", metavar="DIR", help="holds the tables (%(default)s)"
     )
     parser.add_argument("--plan", action="store_true", help="say what it would cost, and stop")
-    parser.add_argument("--wandb_mode", default="auto", choices=CHOICES["wandb_mode"])
+    parser.add_argument("--wandb_mode", default="auto", choices=choices("wandb_mode"))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="a setting of the machine for all runs, such as batch_size=16",

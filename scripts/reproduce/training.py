@@ -16,19 +16,18 @@ from pathlib import Path
 
 import torch
 
-from config import Config, accumulation_steps, load_config
+from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, load_config
 from data.shards import list_shards, read_meta
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import read_json
-from train import FREE_ON_RESUME
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
 # What may differ between the machines that train one table. The rest makes a run what it is.
-OF_THE_MACHINE = FREE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
+OF_THE_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Run:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
         for key, mine in self.config.as_dict().items():
-            same = saved[key] == mine or key in FREE_ON_RESUME - {"max_iters", "data_dir"}
+            same = saved[key] == mine or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
             if key == "data_dir":
                 same = Path(saved[key]).resolve() == Path(mine).resolve()
             if not same:
