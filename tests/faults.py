@@ -117,7 +117,7 @@ def kill_at(point):
     os.fsync = trapped(nothing, os.fsync)
     os.replace = trapped(nothing, os.replace)
     Path.unlink = trapped(nothing, Path.unlink)
-    checkpoint.Hashed.write = trapped(half, checkpoint.Hashed.write, each=40)
+    checkpoint.HashingFile.write = trapped(half, checkpoint.HashingFile.write, each=40)
 
 
 def file_limit(size):

@@ -11,14 +11,7 @@ import torch
 from errors import UserError
 from model import GPT
 from runtime import checkpoint, files
-from tests.runs import (
-    assert_same_run,
-    metrics,
-    refused,
-    saved,
-)
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import assert_same_run, metrics, refused, saved
 
 
 def test_resuming_reads_each_tensor_once(train, monkeypatch):

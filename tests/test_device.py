@@ -1,13 +1,15 @@
 """The device: refusals, and what is recorded of it."""
 
+import json
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
+from config import Config
 from runtime import checkpoint, device
-from tests.runs import (
-    refused,
-)
+from tests.runs import refused
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,14 +1,10 @@
 """Files that are whole or not there, and the lock of a folder."""
 
-from pathlib import Path
+import pytest
 
 from errors import UserError
 from runtime import files
-from tests.runs import (
-    refused,
-)
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import refused
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(train, capsys):

@@ -14,14 +14,7 @@ from runtime import checkpoint
 from runtime.log import Log
 from tests.conftest import SMALL
 from tests.faults import arguments, finish, run, start
-from tests.runs import (
-    TIMES,
-    go_on,
-    lines,
-    metrics,
-    steps_logged,
-    wait_for,
-)
+from tests.runs import TIMES, go_on, lines, metrics, steps_logged, wait_for
 from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parent.parent
@@ -47,15 +40,17 @@ def test_a_loss_spike_is_said_with_its_batch(tmp_path, capsys):
     assert metrics(tmp_path, "spike") == {203: pytest.approx(7.5, abs=0.5)}
 
 
-def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(train, capsys, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    run = train("run", "--wandb_mode=offline", "--max_iters=3")
-    assert "wandb sync" in capsys.readouterr().out
-    assert list(run.glob("wandb/offline-run-*/*.wandb"))
-    identity = json.loads((run / "wandb.json").read_text())["id"]
-    train("run", "--wandb_mode=offline", "--resume")
-    assert json.loads((run / "wandb.json").read_text())["id"] == identity
-    assert len(list(run.glob(f"wandb/offline-run-*-{identity}*"))) >= 1
+def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(shards, tmp_path):
+    # in processes of their own: wandb leaves its service behind in the one that uses it
+    folder, output = tmp_path / "run", tmp_path / "output"
+    command = arguments(shards, folder, "--wandb_mode=offline")
+    assert run([*command, "--max_iters=3"], output=output) == 0
+    assert "wandb sync" in output.read_text()
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    identity = wandb_id(folder)
+    assert run([*command, "--resume"], output=output) == 0
+    assert wandb_id(folder) == identity
+    assert len(list(folder.glob(f"wandb/offline-run-*-{identity}*"))) >= 1
 
 
 def test_disabled_wandb_is_not_imported(shards, tmp_path):

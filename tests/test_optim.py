@@ -1,7 +1,5 @@
 """The optimizers' parameters, and the learning rate over a run."""
 
-from pathlib import Path
-
 import pytest
 
 import optim
@@ -9,8 +7,6 @@ import train as train_module
 from config import Config, load_config
 from model import GPT
 from tests.conftest import SMALL
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_schedules():

@@ -4,18 +4,12 @@ import random
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from runtime import checkpoint
 from tests.faults import arguments, finish, run, start
-from tests.runs import (
-    assert_same_run,
-    go_on,
-)
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import assert_same_run, go_on
 
 
 def kills(shards, tmp_path, points, seconds):

@@ -16,18 +16,7 @@ from data.shards import write_shard
 from model import GPT
 from runtime import checkpoint
 from tests.conftest import SMALL
-from tests.runs import (
-    identical,
-    launch,
-    lines,
-    metrics,
-    refused,
-    same_weights,
-    saved,
-    weights,
-)
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import identical, launch, lines, metrics, refused, same_weights, saved, weights
 
 
 @pytest.mark.parametrize("stop", [1, 4])
