@@ -88,16 +88,16 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
 
 
 @pytest.mark.parametrize(
-    "trouble, says",
+    "faults, says",
     [
         ({"dead_at": 4}, "has ended or hangs; last seen"),
         ({"stuck_at": 4}, "keeps the others waiting, reading the batch of step 5"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_process_is_named(shards, tmp_path, trouble, says, rank):
+def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
     pair, outputs = group(
-        arguments(shards, tmp_path / "run", "--timeout=5"), tmp_path, {rank: trouble}
+        arguments(shards, tmp_path / "run", "--timeout=5"), tmp_path, {rank: faults}
     )
     started = time.monotonic()
     assert finish(pair[1 - rank]) == 1
@@ -106,16 +106,14 @@ def test_a_lost_process_is_named(shards, tmp_path, trouble, says, rank):
     pair[rank].kill()
     finish(pair[rank])
     output = outputs[1 - rank].read_text()
-    if rank == 0 and "dead_at" in trouble:
+    if rank == 0 and "dead_at" in faults:
         # here the first process also keeps the store, which torchrun otherwise does
         assert "the first process, which keeps their store, does not answer" in output
     else:
         assert f"error: rank {rank} (" in output and f"process {lost})" in output
         assert says in output
     # the first process may have been killed while it still wrote step 3 beside its training
-    whole = {"step_000003.pt"} | (
-        {"step_000000.pt"} if "dead_at" in trouble and not rank else set()
-    )
+    whole = {"step_000003.pt"} | ({"step_000000.pt"} if "dead_at" in faults and not rank else set())
     assert checkpoint.find(tmp_path / "run").name in whole
 
 

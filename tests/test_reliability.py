@@ -69,8 +69,8 @@ def shard_kills(tmp_path, points, shard_size=2000):
     more = [source, "--tokenizer", "bytes", "--shard_size", shard_size, "--workers", 1, "--out_dir"]
     count = 0
     for point in points:
-        trouble = {"kill_at": (point, tmp_path / "notes")}
-        code = run([*more, tmp_path / "killed"], module="data.text", **trouble)
+        faults = {"kill_at": (point, tmp_path / "notes")}
+        code = run([*more, tmp_path / "killed"], module="data.text", **faults)
         assert code in (0, -signal.SIGKILL)
         count += code != 0
     for name in ("killed", "whole"):
