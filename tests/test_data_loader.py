@@ -133,7 +133,7 @@ def test_the_next_step_is_read_ahead(data_dir):
     assert reads == [0, 1, 2]
 
 
-def test_where_names_the_shard_and_the_place(data_dir):
+def test_batch_location_is_the_shard_and_the_offset(data_dir):
     loader = TrainLoader(data_dir, T, batch_size=8, seed=0, rank=1, world_size=2)
     x, _ = loader.batch(5)
     places = loader.batch_location(5)

@@ -18,7 +18,7 @@ from data import build, fineweb, shards, text
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from runtime.files import sha256_of
+from runtime.files import read_json, sha256_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -176,20 +176,20 @@ def test_resume_after_a_stop_between_shard_and_note(corpus, tmp_path, monkeypatc
     """The shard is there but progress.json knows nothing of it, and a half-written one lies by."""
     _, folder = corpus
     whole = run_fineweb(folder, tmp_path / "whole")
-    out, write_json = tmp_path / "out", shards.write_json
+    out, write_json = tmp_path / "out", build.write_json
 
     def stop_at_third(path, value):
         if len(value["shards"]) == 3:
             raise KeyError("stopped")
         write_json(path, value)
 
-    monkeypatch.setattr(shards, "write_json", stop_at_third)
+    monkeypatch.setattr(build, "write_json", stop_at_third)
     with pytest.raises(KeyError):
         run_fineweb(folder, out)
     assert len(list(out.glob("*.bin"))) == 3
     (out / ".fineweb_train_000003.bin.tmp").write_bytes(b"half")
     (out / "fineweb_train_000001.bin").write_bytes(b"damaged since")
-    monkeypatch.setattr(shards, "write_json", write_json)
+    monkeypatch.setattr(build, "write_json", write_json)
     assert run_fineweb(folder, out) == whole
 
 
@@ -218,7 +218,7 @@ def test_killed_and_resumed(tmp_path):
         while (alive := [c for c in children if is_running(c)]) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not alive
-    assert kill_at <= len(shards.read_json(out / shards.PROGRESS)["shards"]) + 1 < len(whole)
+    assert kill_at <= len(read_json(out / shards.PROGRESS)["shards"]) + 1 < len(whole)
     refusal = subprocess.run(
         [*command, "--shard_size=9000"], cwd=ROOT, capture_output=True, text=True
     )
