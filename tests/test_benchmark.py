@@ -1,5 +1,7 @@
 """The benchmark: its rows, its table, what it refuses."""
 
+import multiprocessing
+
 import pytest
 
 from runtime.files import read_json
@@ -41,7 +43,11 @@ def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch, t
     assert sum("paper, A100" in line for line in lines) == 4 and lines[-1].startswith("nanoGPT")
 
 
-def test_paths_and_lengths_side_by_side(call, capsys, tmp_path):
+def test_paths_and_lengths_side_by_side(call, capsys, monkeypatch, tmp_path):
+    # sixteen processes: fork them from one that has imported torch already
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scripts.benchmark"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes"]
     settings = [x for pair in tiny for x in ("--set", pair[2:])]
     call(
