@@ -25,6 +25,7 @@ from runtime.files import write_json
 from scripts.common.runs import Run, add_options, open_run
 
 ROOT = Path(__file__).parent.parent
+MODELING = ROOT / "scripts/common/hf_modeling.py"
 IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
 # Settings that say where a run was made, on which its model does not depend.
 PLACES = {"data_dir", "out_dir", "init_from"}
@@ -138,7 +139,7 @@ def sources() -> dict[str, str]:
     Imports among them are made relative, as transformers requires.
     """
     files: dict[str, str] = {}
-    todo = [ROOT / "scripts/common/hf_modeling.py"]
+    todo = [MODELING]
 
     def relative(match: re.Match) -> str:
         space, package, names, module, alias = match.groups()

@@ -45,6 +45,12 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
 
 
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """Thousands of small shards, and no test cuts the power."""
+    monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def refused(capsys):
     """Run a command that must refuse: exit code 2 and one sentence, which is returned."""
@@ -172,8 +178,8 @@ def ordered(folder):
     return sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
 
 
-def test_resume_after_a_stop_between_shard_and_note(corpus, tmp_path, monkeypatch):
-    """The shard is there but progress.json knows nothing of it, and a half-written one lies by."""
+def test_resume_after_a_stop_between_shard_and_progress(corpus, tmp_path, monkeypatch):
+    """A shard that progress.json does not list yet, a half-written one, and a damaged one."""
     _, folder = corpus
     whole = run_fineweb(folder, tmp_path / "whole")
     out, write_json = tmp_path / "out", build.write_json
@@ -197,7 +203,7 @@ def test_killed_and_resumed(tmp_path):
     """kill -9, twice, and then to the end: the same shards, and no process left behind."""
     folder = tmp_path / "parquet"
     folder.mkdir()
-    documents = make_documents(3000, longest=800)
+    documents = make_documents(1000, longest=800)
     write_parquet(folder / "x.parquet", documents, rows=100)
     whole = run_fineweb(folder, tmp_path / "whole", shard_size=8000)
     out = tmp_path / "out"
