@@ -41,7 +41,7 @@ def expected_tokens(documents, tokenizer="gpt2"):
 
 
 def contents(folder):
-    """Name and content of everything in a folder that matters."""
+    """Name and content of every file in a folder but its lock."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
 
 
@@ -53,7 +53,7 @@ def no_fsync(monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must refuse: exit code 2 and one sentence, which is returned."""
+    """Run a command that must exit with code 2 and one sentence, which is returned."""
 
     def run(main, *argv):
         capsys.readouterr()
@@ -133,7 +133,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
 
 @pytest.mark.parametrize("shard_size", [1, 97, 1000])
 def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size):
-    """Stopped once after each shard, at whatever place of a document or task that falls."""
+    """Stopped once after each shard, wherever in a document or task it ends."""
     monkeypatch.setattr(build, "TASK_CHARS", 60)  # most documents are split, some share a task
     sizes = {1: (4, 8), 97: (12, 80), 1000: (12, 400)}[shard_size]
     documents = ["", *make_documents(*sizes, seed=shard_size), "", "", "end"]
@@ -317,7 +317,7 @@ def test_documents_are_those_of_the_datasets_library(corpus, tmp_path):
 
 
 def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, monkeypatch, capsys):
-    """The hub is played by a folder; what is tested is that all ways read it alike."""
+    """A folder stands in for the hub: all three ways of reading it give the same shards."""
     import huggingface_hub
 
     _, folder = corpus
@@ -424,7 +424,7 @@ def test_no_network_is_said_at_once(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Text of every kind; hidden and other files that are not to be read."""
+    """Text files of every kind, and hidden and other files, which must not be read."""
     root = tmp_path / "texts"
     (root / "deep" / ".hidden").mkdir(parents=True)
     for k in range(21):

@@ -1,4 +1,4 @@
-"""The shard files: the bytes, the refusals, the folder."""
+"""Shard files: their bytes, what is refused, the folder that holds them."""
 
 import re
 import struct

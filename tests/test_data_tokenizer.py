@@ -47,7 +47,7 @@ def test_known_gpt2_ids(text, ids):
 
 @pytest.fixture(scope="module")
 def hugging_face():
-    """The tokenizers library's BPE, built from the same merges by other rules than ours."""
+    """The tokenizers library's BPE, built from the same merges by rules of its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     lines = tokenizer.MERGES_FILE.read_text(encoding="utf-8").split("\n")[1:-1]
