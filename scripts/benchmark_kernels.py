@@ -67,7 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: all")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
-    parser.add_argument("--out", default="results/benchmark_gpu.json", help="default: %(default)s")
+    default = "results/benchmark_gpu.json"
+    parser.add_argument("--out", metavar="FILE", default=default, help="default: %(default)s")
     arguments = parser.parse_args()
     check_paths(arguments.out, arguments.nanogpt)
     if not torch.cuda.is_available():
