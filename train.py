@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
-from data.shards import check_shards, list_shards, read_meta
-from errors import UserError, command
+from data.shards import check_shards, check_tokenizer, list_shards
+from errors import command
 from evaluation import mean_loss
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -83,12 +83,7 @@ def train(
         checkpoint.require_unused_folder(run, job())
 
     # ---- data ----
-    meta = read_meta(config.data_dir)
-    if meta is not None and meta.get("tokenizer") != config.tokenizer:
-        raise UserError(
-            f"{config.data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
-            f"but tokenizer = {config.tokenizer!r}"
-        )
+    check_tokenizer(config.data_dir, config.tokenizer)
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
     check_shards(shards[rank::world_size], config.n_vocab)
     sequences = config.total_batch_size // config.block_size

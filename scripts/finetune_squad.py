@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from config import Config, choices
 from data.loader import shuffled
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -231,7 +231,7 @@ def encode_all(
     return examples, counts
 
 
-def encode(tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
+def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
     """A question's tokens, None where there is no room, and whether its context was cut."""
     asked, answer = (
         tokenizer.encode(ASK.format(question=q.question)),
