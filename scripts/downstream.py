@@ -14,19 +14,24 @@ are read.
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import os
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
@@ -35,17 +40,22 @@ from errors import UserError, command
 from model import EVALUATED_ROWS
 from runtime import checkpoint
 from runtime.device import autocast
+from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
+from scripts.common.plots import save_picture
 from scripts.common.runs import (
+    BATCH_TOKENS,
+    LoadedRun,
+    Request,
     Results,
-    Run,
     add_options,
     check_places,
     holding_folder,
     open_run,
+    print_table,
     read_results,
     run_names,
-    save_picture,
+    select_parts,
 )
 
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
@@ -58,53 +68,76 @@ SCALES = {
 }  # fmt: skip
 # Metrics that are shares of right answers, shown in percent and drawn.
 SHARES = ("acc", "exact_match")
-# Tokens of a batch, unless one request is longer.
-BATCH_TOKENS = 16384
 # Of a standard error that has no closed form, such as that of perplexity.
 BOOTSTRAP_SAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest(Request):
+    """Scores of tasks of lm-evaluation-harness, over all samples or the first `limit`."""
+
+    script, unit = "downstream", "samples"
+    tasks: tuple[str, ...]
+    include_path: str | None = None
+    max_length: int | None = None
+    limit: int | None = None
+
+    def max_length_of(self, config: Config) -> int:
+        return self.max_length or 2 * config.block_size
+
+    def facts(self, config: Config) -> dict:
+        return {"max_length": self.max_length_of(config), "limit": self.limit}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return select_parts(measurement, "parts", self.tasks)
+
+    def amount(self, config: Config) -> int:
+        return count_samples(self.tasks, self.include_path)
+
+    def check(self, config: Config) -> None:
+        count_samples(self.tasks, self.include_path)
 
 
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
-    parser.add_argument("--tasks", default="paper", help="of the harness, or 'paper': LSSAR's own")
+    parser.add_argument(
+        "--tasks", type=parse_tasks, default="paper",
+        help="of the harness, or 'paper': LSSAR's own",
+    )  # fmt: skip
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as the harness's yaml")
     parser.add_argument(
-        "--max_length", type=int, help="most tokens at once (default: 2x training, as in Table 2)"
+        "--max_length", action=AtLeast, least=1,
+        help="most tokens at once (default: 2x training, as in Table 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", action=AtLeast, least=1, help="only the first samples of a task, to try it"
     )
-    parser.add_argument("--limit", type=int, help="only the first samples of a task, to try it")
     add_options(parser)
     arguments = parser.parse_args()
-    for name in ("max_length", "limit"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1")
-    for path in map(Path, arguments.runs):  # refuses what is wrong now, not after the downloads
+    request, paths = TaskRequest.parse(arguments), [Path(path) for path in arguments.runs]
+    for path in paths:  # refuses what is wrong now, not after the downloads
         checkpoint.read_config(path)
-        checkpoint.find(path, arguments.checkpoint)
-        read_results(path / "downstream.json")
-    check_places(arguments.runs)
+        checkpoint.find(path, request.checkpoint)
+        read_results(request.file(path))
+    check_places(paths)
     harness = import_harness()
-    tasks = load_tasks(parse_tasks(arguments.tasks), arguments.include_path)
-    results = [measure(Path(path), arguments, harness, tasks) for path in arguments.runs]
-    names = run_names(arguments.runs)
-    print_table(names, results)
+    tasks = load_tasks(list(request.tasks), request.include_path)
+    results = [measure(path, request, harness, tasks) for path in paths]
+    names = run_names(paths)
+    print_scores(names, results)
     picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
-    plot(names, results, holding_folder(arguments.runs) / picture)
+    plot(names, results, holding_folder(paths) / picture)
 
 
-def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
+def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
     """One run's scores of the tasks that are asked for, as its downstream.json has them."""
-    run = open_run(path, arguments)
-    max_length = arguments.max_length or 2 * run.config.block_size
-    facts = run.facts | {
-        "lm_eval": harness.__version__,
-        "max_length": max_length,
-        "limit": arguments.limit,
-        "paper": paper_row(run.config),
-    }
-    results = Results(path / "downstream.json", facts)
+    run = open_run(path, request)
+    config, max_length = run.config, request.max_length_of(run.config)
+    facts = run.facts | {"lm_eval": harness.__version__}
+    facts |= request.facts(config) | {"paper": paper_row(config)}
+    results = Results(request.file(path), facts)
     for number, (name, loaded) in enumerate(tasks.items(), 1):
         if results.parts.get(name, {}).get("content") == loaded["content"]:
             continue
@@ -113,7 +146,7 @@ def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
             model=harness_model(run, max_length),
             tasks=loaded["asked"],
             task_manager=loaded["manager"],
-            limit=arguments.limit,
+            limit=request.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
         )
@@ -124,14 +157,14 @@ def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
 # ---- tasks ----
 
 
-def parse_tasks(text: str) -> list[str]:
+def parse_tasks(text: str) -> tuple[str, ...]:
     """Names of tasks, each once; 'paper' stands for those of TABLES."""
     paper = [task for task, _ in METRICS]
     groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
-    return list(dict.fromkeys(sum(groups, [])))
+    return tuple(dict.fromkeys(sum(groups, [])))
 
 
-def import_harness():
+def import_harness() -> ModuleType:
     try:
         import lm_eval
     except ImportError as error:
@@ -166,6 +199,13 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
     return {name: load_task(manager, name) for name in tqdm(names, desc="tasks", delay=2)}
 
 
+@functools.cache  # loading takes seconds
+def count_samples(names: tuple[str, ...], folder: str | None) -> int:
+    """Samples of tasks. Raises UserError where the harness, a task or its data are missing."""
+    import_harness()
+    return sum(task["samples"] for task in load_tasks(list(names), folder).values())
+
+
 def refuse_retries() -> None:
     """Without a network, let Hugging Face's libraries take what is cached or fail at once."""
     from huggingface_hub import constants
@@ -180,7 +220,7 @@ def refuse_retries() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def load_task(manager, name: str) -> dict:
+def load_task(manager: Any, name: str) -> dict:
     try:
         loaded = manager.load([name])
     except ConnectionError as error:
@@ -200,7 +240,7 @@ def load_task(manager, name: str) -> dict:
     return {"asked": asked, "manager": manager, "content": content, "samples": samples}
 
 
-def fingerprint(tasks) -> str:
+def fingerprint(tasks: Iterable[Any]) -> str:
     """Of what is asked: every task's settings and samples."""
     digest = hashlib.sha256()
     for task in tasks:
@@ -213,7 +253,7 @@ def fingerprint(tasks) -> str:
 # ---- the model, as the harness sees it ----
 
 
-def harness_model(run: Run, max_length: int):
+def harness_model(run: LoadedRun, max_length: int) -> Any:
     """The run as a model of the harness. A text begins with end-of-text only where a request has no
     context of its own, as is usual there."""
     from lm_eval.api.model import TemplateLM
@@ -225,13 +265,17 @@ def harness_model(run: Run, max_length: int):
     class Model(TemplateLM):
         eot_token_id = tokenizer.eot
 
-        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
             return tokenizer.encode(string)
 
-        def _loglikelihood_tokens(self, requests, **kwargs):
+        def _loglikelihood_tokens(
+            self, requests: list[tuple], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
             return loglikelihoods(run, [request[1:] for request in requests], max_length)
 
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             windows, texts = [], []
             for number, request in enumerate(requests):
                 tokens = tokenizer.encode(request.args[0])
@@ -243,7 +287,7 @@ def harness_model(run: Run, max_length: int):
                 sums[number] += value
             return sums
 
-        def generate_until(self, requests, disable_tqdm=False):
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
             asked = []
             for request in requests:
                 context, options = request.args
@@ -272,7 +316,7 @@ def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
     Up to `free` tokens lengths may differ. Beyond, a RoPE scaling depends on the length, padding
     included.
     """
-    batch = []
+    batch: list[tuple] = []
     for request in sorted(requests, key=len, reverse=True):
         if batch:
             longest = len(batch[0])
@@ -286,7 +330,7 @@ def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
 
 
 @torch.no_grad()
-def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, bool]]:
+def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[float, bool]]:
     """For every (context, continuation) of token ids: the continuation's log-probability in nats,
     and whether it is what greedy decoding gives. Contexts are cut from the left to max_length.
 
@@ -329,7 +373,7 @@ def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, 
     return results
 
 
-def score(run: Run, hidden, targets):
+def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Loss in nats [n] in float64 of targets [n] after hidden states [n, n_embd], and where they
     are the likeliest tokens [n]."""
     losses, greedy = [], []
@@ -341,13 +385,13 @@ def score(run: Run, hidden, targets):
     return torch.cat(losses).cpu().double(), torch.cat(greedy).cpu()
 
 
-def continuations(run: Run, asked: list) -> list[str]:
+def continuations(run: LoadedRun, asked: list) -> list[str]:
     """For every (prompt ids, most new tokens, stop strings): the greedy continuation before the
     first end-of-text or stop string."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     results = [""] * len(asked)
 
-    def text(new: list[int], stops) -> tuple[str, bool]:
+    def text(new: list[int], stops: Sequence[str]) -> tuple[str, bool]:
         """The continuation that these ids are, and whether it has come to its end."""
         ended = tokenizer.eot in new
         found = tokenizer.decode(new[: new.index(tokenizer.eot)] if ended else new)
@@ -364,7 +408,7 @@ def continuations(run: Run, asked: list) -> list[str]:
                 batch = numbers[start : start + size]
                 idx = torch.tensor([asked[number][0] for number in batch], device=run.device)
 
-                def ended(idx, length=length, stops=stops):
+                def ended(idx: Tensor, length: int = length, stops: Sequence[str] = stops) -> bool:
                     return all(text(row, stops)[1] for row in idx[:, length:].tolist())
 
                 with autocast(run.device, run.dtype):
@@ -439,7 +483,7 @@ def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
                     yield task, metric, [one[task] for one in scores]
 
 
-def print_table(names: list[str], results: list[dict]) -> None:
+def print_scores(names: list[str], results: list[dict]) -> None:
     print()
     for name, result in zip(names, results, strict=True):
         print(
@@ -448,10 +492,9 @@ def print_table(names: list[str], results: list[dict]) -> None:
             + (f"; paper: {result['paper']}" if result["paper"] else "")
         )
     paper = [paper_values(result["paper"]) for result in results]
-    rows = list(shown(results))
     header = ["task", "metric", "run", "value", "stderr", "samples"]
     table = [header + ["paper"] * any(paper)]
-    for task, metric, scores in rows:
+    for task, metric, scores in shown(results):
         percent = 100 if metric.startswith(SHARES) else 1
         for name, score, of_paper in zip(names, scores, paper, strict=True):
             value, error = score["metrics"][metric]["value"], score["metrics"][metric]["stderr"]
@@ -459,11 +502,7 @@ def print_table(names: list[str], results: list[dict]) -> None:
             known = f"{of_paper[task, metric]:.2f}" if (task, metric) in of_paper else ""
             cells = [task, metric, name, f"{percent * value:.2f}", error, f"{score['samples']}"]
             table.append(cells + [known] * any(paper))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        padded = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
-        padded += [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
-        print("  ".join(padded))
+    print_table(table, left=3)
 
 
 def plot(names: list[str], results: list[dict], path: Path) -> None:

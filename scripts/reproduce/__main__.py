@@ -13,12 +13,14 @@ takes the place of one with more rows or seeds.
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from config import choices
 from errors import UserError, command
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import check_writable, read_json
+from scripts.common.arguments import AtLeast
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.reproduce import report
 from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
@@ -37,7 +39,9 @@ def main() -> None:
         "--scale", required=True, help="124m (the papers'), another of configs/scales, or a FILE.py"
     )
     parser.add_argument("--only", metavar="ROW,ROW", help="train and evaluate these rows only")
-    parser.add_argument("--seeds", type=int, default=1, help=f"runs a row, from seed {FIRST_SEED}")
+    parser.add_argument(
+        "--seeds", action=AtLeast, least=1, default=1, help=f"runs a row, from seed {FIRST_SEED}"
+    )
     parser.add_argument("--data", metavar="DIR", help="shards to train on, not the scale's own")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
     parser.add_argument("--out", default="out", metavar="DIR", help="holds the runs (%(default)s)")
@@ -54,8 +58,6 @@ def main() -> None:
     name = arguments.name
     if name not in EXPERIMENTS:
         raise UserError(f"{name!r} is none of {', '.join(EXPERIMENTS)}")
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds} must be at least 1")
     experiment = EXPERIMENTS[name]
     chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
     for row in chosen:
@@ -104,7 +106,7 @@ def runs_of(table: dict) -> set[tuple[str, int]]:
     return {(name, run["seed"]) for name, row in table["rows"].items() for run in row["runs"]}
 
 
-def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = ()) -> None:
+def keep_whole(folder: Path, there: set[tuple[str, int]], failures: Sequence[str] = ()) -> None:
     """Raise UserError where the folder has a table of more rows or seeds than are there now, as in
     a clone that has the table and not the runs."""
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})

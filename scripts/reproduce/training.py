@@ -5,7 +5,6 @@ A run of a scale lies in OUT/<scale>/<row>/seed<seed>, whichever table asks for 
 
 import json
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -17,12 +16,13 @@ from pathlib import Path
 import torch
 
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, load_config
-from data.shards import list_shards, read_meta
+from data.shards import list_shards
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import read_json
+from scripts.common.runs import check_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
@@ -87,19 +87,19 @@ def find_row(name: str) -> Row:
     for folder in (CONFIGS, CONFIGS / "ablations"):
         if (folder / f"{name}.py").is_file():
             return Row(name, folder / f"{name}.py")
-    first, p = re.fullmatch(r"(.+)_p([\d.]+)", name).groups()
+    first, _, p = name.rpartition("_p")
     return Row(name, CONFIGS / f"{first}_p15.py", lambda scale: {"p": float(p)})
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training of a row: its settings, the arguments that give them, the run that it begins
     with."""
 
     name: str
     config: Config
     arguments: list[str]
-    base: "Run | None"
+    base: "PlannedRun | None"
     kept: int | None  # the step of the base's checkpoint that it begins with; None: its last
 
     @property
@@ -158,7 +158,7 @@ class Scale:
     def config(self) -> Config:
         return load_config([*self.files, *self.settings])
 
-    def run(self, name: str, seed: int) -> Run:
+    def run(self, name: str, seed: int) -> PlannedRun:
         row, base, kept = find_row(name), None, None
         changes = row.changes(self.config) | {
             "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
@@ -171,7 +171,7 @@ class Scale:
             changes["init_from"] = base.folder
         arguments = [str(row.file), *self.files, *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
-        return Run(name, load_config(arguments), arguments, base, kept)
+        return PlannedRun(name, load_config(arguments), arguments, base, kept)
 
 
 def open_scale(
@@ -204,9 +204,9 @@ def open_scale(
     return Scale(name, there[name], Path(out), tuple(extra))
 
 
-def with_bases(runs: list[Run]) -> list[Run]:
+def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
     """The runs, each after the one that it begins with."""
-    ordered = {}
+    ordered: dict[Path, PlannedRun] = {}
     for run in runs:
         if run.base and not run.finished:
             ordered |= {base.folder: base for base in with_bases([run.base])}
@@ -214,7 +214,7 @@ def with_bases(runs: list[Run]) -> list[Run]:
     return list(ordered.values())
 
 
-def check(runs: list[Run]) -> None:
+def check(runs: list[PlannedRun]) -> None:
     """Raise UserError now for whatever training would refuse later, or must not go on from."""
     for run in runs:
         if problem := run.disagreement():
@@ -222,15 +222,10 @@ def check(runs: list[Run]) -> None:
                 f"{run.folder} was trained with {problem}; move it away, or give another --out"
             )
         accumulation_steps(run.config, processes_of(run.config))
-    for data_dir, tokenizer in {(run.config.data_dir, run.config.tokenizer) for run in runs}:
+    for config in {run.config.data_dir: run.config for run in runs}.values():
         for split in ("train", "val"):
-            list_shards(data_dir, split)
-        meta = read_meta(data_dir)
-        if meta is not None and meta["tokenizer"] != tokenizer:
-            raise UserError(
-                f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but this scale has "
-                f"tokenizer = {tokenizer!r}"
-            )
+            list_shards(config.data_dir, split)
+        check_tokenizer(config.data_dir, config)
 
 
 def processes_of(config: Config) -> int:
@@ -242,7 +237,7 @@ def processes_of(config: Config) -> int:
 
 def timings(folder: Path) -> dict[str, float]:
     """Median seconds of a step in each row of a scale that has been trained, if only in part."""
-    steps = {}
+    steps: dict[str, list[float]] = {}
     for path in folder.glob("*/seed*/metrics.jsonl"):
         values = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         # the first step compiles and allocates
@@ -251,7 +246,7 @@ def timings(folder: Path) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in steps.items() if times}
 
 
-def cost(runs: list[Run], scale: Scale) -> str:
+def cost(runs: list[PlannedRun], scale: Scale) -> str:
     """What training these runs takes: how many, tokens, and time once a step has been timed."""
     left = [run for run in with_bases(runs) if not run.finished]
     if not left:
@@ -276,7 +271,7 @@ def cost(runs: list[Run], scale: Scale) -> str:
     )
 
 
-def train(runs: list[Run], scale: Scale) -> list[str]:
+def train(runs: list[PlannedRun], scale: Scale) -> list[str]:
     """Train what is not finished, one run after the other; sentences on those that failed.
 
     A run that fails, such as one that diverges, does not keep the others from being trained; one
