@@ -9,24 +9,24 @@ curve for every run over the length of the rows, at the greatest length (with --
 text): attention_by_row.png in the run's folder, or for several runs in the folder that holds them.
 The text is given to the model as it is, with no end-of-text mark before it.
 
-A row is one query's weights over the n >= 2 keys that it sees. Of rows are told, as means,
+A row is one query's weights over the n >= 2 keys that it sees. Means over rows are reported of
 
-    first_token         share of the first token in sum |A|: the sink; 1/n if all keys are alike
+    first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all keys are alike, 0 if one key has it all
+    entropy_share       entropy / log n: 1 if all weights are equal, 0 if one key has it all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
 
-So a row that is no distribution, for its signs or its sum, counts as the one that |A| makes. A row
-of zeros makes none: it is dead, left out of the means, and counted.
+A row that is not a distribution is thus normalised as |A| / sum |A|. A row of zeros cannot be: it
+is dead, excluded from the means, and counted.
 
-RUN/attention_maps.json is a list of measurements. What it has of the validation tokens is not
-measured again; a text is, as its maps are drawn.
+RUN/attention_maps.json is a list of measurements. Those of validation tokens are not repeated; a
+text is always measured again, since its maps are drawn.
 
     variant, seed, checkpoint, step, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
     text, data_dir      one of them is null
-    picture             of the text that was drawn last: the picture's name, as each draws over it
+    picture             file name, only of the text drawn last: each text overwrites the picture
     length, tokens      of a window, and of all windows together
     keys, rows          groups of rows, of up to 2, 4, 8, ... keys; rows of each, for one head
     groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
@@ -80,7 +80,7 @@ CLAMP = 0.5
 SINK = 0.3
 # Validation tokens at each length.
 TOKENS = 32768
-# The longest text of a picture, and of one whose ticks are words.
+# The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
 PICTURE = "attention_maps.png"
 NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
@@ -114,20 +114,20 @@ class MapsRequest(Request):
         return sorted(self.lengths or (config.block_size, 8 * config.block_size))
 
     def facts(self, config: Config) -> dict:
-        """Those of the measurement of the text."""
+        """The facts of the measurement of the text."""
         n = len(self.ids(config))
         of_text = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
         return {"layer": self.layer_of(config)} | of_text
 
     def facts_at(self, length: int, config: Config) -> dict:
-        """Those of the measurement of validation tokens in windows of one length."""
+        """The facts of the measurement of validation tokens in windows of one length."""
         data_dir = self.data_dir or config.data_dir
         tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
         of_tokens = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
         return {"layer": self.layer_of(config)} | of_tokens
 
     def select(self, measurement: dict, config: Config) -> dict | None:
-        # another text's maps may have been drawn over this one's
+        # another text's maps may have overwritten this one's
         return measurement if measurement.get("picture") == PICTURE else None
 
     def amount(self, config: Config) -> int:
@@ -168,7 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.text = read_text(arguments)
     request, paths = MapsRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # refuses what is wrong before anything is measured
+    for path in paths:  # all refusals come before any measurement
         config = open_run(path, request).config
         if not -config.n_layer <= request.layer < config.n_layer:
             raise UserError(
@@ -201,7 +201,7 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
     ids = request.ids(config)
     results = Results(request.file(run.path), run.facts | request.facts(config))
     A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
-    results.discard("picture")  # if we are stopped now, no measurement claims the picture
+    results.discard("picture")  # if interrupted here, no measurement claims the picture
     save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
     sums = group_sums(row_numbers(A[None])[0].double())
     results.save(picture=PICTURE, **summary(sums, len(ids)))
@@ -222,14 +222,14 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
 
 
 def weights(run: LoadedRun, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """The layer's weights [H, L, L] for idx [1, L], or what `reduce` makes of them."""
+    """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     with autocast(run.device, run.dtype):
         (A,) = attention_weights(run.model, idx, slice(None), reduce, slice(layer, layer + 1))
     return A[0].cpu()
 
 
 def row_numbers(A: Tensor) -> Tensor:
-    """Of each row of A [.., rows, keys]: first token, entropy, weights that are not 0, sum |A|."""
+    """For rows of A [..., rows, keys]: first token's share, entropy, nonzero weights, sum |A|."""
     size = A.abs()
     total = size.sum(-1)
     share = size / total.clamp_min(DEAD)[..., None]
@@ -238,8 +238,8 @@ def row_numbers(A: Tensor) -> Tensor:
 
 
 def group_sums(numbers: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5]: rows, dead rows, and
-    NUMBERS over the others."""
+    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5], that is rows, dead
+    rows, and NUMBERS over the others."""
     H, L, _ = numbers.shape
     n = torch.arange(2, L + 1, dtype=numbers.dtype)
     first, entropy, seen, total = numbers[:, 1:].unbind(-1)
@@ -252,7 +252,7 @@ def group_sums(numbers: Tensor) -> Tensor:
 
 
 def summary(sums: Tensor, length: int) -> dict:
-    """What a measurement holds of the sums [H, groups, 2 + 5] over its windows."""
+    """The values of a measurement, from the sums [H, groups, 2 + 5] over its windows."""
     all_rows = sums.sum(1)
     by_group = mean_rows(sums) | {"dead": sums[..., 1].int().tolist()}
     by_head = mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()}
@@ -265,26 +265,26 @@ def summary(sums: Tensor, length: int) -> dict:
 
 
 def mean_rows(sums: Tensor) -> dict:
-    """NUMBERS, each as lists of the means over the rows that are not dead; None if all are."""
+    """Each of NUMBERS as lists of means over the rows that are not dead; None if all are."""
     means = sums[..., 2:] / (sums[..., :1] - sums[..., 1:2])
     return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
 
 
 def without_nan(value: Any) -> Any:
-    """Lists of numbers with None, which JSON has, for what is not one."""
+    """Nested lists with None in place of NaN, which JSON lacks."""
     if isinstance(value, list):
         return [without_nan(v) for v in value]
     return None if math.isnan(value) else value
 
 
-def over_heads(result: dict, name: str) -> float:
-    """A mean over all heads that have one."""
+def mean_over_heads(result: dict, name: str) -> float:
+    """Mean over the heads that have a value."""
     values = [v for v in result["heads"][name] if v is not None]
     return sum(values) / len(values) if values else math.nan
 
 
 def subject(results: Sequence[dict]) -> str:
-    """The layer and the text of measurements of several runs."""
+    """The title of measurements of several runs: their layer and text."""
     layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
     text = results[0]["text"]
     what = "validation tokens" if text is None else ascii(text[:40])
@@ -292,13 +292,13 @@ def subject(results: Sequence[dict]) -> str:
 
 
 def print_numbers(names: list[str], results: Sequence[dict]) -> None:
-    """A row for every run, of the same text or validation tokens, and what equal weights give."""
+    """A row for every run, of the same text or validation tokens, and one for equal weights."""
     print(f"\n{subject(results)}; means over heads and rows;")
     print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
     table = [["", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum"]]
     for name, result in zip(names, results, strict=True):
         first = [value or 0.0 for value in result["heads"]["first_token"]]
-        share, *rest = (f"{over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
+        share, *rest = (f"{mean_over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
         sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
         table.append([name, f"{result['length']}", share, f"{max(first):.4f}", sinks, *rest])
     for length in sorted({result["length"] for result in results}):
@@ -344,7 +344,7 @@ def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
 
 
 def plot_rows(names: list[str], results: list[dict]) -> Figure:
-    """Sink, entropy and zeros against the keys that a row sees: mean, least and most of heads."""
+    """Sink, entropy and zeros over the keys that a row sees: mean, minimum and maximum of heads."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
     for name, axes in panels.items():
@@ -361,7 +361,7 @@ def plot_rows(names: list[str], results: list[dict]) -> Figure:
         axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
-    # a sink stays of order 1 where equal weights go down with 1 / n
+    # a sink stays of order 1 while equal weights decrease as 1 / n
     longest = max(results, key=lambda result: result["length"])
     shares = 1 / torch.arange(1, longest["length"] + 1)
     ends = [1, *longest["keys"]]

@@ -4,12 +4,11 @@ python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table, the paper's values beside, and draws the accuracies: downstream.png in the run's
+Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
 folder, or for several runs downstream_by_run.png in the folder that holds them. Writes
-RUN/downstream.json, a list of measurements, after every task, so that a stopped command goes on
-where it was: what has been measured before, from the same weights in the same way, is not measured
-again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
-are read.
+RUN/downstream.json, a list of measurements, after every task, so that an interrupted command
+continues where it was; nothing is measured twice. Needs pip install -r requirements-dev.txt, and a
+network the first time a task's data are read.
 """
 
 import argparse
@@ -59,16 +58,16 @@ from scripts.common.runs import (
 )
 
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
-# What they report: (task, metric).
+# Their columns: (task, metric).
 METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
 # (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name of it
 SCALES = {
     (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
     (24, 1024, True): "355m",
 }  # fmt: skip
-# Metrics that are shares of right answers, shown in percent and drawn.
+# Metrics that are shares of correct answers, printed in percent and drawn.
 SHARES = ("acc", "exact_match")
-# Of a standard error that has no closed form, such as that of perplexity.
+# For standard errors without a closed form, such as that of perplexity.
 BOOTSTRAP_SAMPLES = 1000
 
 
@@ -117,7 +116,7 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     request, paths = TaskRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # refuses what is wrong now, not after the downloads
+    for path in paths:  # refusals come before any download
         checkpoint.read_config(path)
         checkpoint.find(path, request.checkpoint)
         read_results(request.file(path))
@@ -132,7 +131,7 @@ def main() -> None:
 
 
 def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
-    """One run's scores of the tasks that are asked for, as its downstream.json has them."""
+    """One run's scores on the requested tasks, as in its downstream.json."""
     run = open_run(path, request)
     config, max_length = run.config, request.max_length_of(run.config)
     facts = run.facts | {"lm_eval": harness.__version__}
@@ -158,7 +157,7 @@ def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[s
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Names of tasks, each once; 'paper' stands for those of TABLES."""
+    """Task names without repeats; 'paper' stands for those of TABLES."""
     paper = [task for task, _ in METRICS]
     groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
     return tuple(dict.fromkeys(sum(groups, [])))
@@ -171,22 +170,22 @@ def import_harness() -> ModuleType:
         raise UserError(
             f"tasks need lm-evaluation-harness: pip install -r requirements-dev.txt ({error})"
         ) from error
-    # one process for bootstrapping: the default forks one for each core, after CUDA has started
+    # bootstrap in one process: the default forks one for each core after CUDA has started
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return lm_eval
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
-    """Name -> what was `asked` for: a group, which has a score of its own, or tasks, data included;
-    their `manager`; a fingerprint of their `content`; and the number of their `samples`.
+    """Name -> what was `asked` for: a group, which has its own score, or tasks, with their data;
+    the `manager` of these; a fingerprint of their `content`; and their number of `samples`.
 
-    Raises UserError for an unknown name, and for data that are neither cached nor reachable.
+    Raises UserError for an unknown name, and where data are neither cached nor reachable.
     """
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--include_path {folder}: no such folder")
-    # the harness's own 14,000 tasks take 10 s to list: only where they are wanted
+    # listing the harness's own 14,000 tasks takes 10 s, so only if they are needed
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=folder)
@@ -207,7 +206,7 @@ def count_samples(names: tuple[str, ...], folder: str | None) -> int:
 
 
 def refuse_retries() -> None:
-    """Without a network, let Hugging Face's libraries take what is cached or fail at once."""
+    """Without a network, make Hugging Face's libraries use their cache or fail at once."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -215,7 +214,7 @@ def refuse_retries() -> None:
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
     except urllib.error.HTTPError:
-        pass  # it answers
+        pass  # reachable
     except OSError:
         constants.HF_HUB_OFFLINE = True
 
@@ -228,7 +227,7 @@ def load_task(manager: Any, name: str) -> dict:
             f"task {name}: its data are not on this machine and huggingface.co cannot be reached; "
             "run this once where it can, with HF_HOME on a disk that both share"
         ) from error
-    except Exception as error:  # the yaml's own fault, or that of a library which it needs
+    except Exception as error:  # raised by the YAML file or by a library that it needs
         reason = f"{type(error).__name__}: {checkpoint.first_line(error)}"
         raise UserError(f"task {name} cannot be loaded: {reason}") from error
     for task in loaded["tasks"].values():
@@ -241,7 +240,7 @@ def load_task(manager: Any, name: str) -> dict:
 
 
 def fingerprint(tasks: Iterable[Any]) -> str:
-    """Of what is asked: every task's settings and samples."""
+    """Hash of every task's settings and samples."""
     digest = hashlib.sha256()
     for task in tasks:
         shots = task.fewshot_docs() if task.config.num_fewshot else ()
@@ -254,8 +253,8 @@ def fingerprint(tasks: Iterable[Any]) -> str:
 
 
 def harness_model(run: LoadedRun, max_length: int) -> Any:
-    """The run as a model of the harness. A text begins with end-of-text only where a request has no
-    context of its own, as is usual there."""
+    """The run as a model of the harness. As usual there, end-of-text comes first only where a
+    request has no context of its own."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -311,10 +310,9 @@ def harness_model(run: LoadedRun, max_length: int) -> Any:
 
 
 def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
-    """Token ids to run together, the longest first: BATCH_TOKENS of one length.
+    """Batches of token ids, the longest first, of BATCH_TOKENS and one length each.
 
-    Up to `free` tokens lengths may differ. Beyond, a RoPE scaling depends on the length, padding
-    included.
+    Lengths up to `free` tokens may be mixed; beyond, a RoPE scaling depends on the padded length.
     """
     batch: list[tuple] = []
     for request in sorted(requests, key=len, reverse=True):
@@ -332,13 +330,13 @@ def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
 @torch.no_grad()
 def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[float, bool]]:
     """For every (context, continuation) of token ids: the continuation's log-probability in nats,
-    and whether it is what greedy decoding gives. Contexts are cut from the left to max_length.
+    and whether greedy decoding gives it. Contexts are truncated from the left to max_length.
 
     Raises UserError for a continuation of more than max_length tokens.
     """
     results = [(0.0, True)] * len(pairs)
-    # All but the last token is read. Answers of one token to one question are read once.
-    readers = defaultdict(list)  # tokens read -> the numbers of their pairs
+    # The last token is only predicted, so one-token answers to one question share a sequence.
+    readers = defaultdict(list)  # input tokens -> indices of the pairs
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > max_length:
             text = get_tokenizer(run.config.tokenizer).decode(continuation[:20])
@@ -348,7 +346,7 @@ def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[f
             )
         if continuation:
             readers[tuple((*context, *continuation)[-max_length - 1 : -1])].append(number)
-    # a row sees what is before it alone, so that padding on the right changes nothing
+    # attention is causal, so padding on the right changes nothing
     free = run.config.block_size if run.config.attention_length == "train" else 0
     with tqdm(total=len(pairs), desc="loglikelihoods", unit="req") as bar:
         for batch in batches(list(readers), free):
@@ -374,8 +372,8 @@ def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[f
 
 
 def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss in nats [n] in float64 of targets [n] after hidden states [n, n_embd], and where they
-    are the likeliest tokens [n]."""
+    """Float64 losses in nats [n] of targets [n] given hidden states [n, n_embd], and whether each
+    is the likeliest token [n]."""
     losses, greedy = [], []
     for h, t in zip(hidden.split(EVALUATED_ROWS), targets.split(EVALUATED_ROWS), strict=True):
         with autocast(run.device, run.dtype):
@@ -392,7 +390,7 @@ def continuations(run: LoadedRun, asked: list) -> list[str]:
     results = [""] * len(asked)
 
     def text(new: list[int], stops: Sequence[str]) -> tuple[str, bool]:
-        """The continuation that these ids are, and whether it has come to its end."""
+        """The text of these ids up to its end, and whether it has ended."""
         ended = tokenizer.eot in new
         found = tokenizer.decode(new[: new.index(tokenizer.eot)] if ended else new)
         cut = min((at for stop in stops if stop and (at := found.find(stop)) >= 0), default=None)
@@ -423,19 +421,19 @@ def continuations(run: LoadedRun, asked: list) -> list[str]:
 
 
 def readable(scores: dict) -> dict:
-    """Task or group -> number of samples, of few-shot examples, and metric -> value and stderr."""
+    """Task or group -> samples, few-shot examples, and metric -> value and stderr."""
     tables, counts = {}, scores["n-samples"]
     for name, row in scores["results"].items():
         metrics = {}
         for key, value in row.items():
-            metric, comma, way = key.partition(",")  # the way in which an answer was read, or none
+            metric, comma, way = key.partition(",")  # the filter applied to answers, or none
             if comma and not metric.endswith("_stderr"):
                 error = row.get(f"{metric}_stderr,{way}")
                 metrics[metric if way == "none" else key] = {
                     "value": float(value),
                     "stderr": float(error) if isinstance(error, (int, float)) else None,
                 }
-        parts = {name, *below(scores, name)} & counts.keys()
+        parts = {name, *descendants(scores, name)} & counts.keys()
         tables[name] = {
             "samples": sum(counts[part]["effective"] for part in parts),
             "num_fewshot": scores["n-shot"].get(name),
@@ -444,21 +442,21 @@ def readable(scores: dict) -> dict:
     return tables
 
 
-def below(scores: dict, group: str) -> set[str]:
-    """All that a group is made of, at any depth."""
+def descendants(scores: dict, group: str) -> set[str]:
+    """All tasks and groups below a group."""
     children = scores["group_subtasks"].get(group, [])
-    return set(children).union(*(below(scores, child) for child in children))
+    return set(children).union(*(descendants(scores, child) for child in children))
 
 
 def paper_row(config: Config) -> str | None:
-    """The row of TABLES, with its scale, that a run of this config repeats, if there is one."""
+    """The row of TABLES and its scale that a run of this config reproduces, if any."""
     edu = "fineweb_edu" in config.data_dir
     row = f"{config.variant_name} {SCALES.get((config.n_layer, config.n_embd, edu))}"
     return row if paper_values(row) and "fineweb" in config.data_dir else None
 
 
 def paper_values(row: str | None) -> dict[tuple[str, str], float]:
-    """The paper's value of every (task, metric), from all TABLES that have this row and scale."""
+    """The paper's value for every (task, metric) of this row and scale, from all TABLES."""
     if row is None:
         return {}
     name, scale = row.split()
@@ -472,11 +470,11 @@ def paper_values(row: str | None) -> dict[tuple[str, str], float]:
 
 
 def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
-    """Every task and metric to show, with what each run has of the task."""
+    """Every task and metric to show, with each run's scores on the task."""
     known = {task for task, _ in METRICS}
     for name in results[0]["parts"]:
         scores = [result["parts"][name]["scores"] for result in results]
-        # a group has a score of its own, a tag only those of its tasks
+        # a group has its own score, a tag only those of its tasks
         for task in [name] if name in scores[0] else scores[0]:
             for metric in scores[0][task]["metrics"]:
                 if task not in known or (task, metric) in METRICS:
@@ -506,9 +504,8 @@ def print_scores(names: list[str], results: list[dict]) -> None:
 
 
 def plot(names: list[str], results: list[dict], path: Path) -> None:
-    """A bar for each task and run, of shares only, with its standard error and the paper's value.
-
-    Draws nothing where no task has a share of right answers.
+    """Bars of the shares of correct answers by task and run, with standard errors and the paper's
+    values. Draws nothing where no task has such a share.
     """
     rows = [row for row in shown(results) if row[1].startswith(SHARES)]
     if not rows:

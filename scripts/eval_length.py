@@ -9,16 +9,16 @@ Prints a table with a row for every run and scaling, and draws a curve for each:
 the run's folder, or for several runs loss_by_length.png in the folder that holds them; with
 --per_position loss_by_position.png in their place.
 
-RUN/eval_length.json is a list of measurements. One of them is the loss of the same weights over the
-same tokens in the same way; what it holds is not measured again, further lengths are added to it:
+RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
+settings. Lengths that it holds are not measured again; new lengths are added:
 
     variant, seed, checkpoint, step, trained_length     of the run
-    rope, rope_factor, rope_theta                       as asked; null: the scaling's, the run's own
+    rope, rope_factor, rope_theta                       as given; null: the default
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     lengths, loss                                       two lists; mean loss in nats a token
-    loss_by_position                                    {"20000": [the mean over tokens / 20000
-                                                        windows, for each position of theirs]}
-    environment                                         where the last of it was measured
+    loss_by_position                                    {"20000": [mean over the windows of 20000
+                                                        tokens, for each position]}
+    environment                                         of the latest update
 """
 
 import argparse
@@ -58,9 +58,9 @@ from scripts.common.runs import (
     select_parts,
 )
 
-# The smooth curve at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
+# The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
-# The picture by position starts at this part of the training length: before, losses are high.
+# The plot by position starts at this fraction of the training length, below which losses are high.
 FIRST_DRAWN = 1 / 32
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
@@ -85,10 +85,11 @@ class LossRequest(Request):
         return {"tokens": tokens, "data_dir": data_dir}
 
     def positions_of(self, config: Config) -> list[str]:
-        """The lengths whose loss by position is asked for, as keys of loss_by_position."""
+        """The requested keys of loss_by_position."""
         return [str(max(self.lengths_of(config)))] if self.per_position else []
 
     def select(self, measurement: dict, config: Config) -> dict | None:
+        # `lengths` and `loss` are short and stay whole
         if not set(self.lengths_of(config)) <= set(measurement["lengths"]):
             return None
         return select_parts(measurement, "loss_by_position", self.positions_of(config))
@@ -121,7 +122,7 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     requests = scalings(LossRequest.parse(arguments))
-    for path in map(Path, arguments.runs):  # refuses what is wrong before anything is measured
+    for path in map(Path, arguments.runs):  # all refusals come before any measurement
         requests[0].check(open_run(path, requests[0]).config)
         read_results(requests[0].file(path))
     check_places(arguments.runs)
@@ -148,7 +149,7 @@ def scalings(request: LossRequest) -> list[LossRequest]:
         except ValueError:
             raise UserError(f"--rope {text!r}: {number!r} must be a number, as in ntk:4") from None
         theta = {} if request.rope_theta is None else {"theta": request.rope_theta}
-        Rope(2, 1, scaling=rope, factor=factor, **theta)  # refuses what it cannot do
+        Rope(2, 1, scaling=rope, factor=factor, **theta)  # raises UserError for invalid values
         requests.append(replace(request, rope=rope, rope_factor=factor))
     if len(set(requests)) < len(requests):
         raise UserError(f"--rope {request.rope!r} must name different scalings")
@@ -156,7 +157,7 @@ def scalings(request: LossRequest) -> list[LossRequest]:
 
 
 def measure(path: Path, request: LossRequest) -> dict:
-    """A run's measurement with one scaling; its `lengths` and `loss` are those asked for."""
+    """A run's measurement with one scaling; its `lengths` and `loss` are the requested ones."""
     run = open_run(path, request)
     lengths, by_position_of = request.lengths_of(run.config), request.positions_of(run.config)
     facts = request.facts(run.config)
@@ -221,7 +222,7 @@ def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: 
 
 
 def label(result: dict) -> str:
-    """A RoPE scaling, with its factor and base where they were asked for."""
+    """A RoPE scaling, with its factor and base where given."""
     factor, theta = result["rope_factor"], result["rope_theta"]
     text = result["rope"] + ("" if factor is None else f":{factor:g}")
     return text + ("" if theta is None else f", theta {theta:g}")
@@ -270,7 +271,7 @@ def plot_lengths(names: list[str], results: list[list[dict]]) -> Figure:
 
 
 def plot_positions(names: list[str], results: list[list[dict]]) -> Figure:
-    """Loss at each position of the longest windows: raw means faint, their smooth curve on top."""
+    """Loss at each position of the longest windows: raw means faint, smoothed on top."""
     figure, axes = loss_panel(results, "position in tokens")
     first = int(FIRST_DRAWN * min(of_run[0]["trained_length"] for of_run in results))
     low, high = math.inf, -math.inf
@@ -284,14 +285,13 @@ def plot_positions(names: list[str], results: list[list[dict]]) -> Figure:
         axes.plot(positions, curve, label=f"{name} ({windows:,} windows)", **line)
         low, high = min(low, *curve), max(high, *curve)
     margin = 0.1 * max(0.5, high - low)
-    axes.set_ylim(low - margin, high + margin)  # raw means may leave the picture
+    axes.set_ylim(low - margin, high + margin)  # raw means may exceed the limits
     axes.legend(fontsize="small")
     return figure
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """At each position the mean over its neighbourhood, which grows with the position and is cut
-    off at the end."""
+    """At each position the mean over a window that grows with it and is cut off at the end."""
     curve = []
     for position in range(1, len(losses) + 1):
         half = position // SMOOTHING

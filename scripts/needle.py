@@ -4,19 +4,20 @@ python -m scripts.finetune_squad RUN --out_dir TUNED
 python -m scripts.needle TUNED [TUNED ...] --lengths 1024,4096,8192 --rope none --rope_theta 500000
 
 SSMax, section 3.3, Fig. 6: "The special magic Tokyo number is: 8106422." at five depths of a
-haystack, then a question in the form of the fine-tuning; greedy, but never end-of-text. An answer
-is right if the first seven digits of its first run of digits are the number. Section 3.4: a head's
-needle score is the attention from the prompt's last token, whose output is the answer's first one,
-to the span after the needle's colon up to its end. Fig. 7: the 25 highest scores at one needle, at
-half depth of --score_length tokens. Fig. 8: the highest score of each of --score_trials needles at
-random depths. For variants whose rows do not sum to 1 a score is no share, but the same sum.
+haystack, then a question formatted as in fine-tuning; decoding is greedy, with end-of-text
+excluded. An answer is correct if the first seven digits of its first run of digits are the number.
+Section 3.4: a head's needle score is the attention from the prompt's last token, which predicts the
+answer's first token, to the span from the needle's colon to its end. Fig. 7: the 25 highest scores
+at one needle, at half depth of --score_length tokens. Fig. 8: the highest score of each of
+--score_trials needles at random depths. For variants whose rows do not sum to 1 the score is the
+same sum, not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
-(Fig. 8), the latter two for several runs once, in the folder that holds them. What was measured
-before is not measured again.
+(Fig. 8), the latter two once for several runs, in the folder that holds them. Nothing is measured
+twice.
 
-The paper leaves open the haystack (here: validation tokens from a random place on, documents joined
-by line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
+The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
+line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
 import argparse
@@ -74,10 +75,10 @@ CITIES = (
 NEEDLE = "\nThe special magic {city} number is:"  # and the span that is scored: " 8106422."
 QUESTION = "What is the special magic {city} number?"
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-# Heads that Fig. 7 shows, and its city, number and depth.
+# The number of heads in Fig. 7, and its city, number and depth.
 HEADS = 25
 FIXED = ("Tokyo", 8106422, 0.5)
-# What an answer may be, and its marker in Fig. 8.
+# The grades of an answer, and their markers in Fig. 8.
 GRADES = {"correct": "o", "first digit": "^", "wrong": "x"}
 
 
@@ -91,18 +92,18 @@ class Needle:
 
 
 def texts(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
-    """The tokens of a needle up to its colon, of the rest, of a line's end, and of the question."""
+    """The tokens of the needle up to its colon, of its number, of a line break, of the question."""
     asked = ASK.format(question=QUESTION.format(city=city))
     return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", asked)]
 
 
 def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
-    """What a needle, its question and the answer take without a haystack."""
+    """Tokens of a needle, its question and the answer, without a haystack."""
     return 1 + sum(map(len, texts(tokenizer, city, number))) + ANSWER_TOKENS
 
 
 def shortest(tokenizer: Tokenizer) -> int:
-    """The length that holds the needle of any city."""
+    """The shortest length that holds the needle of any city."""
     return max(bare_length(tokenizer, city, 8888888) for city in CITIES)
 
 
@@ -116,9 +117,9 @@ class Haystack:
         self.data_dir, self.tokenizer = data_dir, get_tokenizer(config.tokenizer)
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
-        """A prompt of length - ANSWER_TOKENS tokens; place, in [0, 1), picks the haystack.
+        """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack.
 
-        Raises UserError where the length has no room for the needle or there is too little text.
+        Raises UserError where the length is too short for the needle, or the text for the length.
         """
         eot = self.tokenizer.eot
         told, span, end, asked = texts(self.tokenizer, city, number)
@@ -146,7 +147,7 @@ class Haystack:
     def draws(
         self, count: int, rng: random.Random, length: int, depth: float | None = None
     ) -> Iterator[Needle]:
-        """Random cities, numbers and haystacks, at this depth or at random ones."""
+        """Needles with random cities, numbers and haystacks, at `depth` or at random depths."""
         for _ in range(count):
             city, number = rng.choice(CITIES), rng.randint(10**6, 10**7 - 1)
             at = rng.random() if depth is None else depth
@@ -155,7 +156,7 @@ class Haystack:
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleRequest(Request):
-    """Needles found at each length and depth, `samples` of each, and needle scores."""
+    """Accuracy over `samples` needles at each length and depth, and needle scores."""
 
     script = "needle"
     lengths: tuple[int, ...] | None = None
@@ -172,7 +173,7 @@ class NeedleRequest(Request):
         return Haystack(self.data_dir or config.data_dir, config)
 
     def cells(self, config: Config) -> list[tuple[int, float]]:
-        """Lengths and depths whose accuracy is asked for."""
+        """The lengths and depths of the accuracies."""
         return [(length, depth) for length in self.lengths_of(config) for depth in DEPTHS]
 
     @property
@@ -220,7 +221,7 @@ def main() -> None:
     arguments = parser.parse_args()
     request = NeedleRequest.parse(arguments)
     runs = [open_run(path, request) for path in arguments.runs]
-    for run in runs:  # refuses what is wrong before all work
+    for run in runs:  # all refusals come before any work
         request.check(run.config)
     measurements = [open_results(run, request) for run in runs]
     check_places(arguments.runs)
@@ -238,7 +239,7 @@ def open_results(run: LoadedRun, request: NeedleRequest) -> Results:
 
 
 def measure(run: LoadedRun, request: NeedleRequest, results: Results) -> None:
-    """Accuracy at every length and depth, and needle scores; what the results have is left out."""
+    """Measure the accuracies and needle scores that the results lack."""
     haystack = request.haystack(run.config)
     todo = [(n, d) for n, d in request.cells(run.config) if cell(n, d) not in results.parts]
     scored = request.scores in results.parts
@@ -267,13 +268,13 @@ def scores_name(length: int, trials: int) -> str:
 
 
 def ask(run: LoadedRun, needles: list[Needle]) -> list[str]:
-    """The model's answers, never ended: end-of-text is not taken."""
+    """The model's answers, with end-of-text excluded."""
     eot = get_tokenizer(run.config.tokenizer).eot
     return answer(run, [needle.prompt for needle in needles], never=eot)
 
 
 def grade(needle: Needle, text: str) -> str:
-    """Which of GRADES an answer is. It cannot end, so that only its first digits are judged."""
+    """The grade of an answer, by its leading digits only, since it cannot end after them."""
     number = str(needle.number)
     digits = first_number(text)[: len(number)]
     if digits == number:
@@ -284,7 +285,7 @@ def grade(needle: Needle, text: str) -> str:
 def needle_scores(run: LoadedRun, needles: list[Needle]) -> Tensor:
     """Attention from each prompt's last token to its needle's span, [B, layers, H]."""
     idx = torch.tensor([needle.prompt for needle in needles], device=run.device)
-    # with the answer's room behind it, as in generation: a RoPE scaling and L see the same length
+    # padded for the answer as in generation, so that RoPE scaling and L see the same length
     last, idx = idx.shape[1] - 1, F.pad(idx, (0, ANSWER_TOKENS))
     inside = torch.zeros(idx.shape, device=run.device)
     for row, needle in zip(inside, needles, strict=True):
@@ -299,7 +300,7 @@ def needle_scores(run: LoadedRun, needles: list[Needle]) -> Tensor:
 
 
 def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm) -> dict:
-    """Needle scores: the best heads at one needle, the best head of each of many."""
+    """Needle scores: the top heads at one needle, the top score at each of many."""
     length = request.score_length
     bar.set_postfix(length=length, depth="random")
     rng = random.Random(f"needle scores {request.seed} {length}")
@@ -357,7 +358,7 @@ def found(parts: dict[str, dict]) -> tuple[list[int], list[str], list[list[float
 
 
 def plot_found(runs: dict[str, dict[str, dict]]) -> Figure:
-    """Fig. 6: the share of needles found by length and depth, of the parts of each run."""
+    """Fig. 6: the share of needles found by length and depth, from each run's parts."""
     lengths, depths, _ = found(next(iter(runs.values())))
     maps = {name: found(parts)[-1] for name, parts in runs.items()}
     return heat_maps(maps, lengths, depths, "needles found (%)")
@@ -378,7 +379,7 @@ def plot_heads(names: list[str], runs: list[dict]) -> Figure:
 
 
 def plot_scores(names: list[str], runs: list[dict]) -> Figure:
-    """Fig. 8: the highest needle score of each trial, marked by what the model answered."""
+    """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
     figure, axes = score_panel("trial, by top needle score", "top needle score")
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])

@@ -3,14 +3,14 @@
 python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --trials 100
 
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
-2023): a task description, filler, the key, filler, the question. Key and place are random, the same
-for every run with that tokenizer; an answer is right if its first run of digits is the key. Prints
-accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several runs
-passkey_by_length.png in the folder that holds them. What was measured before is not measured again.
+2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
+same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
+Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
+runs passkey_by_length.png in the folder that holds them. Nothing is measured twice.
 
-The paper does not give its prompt, nor what a length counts. Here it counts the prompt's tokens,
-end-of-text in front of them included, and ANSWER_TOKENS for the answer, so that the training length
-is not exceeded by a trial of that length.
+The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
+with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
+training length does not exceed it.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class PasskeyRequest(Request):
         return self.lengths or tuple(config.block_size * n // 2 for n in (2, 3, 4, 8, 16))
 
     def make_trials(self, config: Config) -> dict[int, list[Trial]]:
-        """The trials of each length. Raises UserError where a length has no room for them."""
+        """The trials of each length. Raises UserError where a length is too short."""
         tokenizer = get_tokenizer(config.tokenizer)
         lengths = self.lengths_of(config)
         return {n: make_trials(tokenizer, n, self.trials, self.seed) for n in lengths}
@@ -106,7 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     request = PasskeyRequest.parse(arguments)
     runs = [open_run(path, request) for path in arguments.runs]
-    plans = [prepare(run, request) for run in runs]  # refuses what is wrong before all work
+    plans = [prepare(run, request) for run in runs]  # all refusals come before any work
     check_places(arguments.runs)
     for run, (trials, results) in zip(runs, plans, strict=True):
         measure(run, trials, results)
@@ -118,13 +118,13 @@ def main() -> None:
 
 
 def prepare(run: LoadedRun, request: PasskeyRequest) -> tuple[dict[int, list[Trial]], Results]:
-    """The trials of each length, and the measurement they are for."""
+    """The trials of each length, and the results to add them to."""
     trials = request.make_trials(run.config)
     return trials, Results(request.file(run.path), run.facts | request.facts(run.config))
 
 
 def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) -> None:
-    """Judge the answers at every length; lengths that the results have are left out."""
+    """Generate and judge answers at the lengths that the results lack."""
     todo = {length: trials[length] for length in trials if str(length) not in results.parts}
     total = sum(length * len(todo[length]) for length in todo)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
@@ -139,14 +139,14 @@ def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) ->
 
 @functools.cache
 def shortest(tokenizer: Tokenizer) -> int:
-    """The length that holds any trial: no filler, and the key that takes most tokens."""
+    """The shortest length that holds any trial: the longest key, without filler."""
     keys = (tokenizer.encode(KEY.format(key=key)) for key in range(1, LARGEST_KEY + 1))
     task, question = tokenizer.encode(TASK), tokenizer.encode(QUESTION)
     return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
 
 
 def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
-    """Trials whose prompts have length - ANSWER_TOKENS tokens; the first of many are the same."""
+    """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them."""
     rng = random.Random(f"passkey {seed} {length}")
     task, question = [tokenizer.eot, *tokenizer.encode(TASK)], tokenizer.encode(QUESTION)
     filler = tokenizer.encode(" ".join([FILLER] * (length // len(tokenizer.encode(FILLER)) + 1)))
@@ -168,7 +168,7 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
 
 
 def judge(trials: list[Trial], answers: list[str]) -> dict:
-    """What is saved of a length: accuracy, over all trials and by tenths of depth; every answer."""
+    """The results of one length: accuracy over all trials and by tenths of depth, every answer."""
     right = [
         first_number(text) == str(trial.key) for trial, text in zip(trials, answers, strict=True)
     ]
@@ -186,7 +186,7 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
 
 
 def show(run: LoadedRun, trials: dict[int, list[Trial]], results: Results, count: int) -> None:
-    """Print the first prompts of each length and what was answered."""
+    """Print the first `count` prompts of each length and their answers."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     for length in trials:
         judgements = results.parts[str(length)]["trials"][:count]
@@ -215,7 +215,7 @@ def report(results: Results) -> None:
 
 
 def plot(names: list[str], runs: list[Results]) -> Figure:
-    """LSSAR, Fig. 2: accuracy by length, a line a run."""
+    """LSSAR, Fig. 2: accuracy by length, one line for each run."""
     figure, axes = one_panel()
     for name, results in zip(names, runs, strict=True):
         lengths = sorted(map(int, results.parts))

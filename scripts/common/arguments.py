@@ -1,4 +1,4 @@
-"""Options of several commands, refused with a UserError where their value makes no sense."""
+"""Types of command-line options that raise UserError for invalid values."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from errors import UserError
 
 
-# These are actions: argparse would turn the UserError of a `type` into a message of its own.
+# Actions, since argparse replaces a UserError raised by a `type` with its own message.
 class AtLeast(argparse.Action):
     """A whole number of at least `least`."""
 

@@ -1,4 +1,4 @@
-"""What the pictures of several commands share."""
+"""Plotting helpers shared by the commands."""
 
 import math
 import os
@@ -21,7 +21,7 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def row_style(i: int) -> dict[str, Any]:
-    """Colour and marker of the i-th row of a table: 20 that differ."""
+    """Line style of the i-th row of a table; 20 styles are distinct."""
     return {"color": f"C{i % 10}", "marker": CURVE_MARKERS[i % len(CURVE_MARKERS)],
             "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
 
@@ -34,7 +34,7 @@ def one_panel() -> tuple[Figure, Axes]:
 def length_axis(
     axes: Axes, what: str, trained: Iterable[int], lengths: Sequence[int] | None = None
 ) -> None:
-    """A logarithmic x-axis of lengths in tokens, with ticks at `lengths` if given, and a dotted
+    """Make x a log2 axis of lengths in tokens, with ticks at `lengths` if given, and draw a dotted
     line at each training length."""
     for length in trained:
         axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
@@ -54,7 +54,7 @@ def heat_maps(
     depths: Sequence[str],
     label: str,
 ) -> Figure:
-    """Shares [depths][lengths] of 0 to 1 under their titles, None where nothing was measured."""
+    """A panel for each title: shares [depths][lengths] in [0, 1], None where not measured."""
     columns = min(3, len(maps))
     lines = -(-len(maps) // columns)
     width = max(4.8, 1.2 + columns * (1.2 + 0.8 * len(lengths)))

@@ -1,4 +1,4 @@
-"""What the retrieval tests share: how a length counts, answers to long prompts."""
+"""What passkey and needle retrieval share: prompt lengths, batches, answers."""
 
 import argparse
 import re
@@ -15,9 +15,9 @@ from scripts.common.runs import BATCH_TOKENS, LoadedRun
 
 T = TypeVar("T")
 Tokenizer = GPT2Tokenizer | ByteTokenizer
-# Room for an answer at the end of every length, in tokens; a number of 7 digits takes at most 8.
+# Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
-# How a model fine-tuned on SQuAD is asked, after the context; a space and the answer follow.
+# The question to a model fine-tuned on SQuAD, after the context; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
 
 
@@ -35,7 +35,7 @@ def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
 
 
 def answer(run: LoadedRun, prompts: list[list[int]], never: int | None = None) -> list[str]:
-    """Greedy answers to prompts of equal length, each up to end-of-text, if that comes."""
+    """Greedy answers to prompts of equal length, each cut at its first end-of-text."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     idx = torch.tensor(prompts, device=run.device)
     with autocast(run.device, run.dtype):
@@ -45,6 +45,6 @@ def answer(run: LoadedRun, prompts: list[list[int]], never: int | None = None) -
 
 
 def first_number(text: str) -> str:
-    """The first run of digits; '' if there is none."""
+    """The first run of digits, or ''."""
     found = re.search("[0-9]+", text)
     return found[0] if found else ""

@@ -24,7 +24,7 @@ BATCH_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a finished run is opened: the options of these names."""
+    """How a finished run is opened; `add_options` explains the fields."""
 
     rope: str
     rope_factor: float | None = None
@@ -44,7 +44,7 @@ class RunOptions:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `RunOptions`."""
+    """Add the options that `RunOptions` has as fields."""
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     names = ", ".join(Rope.SCALINGS)
     parser.add_argument("--rope", default="dynamic_ntk", help=f"scaling: {names} (%(default)s)")
@@ -58,17 +58,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(RunOptions, ABC):
-    """What an evaluation script is to measure of a run: its options.
+    """What an evaluation script is asked to measure: its command-line options as fields.
 
-    The script makes one of its command line, and scripts.reproduce makes one for each table, so
-    that both identify a measurement by the same facts.
+    The script parses its command line into a request, and scripts.reproduce builds one for each
+    table, so both identify a measurement by the same facts.
     """
 
     script: ClassVar[str]
     unit: ClassVar[str] = "tokens"  # of `amount`
 
     def arguments(self) -> list[str]:
-        """The command line that asks for this, without the runs."""
+        """The command-line options of this request: the fields that are not at their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         machine = {name: values.pop(name) for name in ("device", "dtype")}
         defaults = {field.name: field.default for field in fields(self)}
@@ -79,22 +79,20 @@ class Request(RunOptions, ABC):
         ]
 
     def file(self, folder: Path) -> Path:
-        """The results of the run in `folder`."""
+        """The results file of the run in `folder`."""
         return folder / f"{self.script}.json"
 
     @abstractmethod
     def facts(self, config: Config) -> dict:
-        """What identifies the measurement of a run with this config, beside `run_facts`."""
+        """What identifies the measurement of a run with this config, along with `run_facts`."""
 
     @abstractmethod
     def select(self, measurement: dict, config: Config) -> dict | None:
-        """The measurement with only those of its parts that are asked for; None if one is missing.
-
-        Short lists stay whole."""
+        """The measurement, reduced to the requested parts; None if one of them is missing."""
 
     @abstractmethod
     def amount(self, config: Config) -> int:
-        """How many of `unit` measuring one run takes, to estimate the cost."""
+        """The cost of measuring one run, in `unit`."""
 
     @abstractmethod
     def check(self, config: Config) -> None:
@@ -129,7 +127,7 @@ class LoadedRun:
 
 
 def run_facts(config: Config, step: int, options: RunOptions) -> dict:
-    """What every measurement of a run records of it."""
+    """What every measurement records about its run and how the run was opened."""
     return {
         "variant": config.variant_name,
         "seed": config.seed,
@@ -149,7 +147,7 @@ def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     device = pick_device(options.device)
     dtype = options.torch_dtype
     config = checkpoint.read_config(path)
-    # the path that trained it was a matter of that machine
+    # the implementation that trained it was chosen for that machine
     config = config.replace(attention_impl=options.attention_impl)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
     step = checkpoint.load_weights(model, path, options.checkpoint)
@@ -158,7 +156,7 @@ def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
-    """Labels for tables and pictures: the variants, or the folders where those are not distinct."""
+    """Labels for tables and pictures: the variants, or the folders if variants repeat."""
     names = [checkpoint.read_config(path).variant_name for path in paths]
     if len(set(names)) == len(names):
         return names
@@ -167,7 +165,7 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def holding_folder(paths: Sequence[str | Path]) -> Path:
-    """Where a picture of these runs goes: the run's folder, or the one that holds them all."""
+    """Where a picture of these runs goes: the run's folder, or the common parent of several."""
     folders = [Path(path).resolve() for path in paths]
     if len(folders) == 1:
         return folders[0]
@@ -181,8 +179,8 @@ def check_places(paths: Sequence[str | Path]) -> None:
 
 
 def check_tokenizer(data_dir: str, config: Config, largest: int = 0) -> None:
-    """Raise UserError where the shards of data_dir, which hold token ids up to `largest`, are of
-    another tokenizer than a run with this config."""
+    """Raise UserError where the shards of data_dir, with token ids up to `largest`, were made with
+    a different tokenizer than the run's."""
     meta = read_meta(data_dir) or {"tokenizer": config.tokenizer}  # published shards have none
     if meta["tokenizer"] != config.tokenizer or largest >= config.n_vocab:
         raise UserError(
@@ -192,7 +190,7 @@ def check_tokenizer(data_dir: str, config: Config, largest: int = 0) -> None:
 
 
 def read_results(path: Path) -> list[dict]:
-    """The measurements in a run's file of results; UserError if it holds something else."""
+    """The measurements in a results file. Raises UserError where it holds something else."""
     results = read_json(path)
     if results is not None and not isinstance(results, list):
         raise UserError(f"{path}: it holds no list of measurements; move it out of the way")
@@ -204,10 +202,10 @@ def matches(measurement: dict, facts: dict) -> bool:
 
 
 class Results:
-    """One measurement in a run's file of results, a list with the newest measurement last.
+    """One measurement in a results file, which is a list of measurements, the newest last.
 
-    `facts` identify it; `values` are what has been measured so far, empty at first. It is saved
-    after each of its parts, so that a stopped command goes on from there.
+    `facts` identify the measurement; `values` holds what has been saved of it, empty at first.
+    Saving after each part lets an interrupted command continue from there.
     """
 
     def __init__(self, path: Path, facts: dict):
@@ -219,17 +217,17 @@ class Results:
         write_json(self.path, [*self.others(), self.values])
 
     def discard(self, key: str) -> None:
-        """Remove the measurement, and `key`, which only it may have, from all others."""
+        """Remove the measurement, and `key` from all the others."""
         kept = [{k: v for k, v in one.items() if k != key} for one in self.others()]
         write_json(self.path, kept)
 
     def others(self) -> list[dict]:
-        # read again: what other processes measure at the same time stays
+        # read again to keep what other processes have saved in the meantime
         return [one for one in read_results(self.path) if not matches(one, self.facts)]
 
     @property
     def parts(self) -> dict[str, dict]:
-        """Of a measurement that is saved by named parts."""
+        """The named parts saved so far."""
         return self.values.get("parts", {})
 
     def add(self, part: str, value: dict) -> None:
@@ -239,8 +237,8 @@ class Results:
 def print_table(
     rows: Sequence[Sequence[str]], left: int = 1, width: int = 0, remarks: Sequence[str] = ()
 ) -> None:
-    """Print cells in columns, the first `left` of them flush left, the others at least `width`
-    wide and flush right, with `remarks` after the first rows."""
+    """Print aligned columns: the first `left` flush left, the rest flush right and at least `width`
+    wide. `remarks` are printed after the first rows."""
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     for i, row in enumerate(rows):
         cells = [cell.ljust(w) for cell, w in zip(row[:left], widths[:left], strict=True)]

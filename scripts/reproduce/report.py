@@ -1,12 +1,12 @@
-"""A table of the papers beside ours: its numbers, as Markdown and as pictures.
+"""Our table beside the paper's: numbers, Markdown and pictures.
 
 A table is a dict, as table.json has it:
 
     name, title, scale, unit, paper_scale, columns, paper_columns, better ("lower", "higher"),
     compare ("difference", "ratio"), digits, caption (sentences), not_run (rows), failures
     rows   {row: {paper, mean, low, high, compared: lists over columns, or null; compared is
-            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values, its
-            folder, step, tokens, environment and the whole evaluation}}
+            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values,
+            folder, step, tokens, environment and evaluation}}
 """
 
 import statistics
@@ -23,9 +23,9 @@ from runtime.files import atomic_write, write_json
 from scripts import eval_length, needle
 from scripts.common.plots import row_style
 
-# Of an evaluation, what stays in the run's own file.
+# Keys of an evaluation that are too long for table.json.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
-# Of an evaluation, what the caption says where it is there.
+# Keys of an evaluation that the caption mentions where present.
 HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds", "attention_impl")
 
 
@@ -46,9 +46,9 @@ def spread(row: dict, column: int) -> float | None:
 
 
 def best_rows(table: dict, column: int) -> set[str]:
-    """The best row of a column and all that cannot be told from it.
+    """The best row of a column and all rows that cannot be distinguished from it.
 
-    Two rows can be told apart where their means differ by more than the larger of their ranges over
+    Two rows are distinguishable if their means differ by more than the larger of their ranges over
     seeds; rows of a single seed cannot be compared at all.
     """
     means = {name: row["mean"][column] for name, row in table["rows"].items()}
@@ -66,7 +66,7 @@ def best_rows(table: dict, column: int) -> set[str]:
 
 
 def compare(table: dict) -> None:
-    """Add to every row how ours compares with the paper's: the difference, or ratios to softmax."""
+    """Add to every row the difference between ours and the paper's, or both ratios to softmax."""
     zero = table["rows"].get("softmax")
     for row in table["rows"].values():
         paper = row["paper"] or [None] * len(table["columns"])
@@ -88,7 +88,7 @@ def ratios(values: list, zero: list | None) -> list:
 
 
 def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
-    """Sentences on what the numbers are of, how much they vary, and what is missing."""
+    """Sentences on what was measured, how much it varies, and what is missing."""
     rows, last = table["rows"], len(table["columns"]) - 1
     runs = [run for row in rows.values() for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
@@ -149,7 +149,7 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
 
 
 def distinct_values(items: list[dict], key: str, width: int | None = None) -> str:
-    """The different values of a key, in the order in which they come."""
+    """The distinct values of a key, in order of appearance."""
     texts = (f"{v:,}" if isinstance(v := item.get(key), int) else str(v) for item in items)
     return ", ".join(dict.fromkeys(text[:width] for text in texts))
 
@@ -175,7 +175,7 @@ def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None
 
 
 def without(value: Any, keys: tuple[str, ...]) -> Any:
-    """Nested dicts and lists without these keys of an `evaluation`."""
+    """A copy of nested dicts and lists, without these keys in each `evaluation`."""
     if isinstance(value, list):
         return [without(item, keys) for item in value]
     if not isinstance(value, dict):
@@ -203,7 +203,7 @@ def markdown(table: dict, pictures: list[str]) -> str:
 
 
 def cell(table: dict, row: dict, column: int, best: bool) -> str:
-    """Ours, half the range over seeds, and in parentheses the paper's and how ours compares."""
+    """Our value, half the range over seeds, and in parentheses the paper's value and comparison."""
     digits = table["digits"]
     text = f"{row['mean'][column]:,.{digits}f}"
     text = f"**{text}**" if best else text
@@ -228,7 +228,7 @@ def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
 
 
 def curves(table: dict) -> dict[str, Figure]:
-    """Each row over the lengths, in multiples of the training length; beside it the paper's."""
+    """Each row over length in multiples of the training length, beside the paper's curves."""
     known = any(any(v is not None for v in row["paper"] or []) for row in table["rows"].values())
     figure, axes = panels(2 if known else 1)
     x = table["multiples"]
@@ -253,7 +253,7 @@ def curves(table: dict) -> dict[str, Figure]:
 
 
 def dots(table: dict) -> dict[str, Figure]:
-    """For every column a panel: each row's seeds and the paper's value, relative to softmax's."""
+    """A panel for each column: every row's seeds and the paper's value, relative to softmax."""
     names, columns, zero = list(table["rows"]), table["columns"], table["rows"].get("softmax")
     if zero is None:
         return {}
@@ -287,8 +287,8 @@ def dots(table: dict) -> dict[str, Figure]:
     return {f"{table['name']}.png": figure}
 
 
-def over_p(table: dict) -> dict[str, Figure]:
-    """Loss over p, a curve for each length, a panel for each attention that is sharpened."""
+def loss_over_p(table: dict) -> dict[str, Figure]:
+    """Loss over p: a panel for each attention variant, a curve for each length."""
     families: dict[str, list[tuple[float, dict]]] = {}
     for name, row in table["rows"].items():
         first, _, p = name.rpartition("_p")
@@ -310,12 +310,12 @@ def over_p(table: dict) -> dict[str, Figure]:
 
 
 def first_seeds(table: dict) -> dict[str, dict]:
-    """Row -> the whole measurement of its first seed."""
+    """Row -> the measurement of its first seed."""
     return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
 
 
 def maps(table: dict) -> dict[str, Path]:
-    """The maps that scripts.attention_maps drew of each row, of the first seed."""
+    """The maps that scripts.attention_maps drew for each row's first seed."""
     pictures = {}
     for name, measured in first_seeds(table).items():
         drawn = Path(measured["folder"]) / measured["picture"]
@@ -346,7 +346,7 @@ def heads(table: dict) -> dict[str, Figure]:
 
 
 def trials(table: dict) -> dict[str, Figure]:
-    """SSMax Fig. 8: the highest needle score of each trial, marked by what was answered."""
+    """SSMax Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
     return {f"{table['name']}.png": needle.plot_scores(list(table["rows"]), scores(table))}
 
 

@@ -1,4 +1,4 @@
-"""The papers' tables and figures: the rows of each, how they are measured, how they are shown."""
+"""The papers' tables and figures: their rows, how these are measured and shown."""
 
 import argparse
 import functools
@@ -15,7 +15,7 @@ from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
-from scripts.attention_maps import MapsRequest, over_heads
+from scripts.attention_maps import MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.common.runs import Request, matches, read_results, run_facts
 from scripts.downstream import TaskRequest
@@ -28,7 +28,7 @@ from scripts.reproduce.training import PlannedRun, Scale, call, find_row
 
 @dataclass(frozen=True)
 class Work:
-    """What one command is to do: these rows and seeds of a scale, written to this folder."""
+    """The work of one command: rows and seeds of a scale, and the folder of the table."""
 
     scale: Scale
     rows: tuple[str, ...]
@@ -38,22 +38,22 @@ class Work:
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """All rows of a seed before those of the next, so that a first table is there soon."""
+        """All rows of one seed before the next seed, so that a first table is complete early."""
         return [self.scale.run(row, seed) for seed in self.seeds for row in self.rows]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A table of measurements that a script makes, one of each run."""
+    """How the numbers of a table are measured: one request for each run, and its columns."""
 
-    keys: tuple  # of the columns: multiples of the training length, or names
-    request: Callable[[Config], Request]  # what is measured of a run at this scale
-    values: Callable[[dict, Config], list[float]]  # the columns, from the selected measurement
-    better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
+    keys: tuple  # columns: multiples of the training length, or names
+    request: Callable[[Config], Request]  # at this scale
+    values: Callable[[dict, Config], list[float]]  # columns of what `Request.select` returns
+    better: str | tuple[str, ...] | None = "lower"  # a tuple: for each column
     digits: int = 4
-    finetuned: bool = False  # measured after scripts.finetune_squad
-    prompt: Callable[[Config], int] = lambda config: 1  # tokens that every length has to hold
-    refuse: Callable[[Config], object] = lambda config: None  # UserError for scales not meant
+    finetuned: bool = False  # on SQuAD before measuring
+    prompt: Callable[[Config], int] = lambda config: 1  # the shortest length it fits
+    refuse: Callable[[Config], object] = lambda config: None  # raises UserError
 
     trained = True
 
@@ -76,7 +76,7 @@ class Evaluation:
         return [sys.executable, "-m", f"scripts.{request.script}", *request.arguments()]
 
     def check(self, work: Work) -> None:
-        """Raise UserError for what would only be refused after the training."""
+        """Raise UserError now for whatever would be refused after training."""
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
@@ -105,7 +105,7 @@ class Evaluation:
         return f"to evaluate: {left} runs, {amount} in all, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
-        """Measure what has not been measured of the finished runs; sentences on what failed."""
+        """Measure the finished runs where needed; returns a sentence for each failure."""
         failures = []
         for run in work.runs:
             if not run.finished or self.find(run):
@@ -125,11 +125,11 @@ class Evaluation:
         return run.folder / "squad" if self.finetuned else run.folder
 
     def find(self, run: PlannedRun) -> dict | None:
-        """What has been measured of the run, if all that the table needs is there."""
+        """The run's measurement, reduced to what the table needs; None if that is incomplete."""
         folder, request = self.folder(run), self.request(run.config)
         if (step := checkpoint.step(folder)) is None:
             return None
-        # with the data_dir that the script sees: another path may name the same folder
+        # the saved config, as the script sees it: data_dir may be another path to the same data
         config = checkpoint.read_config(folder)
         facts = run_facts(config, step, request) | request.facts(config)
         measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
@@ -137,7 +137,7 @@ class Evaluation:
         return next((one for one in selected if one is not None), None)
 
     def results(self, work: Work, row: str) -> list[dict]:
-        """What table.json keeps of each finished and measured run of a row."""
+        """The entries of table.json for the finished and measured runs of a row."""
         results = []
         for run in (work.scale.run(row, seed) for seed in work.seeds):
             if not run.finished or run.disagreement():
@@ -161,7 +161,7 @@ class Evaluation:
 
 
 def machine(config: Config) -> list[str]:
-    """The options of a script that keep it where the run was trained, if that was asked for."""
+    """The options that select the device and dtype of training, unless they are automatic."""
     asked = {"device": config.device, "dtype": config.dtype}
     return [f"--{key}={value}" for key, value in asked.items() if value != "auto"]
 
@@ -174,14 +174,14 @@ def finetuned(run: PlannedRun) -> bool:
 
 @functools.cache
 def squad_digest(path: str, config: Config) -> str:
-    """Of the examples that the runs of a scale are fine-tuned on."""
+    """Hash of the examples that the runs of a scale are fine-tuned on."""
     examples, _ = finetune_squad.encode_all(finetune_squad.read_squad(path), config, path)
     return finetune_squad.digest(examples)
 
 
 def other_tuning(run: PlannedRun, work: Work) -> str | None:
-    """What makes the fine-tuned run that is there another one than would be made now: its
-    questions, the weights that it began with, or a setting, with both values."""
+    """How the existing fine-tuned run differs from the one requested: its questions, its initial
+    weights, or a setting, with both values. None if it does not."""
     folder = run.folder / "squad"
     if checkpoint.step(folder) is None:
         return None
@@ -210,7 +210,7 @@ def finetune(run: PlannedRun, squad: str | None) -> list[str]:
 
 
 class Benchmark:
-    """LSSAR Table A7: what a step costs, measured for all rows in turns; nothing is trained."""
+    """LSSAR Table A7: the cost of a step, with rows measured in turns; nothing is trained."""
 
     keys = tuple(LSSAR["table_a7"]["columns"])
     better, digits, trained = "lower", 1, False
@@ -238,7 +238,7 @@ class Benchmark:
         }
 
     def difference(self, work: Work) -> str | None:
-        """What makes the measurement that is there another one than is asked for."""
+        """How the existing measurement differs from the one requested; None if it does not."""
         saved, here = read_json(self.file(work)), environment()
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
@@ -247,7 +247,7 @@ class Benchmark:
         dtype = pick_dtype(config.dtype, pick_device(config.device))
         settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         for key, value in settings.items():
-            # where a run, its data and its log would be is nothing to a step
+            # paths and logging do not affect a step
             free = key in ("out_dir", "data_dir", "wandb_mode")
             if not free and saved["settings"].get(key) != value:
                 return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
@@ -292,9 +292,9 @@ class Experiment:
     unit: str
     rows: tuple[str, ...]
     evaluation: Evaluation | Benchmark
-    draw: Callable[[dict], dict]  # a table as report.py has it -> pictures by name
-    paper: dict | None = None  # the section of papers.json that has values for these rows
-    paper_scale: str = "124m"  # where the section does not tell scales apart
+    draw: Callable[[dict], dict]  # a table in the format of report.py -> pictures by name
+    paper: dict | None = None  # the section of papers.json with values for these rows
+    paper_scale: str = "124m"  # where the section does not name scales
     notes: tuple[str, ...] = ()
 
 
@@ -304,14 +304,14 @@ def at(multiple: float, config: Config) -> int:
 
 
 def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
-    """The multiples times the smallest number at which the training length holds a prompt. Names in
-    their place stay."""
+    """The multiples times the smallest integer at which the training length holds a prompt; names
+    are unchanged."""
     first = -(-prompt // config.block_size)
     return tuple(one if isinstance(one, str) else one * first for one in multiples)
 
 
 def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = None) -> dict:
-    """How a run is opened: where it was trained, if that was asked for."""
+    """How the runs of a scale are opened, as keywords of a request."""
     return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
 
 
@@ -333,7 +333,7 @@ def loss(*multiples: float) -> Evaluation:
 
 
 def loss_by_position(multiple: float, *shown: float) -> Evaluation:
-    """SSMax Fig. 5: loss at every position of windows of one length, shown at some of them."""
+    """SSMax Fig. 5: loss at every position of windows of one length; columns are some of these."""
     theta = SSMAX["figure5"]["rope_theta"]
 
     def request(config: Config) -> LossRequest:
@@ -411,8 +411,7 @@ def needles(
 ) -> Evaluation:
     """SSMax Figs. 6 to 8, three views of one measurement.
 
-    `columns` makes a row of the needle scores, and of the cells (length, depth) with their shares
-    of right answers.
+    `columns` computes a row from the needle scores and from the accuracies at (length, depth).
     """
 
     def prompt(config: Config) -> int:
@@ -440,7 +439,7 @@ def needles(
 
 
 def found(scores: dict, cells: list[dict]) -> list[float]:
-    """Percent of needles found at each length, over all depths."""
+    """Needles found in percent at each length, averaged over depths."""
     lengths = dict.fromkeys(cell["length"] for cell in cells)
     shares = [[cell["correct"] for cell in cells if cell["length"] == n] for n in lengths]
     return [100 * sum(one) / len(one) for one in shares]
@@ -466,7 +465,7 @@ def maps() -> Evaluation:
     return Evaluation(
         names,
         lambda config: MapsRequest(**options(config)),
-        lambda measured, config: [over_heads(measured, name) for name in names],
+        lambda measured, config: [mean_over_heads(measured, name) for name in names],
         better=None,
     )
 
@@ -526,7 +525,7 @@ EXPERIMENTS = {
         report.curves, TABLE1, notes=(f"{FROM_TABLE1}, of models trained on FineWeb-Edu.",),
     ),
     "p_sweep": Experiment(
-        "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
+        "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.loss_over_p,
         TABLE1, notes=(f"{FROM_TABLE1}.",),
     ),
     "passkey": Experiment(
