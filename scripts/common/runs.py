@@ -104,7 +104,7 @@ def option(name: str, value: Any) -> str:
         return f"--{name}"
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
-    return f"--{name}={value:g}" if isinstance(value, float) else f"--{name}={value}"
+    return f"--{name}={value}"
 
 
 def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
