@@ -9,24 +9,24 @@ curve for every run over the length of the rows, at the greatest length (with --
 text): attention_by_row.png in the run's folder, or for several runs in the folder that holds them.
 The text is given to the model as it is, with no end-of-text mark before it.
 
-A row is one query's weights over the n >= 2 keys that it sees. Of rows are told, as means,
+A row is one query's weights over the n >= 2 keys that it sees. Means over rows are reported of
 
-    first_token         share of the first token in sum |A|: the sink; 1/n if all keys are alike
+    first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all keys are alike, 0 if one key has it all
+    entropy_share       entropy / log n: 1 if all weights are equal, 0 if one key has it all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
 
-So a row that is no distribution, for its signs or its sum, counts as the one that |A| makes. A row
-of zeros makes none: it is dead, left out of the means, and counted.
+A row that is not a distribution is thus normalised as |A| / sum |A|. A row of zeros cannot be: it
+is dead, excluded from the means, and counted.
 
-RUN/attention_maps.json is a list of measurements. What it has of the validation tokens is not
-measured again; a text is, as its maps are drawn.
+RUN/attention_maps.json is a list of measurements. Those of validation tokens are not repeated; a
+text is always measured again, since its maps are drawn.
 
     variant, seed, checkpoint, step, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
     text, data_dir      one of them is null
-    picture             of the text that was drawn last: the picture's name, as each draws over it
+    picture             file name, only of the text drawn last: each text overwrites the picture
     length, tokens      of a window, and of all windows together
     keys, rows          groups of rows, of up to 2, 4, 8, ... keys; rows of each, for one head
     groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
@@ -36,7 +36,10 @@ measured again; a text is, as its maps are drawn.
 
 import argparse
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -44,24 +47,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import DEAD
+from config import Config
 from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights
-from runtime.device import autocast, environment
-from runtime.files import write_json
+from runtime.device import autocast
+from scripts.common.arguments import AtLeast, Lengths
+from scripts.common.plots import length_axis, save_picture
 from scripts.common.runs import (
-    Run,
+    LoadedRun,
+    Request,
+    Results,
     add_options,
     check_places,
-    find_result,
     holding_folder,
     open_run,
+    print_table,
     read_results,
     run_names,
-    save_picture,
 )
-from scripts.eval_length import counted, parse_lengths, shared_tokens
+from scripts.eval_length import counted, shared_tokens
 
 # LSSAR, Figure A1
 TEXT = (
@@ -74,7 +80,7 @@ CLAMP = 0.5
 SINK = 0.3
 # Validation tokens at each length.
 TOKENS = 32768
-# The longest text of a picture, and of one whose ticks are words.
+# The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
 PICTURE = "attention_maps.png"
 NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
@@ -85,6 +91,63 @@ DRAWN = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class MapsRequest(Request):
+    """A layer's weights on a text, and on validation tokens at each length (tokens=0: none)."""
+
+    script = "attention_maps"
+    layer: int = -1
+    text: str = TEXT
+    lengths: tuple[int, ...] | None = None
+    tokens: int = TOKENS
+    data_dir: str | None = None
+
+    def layer_of(self, config: Config) -> int:
+        return self.layer % config.n_layer
+
+    def ids(self, config: Config) -> list[int]:
+        return get_tokenizer(config.tokenizer).encode(self.text)
+
+    def lengths_of(self, config: Config) -> list[int]:
+        if self.tokens == 0:
+            return []
+        return sorted(self.lengths or (config.block_size, 8 * config.block_size))
+
+    def facts(self, config: Config) -> dict:
+        """The facts of the measurement of the text."""
+        n = len(self.ids(config))
+        of_text = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
+        return {"layer": self.layer_of(config)} | of_text
+
+    def facts_at(self, length: int, config: Config) -> dict:
+        """The facts of the measurement of validation tokens in windows of one length."""
+        data_dir = self.data_dir or config.data_dir
+        tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
+        of_tokens = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
+        return {"layer": self.layer_of(config)} | of_tokens
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        # another text's maps may have overwritten this one's
+        return measurement if measurement.get("picture") == PICTURE else None
+
+    def amount(self, config: Config) -> int:
+        lengths = self.lengths_of(config)
+        return len(self.ids(config)) + sum(self.facts_at(n, config)["tokens"] for n in lengths)
+
+    def check(self, config: Config) -> None:
+        n = len(self.ids(config))
+        if not 2 <= n <= MAP_TOKENS:
+            raise UserError(
+                f"the text has {n} tokens; a map needs 2, and takes {MAP_TOKENS} at most"
+            )
+        lengths = self.lengths_of(config)
+        if lengths and lengths[0] < 2:
+            asked = ",".join(map(str, self.lengths or lengths))
+            raise UserError(f"--lengths {asked} must be 2 at least: one key is no choice")
+        for length in lengths:
+            self.facts_at(length, config)
+
+
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -93,26 +156,37 @@ def main() -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", help="of the maps (default: that of LSSAR's Figure A1)")
     text.add_argument("--file", help="a UTF-8 file with the text of the maps")
-    parser.add_argument("--lengths", help="in tokens, such as 1024,8192 (default: 1x and 8x)")
     parser.add_argument(
-        "--tokens", type=int, default=TOKENS, help="at each length (%(default)s); 0: only the text"
+        "--lengths", action=Lengths, help="in tokens, such as 1024,8192 (default: 1x and 8x)"
     )
+    parser.add_argument(
+        "--tokens", action=AtLeast, least=0, default=TOKENS,
+        help="at each length (%(default)s); 0: only the text",
+    )  # fmt: skip
     parser.add_argument("--data_dir", help="other shards than the run's own")
     add_options(parser)
     arguments = parser.parse_args()
     arguments.text = read_text(arguments)
-    for path in arguments.runs:
-        Job(path, arguments)  # refuses what is wrong before anything is measured
-    check_places(arguments.runs)
-    results = [measure(Job(path, arguments)) for path in arguments.runs]
-    names = run_names(arguments.runs)
+    request, paths = MapsRequest.parse(arguments), [Path(path) for path in arguments.runs]
+    for path in paths:  # all refusals come before any measurement
+        config = open_run(path, request).config
+        if not -config.n_layer <= request.layer < config.n_layer:
+            raise UserError(
+                f"--layer {request.layer}: {path} has layers 0 to {config.n_layer - 1}, and -1 to "
+                f"{-config.n_layer} from the last"
+            )
+        request.check(config)
+        read_results(request.file(path))
+    check_places(paths)
+    results = [measure(open_run(path, request), request) for path in paths]
+    names = run_names(paths)
     for of_all_runs in zip(*results, strict=True):
-        print_table(names, of_all_runs)
+        print_numbers(names, of_all_runs)
     longest = [of_run[-1] for of_run in results]
-    plot_rows(names, longest, holding_folder(arguments.runs) / "attention_by_row.png")
+    save_picture(plot_rows(names, longest), holding_folder(paths) / "attention_by_row.png")
 
 
-def read_text(arguments) -> str:
+def read_text(arguments: argparse.Namespace) -> str:
     if arguments.file is None:
         return TEXT if arguments.text is None else arguments.text
     try:
@@ -121,85 +195,41 @@ def read_text(arguments) -> str:
         raise UserError(f"--file {arguments.file}: cannot be read as text: {error}") from error
 
 
-class Job:
-    """A run, and what is asked of it; UserError where it cannot be done."""
-
-    def __init__(self, path, arguments):
-        self.run: Run = open_run(path, arguments)
-        config = self.run.config
-        if not -config.n_layer <= arguments.layer < config.n_layer:
-            raise UserError(
-                f"--layer {arguments.layer}: {path} has layers 0 to {config.n_layer - 1}, and -1 "
-                f"to {-config.n_layer} from the last"
-            )
-        self.layer = arguments.layer % config.n_layer
-        self.text, self.tokenizer = arguments.text, get_tokenizer(config.tokenizer)
-        self.ids = self.tokenizer.encode(self.text)
-        if not 2 <= len(self.ids) <= MAP_TOKENS:
-            raise UserError(
-                f"the text has {len(self.ids)} tokens; a map needs 2, and takes {MAP_TOKENS} at "
-                "most"
-            )
-        self.file = self.run.path / "attention_maps.json"
-        self.before = read_results(self.file)
-        self.lengths = []
-        if arguments.tokens == 0:
-            return
-        lengths = arguments.lengths or f"{config.block_size},{8 * config.block_size}"
-        self.lengths = sorted(parse_lengths(lengths, config))
-        if self.lengths[0] < 2:
-            raise UserError(f"--lengths {lengths} must be 2 at least: one key is no choice")
-        self.data_dir = arguments.data_dir or config.data_dir
-        self.tokens = shared_tokens(self.data_dir, self.lengths, arguments.tokens, config)
-
-
-def measure(job: Job) -> list[dict]:
+def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
     """A run's measurements, of the text and at each length; draws its maps."""
-    run, results = job.run, job.before
-    facts = run.facts | {"layer": job.layer}
+    config, layer = run.config, request.layer_of(run.config)
+    ids = request.ids(config)
+    results = Results(request.file(run.path), run.facts | request.facts(config))
+    A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
+    results.discard("picture")  # if interrupted here, no measurement claims the picture
+    save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
+    sums = group_sums(row_numbers(A[None])[0].double())
+    results.save(picture=PICTURE, **summary(sums, len(ids)))
+    shown = [results.values]
 
-    def keep(question: dict, sums: Tensor) -> dict:
-        result = question | summary(sums, question["length"]) | {"environment": environment()}
-        results.append(result)
-        write_json(job.file, results)
-        return result
-
-    n = len(job.ids)
-    question = facts | {"text": job.text, "data_dir": None, "length": n, "tokens": n}
-    A = weights(job, torch.tensor([job.ids], device=run.device), lambda A: A)
-    if old := find_result(results, question):
-        results.remove(old)
-    for other in results:
-        other.pop("picture", None)
-    write_json(job.file, results)  # whatever stops us: no other measurement claims the picture
-    plot_maps(job, A, run.path / PICTURE)
-    shown = [keep(question | {"picture": PICTURE}, group_sums(row_numbers(A[None])[0].double()))]
-
-    for length in job.lengths:
-        question = facts | {"text": None, "data_dir": job.data_dir}
-        question |= {"length": length, "tokens": job.tokens}
-        result = find_result(results, question)
-        if result is None:
-            sums = 0
-            with tqdm(total=job.tokens, unit="tok", desc=f"{run.path} {length}") as bar:
-                batches = validation_batches(job.data_dir, length, job.tokens, 1, device=run.device)
+    for length in request.lengths_of(config):
+        facts = request.facts_at(length, config)
+        results = Results(request.file(run.path), run.facts | facts)
+        if not results.values:
+            sums, tokens, data_dir = torch.zeros(()), facts["tokens"], facts["data_dir"]
+            with tqdm(total=tokens, unit="tok", desc=f"{run.path} {length}") as bar:
+                batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
                 for x, _ in counted(batches, bar):
-                    sums = sums + group_sums(weights(job, x, row_numbers).double())
-            result = keep(question, sums)
-        shown.append(result)
+                    sums = sums + group_sums(weights(run, layer, x, row_numbers).double())
+            results.save(**summary(sums, length))
+        shown.append(results.values)
     return shown
 
 
-def weights(job: Job, idx: Tensor, reduce) -> Tensor:
-    """The layer's weights [H, L, L] for idx [1, L], or what `reduce` makes of them."""
-    layer = slice(job.layer, job.layer + 1)
-    with autocast(job.run.device, job.run.dtype):
-        (A,) = attention_weights(job.run.model, idx, slice(None), reduce, layer)
+def weights(run: LoadedRun, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
+    with autocast(run.device, run.dtype):
+        (A,) = attention_weights(run.model, idx, slice(None), reduce, slice(layer, layer + 1))
     return A[0].cpu()
 
 
 def row_numbers(A: Tensor) -> Tensor:
-    """Of each row of A [.., rows, keys]: first token, entropy, weights that are not 0, sum |A|."""
+    """For rows of A [..., rows, keys]: first token's share, entropy, nonzero weights, sum |A|."""
     size = A.abs()
     total = size.sum(-1)
     share = size / total.clamp_min(DEAD)[..., None]
@@ -208,8 +238,8 @@ def row_numbers(A: Tensor) -> Tensor:
 
 
 def group_sums(numbers: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5]: rows, dead rows, and
-    NUMBERS over the others."""
+    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5], that is rows, dead
+    rows, and NUMBERS over the others."""
     H, L, _ = numbers.shape
     n = torch.arange(2, L + 1, dtype=numbers.dtype)
     first, entropy, seen, total = numbers[:, 1:].unbind(-1)
@@ -222,7 +252,7 @@ def group_sums(numbers: Tensor) -> Tensor:
 
 
 def summary(sums: Tensor, length: int) -> dict:
-    """What a measurement holds of the sums [H, groups, 2 + 5] over its windows."""
+    """The values of a measurement, from the sums [H, groups, 2 + 5] over its windows."""
     all_rows = sums.sum(1)
     by_group = mean_rows(sums) | {"dead": sums[..., 1].int().tolist()}
     by_head = mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()}
@@ -235,57 +265,54 @@ def summary(sums: Tensor, length: int) -> dict:
 
 
 def mean_rows(sums: Tensor) -> dict:
-    """NUMBERS, each as lists of the means over the rows that are not dead; None if all are."""
+    """Each of NUMBERS as lists of means over the rows that are not dead; None if all are."""
     means = sums[..., 2:] / (sums[..., :1] - sums[..., 1:2])
     return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
 
 
-def without_nan(value):
-    """Lists of numbers with None, which JSON has, for what is not one."""
+def without_nan(value: Any) -> Any:
+    """Nested lists with None in place of NaN, which JSON lacks."""
     if isinstance(value, list):
         return [without_nan(v) for v in value]
     return None if math.isnan(value) else value
 
 
-def over_heads(result: dict, name: str) -> float:
-    """A mean over all heads that have one."""
+def mean_over_heads(result: dict, name: str) -> float:
+    """Mean over the heads that have a value."""
     values = [v for v in result["heads"][name] if v is not None]
     return sum(values) / len(values) if values else math.nan
 
 
-def subject(results) -> str:
-    """The layer and the text of measurements of several runs."""
+def subject(results: Sequence[dict]) -> str:
+    """The title of measurements of several runs: their layer and text."""
     layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
     text = results[0]["text"]
     what = "validation tokens" if text is None else ascii(text[:40])
     return f"layer {layers}, {what}"
 
 
-def print_table(names: list[str], results) -> None:
-    """A row for every run, of the same text or validation tokens, and what equal weights give."""
+def print_numbers(names: list[str], results: Sequence[dict]) -> None:
+    """A row for every run, of the same text or validation tokens, and one for equal weights."""
     print(f"\n{subject(results)}; means over heads and rows;")
     print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
-    table = [("", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum")]
+    table = [["", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum"]]
     for name, result in zip(names, results, strict=True):
         first = [value or 0.0 for value in result["heads"]["first_token"]]
-        numbers = (f"{over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
+        share, *rest = (f"{mean_over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
         sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
-        share, *rest = numbers
-        table.append((name, f"{result['length']}", share, f"{max(first):.4f}", sinks, *rest))
+        table.append([name, f"{result['length']}", share, f"{max(first):.4f}", sinks, *rest])
     for length in sorted({result["length"] for result in results}):
         n = torch.arange(2, length + 1, dtype=torch.float64)
-        numbers = (1 / n).mean(), (1 / n).mean(), n.log().mean(), 1, 0, 0, 1
-        share, top, *rest = (f"{number:.4f}" for number in numbers)
-        table.append(("equal weights", f"{length}", share, top, "", *rest))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for name, *cells in table:
-        columns = zip(cells, widths[1:], strict=True)
-        print(f"{name:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in columns))
+        first_token, log = (1 / n).mean().item(), n.log().mean().item()
+        share, *rest = (f"{value:.4f}" for value in (first_token, log, 1, 0, 0, 1))
+        table.append(["equal weights", f"{length}", share, share, "", *rest])
+    print_table(table)
 
 
-def plot_maps(job: Job, A: Tensor, path: Path) -> None:
-    """All heads' weights A [H, L, L], one panel each, clamped as in Figure A1."""
+def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
+    """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
     H, L, _ = A.shape
+    tokenizer = get_tokenizer(run.config.tokenizer)
     columns = max(1, math.isqrt(H))  # 12 heads are the paper's 4 x 3
     lines = -(-H // columns)
     low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
@@ -303,21 +330,21 @@ def plot_maps(job: Job, A: Tensor, path: Path) -> None:
         axes.set_title(f"head {head}", fontsize="small")
         axes.tick_params(labelsize="x-small")
         if L <= WORDS:
-            words = [ascii(job.tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in job.ids]
+            words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
             axes.set_xticks(range(L), words, rotation=90, fontsize=4)
             axes.set_yticks(range(L), words, fontsize=4)
         axes.label_outer()
     figure.suptitle(
-        f"{job.run.config.variant_name}, layer {job.layer}: weights clamped to "
+        f"{run.config.variant_name}, layer {layer}: weights clamped to "
         f"[{low:g}, {CLAMP:g}]; rows are queries",
         fontsize="medium",
     )
     figure.colorbar(image, ax=panels, shrink=0.5)
-    save_picture(figure, path)
+    return figure
 
 
-def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
-    """Sink, entropy and zeros against the keys that a row sees: mean, least and most of heads."""
+def plot_rows(names: list[str], results: list[dict]) -> Figure:
+    """Sink, entropy and zeros over the keys that a row sees: mean, minimum and maximum of heads."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
     for name, axes in panels.items():
@@ -325,20 +352,16 @@ def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
             groups = torch.tensor(  # [H, groups]
                 [[math.nan if v is None else v for v in row] for row in result["groups"][name]]
             )
-            look = {"color": f"C{i % 10}"}
-            axes.plot(result["keys"], groups.nanmean(0).numpy(), marker="o", label=run, **look)
+            keys, colour = result["keys"], f"C{i % 10}"
+            axes.plot(keys, groups.nanmean(0).numpy(), marker="o", label=run, color=colour)
             least = groups.nan_to_num(math.inf).amin(0).numpy()
             most = groups.nan_to_num(-math.inf).amax(0).numpy()
-            axes.fill_between(result["keys"], least, most, alpha=0.12, linewidth=0, **look)
-            axes.axvline(result["trained_length"], color="0.6", linestyle=":", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            axes.fill_between(keys, least, most, alpha=0.12, linewidth=0, color=colour)
+        length_axis(axes, "keys that the row sees", {r["trained_length"] for r in results})
         axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
-        axes.set_xlabel("keys that the row sees (dotted: training length)")
-        axes.grid(alpha=0.3)
-    # a sink stays of order 1 where equal weights go down with 1 / n
+    # a sink stays of order 1 while equal weights decrease as 1 / n
     longest = max(results, key=lambda result: result["length"])
     shares = 1 / torch.arange(1, longest["length"] + 1)
     ends = [1, *longest["keys"]]
@@ -355,7 +378,7 @@ def plot_rows(names: list[str], results: list[dict], path: Path) -> None:
         "to the greatest".replace("$", r"\$"),
         fontsize="medium",
     )
-    save_picture(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -4,29 +4,33 @@ python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table, the paper's values beside, and draws the accuracies: downstream.png in the run's
+Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
 folder, or for several runs downstream_by_run.png in the folder that holds them. Writes
-RUN/downstream.json, a list of measurements, after every task, so that a stopped command goes on
-where it was: what has been measured before, from the same weights in the same way, is not measured
-again. Needs pip install -r requirements-dev.txt, and a network the first time that a task's data
-are read.
+RUN/downstream.json, a list of measurements, after every task, so that an interrupted command
+continues where it was; nothing is measured twice. Needs pip install -r requirements-dev.txt, and a
+network the first time a task's data are read.
 """
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import os
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
@@ -35,76 +39,104 @@ from errors import UserError, command
 from model import EVALUATED_ROWS
 from runtime import checkpoint
 from runtime.device import autocast
+from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
+from scripts.common.plots import save_picture
 from scripts.common.runs import (
+    BATCH_TOKENS,
+    LoadedRun,
+    Request,
     Results,
-    Run,
     add_options,
     check_places,
     holding_folder,
     open_run,
+    print_table,
     read_results,
     run_names,
-    save_picture,
+    select_parts,
 )
 
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
-# What they report: (task, metric).
+# Their columns: (task, metric).
 METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
 # (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name of it
 SCALES = {
     (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
     (24, 1024, True): "355m",
 }  # fmt: skip
-# Metrics that are shares of right answers, shown in percent and drawn.
+# Metrics that are shares of correct answers, printed in percent and drawn.
 SHARES = ("acc", "exact_match")
-# Tokens of a batch, unless one request is longer.
-BATCH_TOKENS = 16384
-# Of a standard error that has no closed form, such as that of perplexity.
+# For standard errors without a closed form, such as that of perplexity.
 BOOTSTRAP_SAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest(Request):
+    """Scores of tasks of lm-evaluation-harness, over all samples or the first `limit`."""
+
+    script, unit = "downstream", "samples"
+    tasks: tuple[str, ...]
+    include_path: str | None = None
+    max_length: int | None = None
+    limit: int | None = None
+
+    def max_length_of(self, config: Config) -> int:
+        return self.max_length or 2 * config.block_size
+
+    def facts(self, config: Config) -> dict:
+        return {"max_length": self.max_length_of(config), "limit": self.limit}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return select_parts(measurement, "parts", self.tasks)
+
+    def amount(self, config: Config) -> int:
+        return count_samples(self.tasks, self.include_path)
+
+    def check(self, config: Config) -> None:
+        count_samples(self.tasks, self.include_path)
 
 
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
-    parser.add_argument("--tasks", default="paper", help="of the harness, or 'paper': LSSAR's own")
+    parser.add_argument(
+        "--tasks", type=parse_tasks, default="paper",
+        help="of the harness, or 'paper': LSSAR's own",
+    )  # fmt: skip
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as the harness's yaml")
     parser.add_argument(
-        "--max_length", type=int, help="most tokens at once (default: 2x training, as in Table 2)"
+        "--max_length", action=AtLeast, least=1,
+        help="most tokens at once (default: 2x training, as in Table 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", action=AtLeast, least=1, help="only the first samples of a task, to try it"
     )
-    parser.add_argument("--limit", type=int, help="only the first samples of a task, to try it")
     add_options(parser)
     arguments = parser.parse_args()
-    for name in ("max_length", "limit"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1")
-    for path in map(Path, arguments.runs):  # refuses what is wrong now, not after the downloads
+    request, paths = TaskRequest.parse(arguments), [Path(path) for path in arguments.runs]
+    for path in paths:  # refusals come before any download
         checkpoint.read_config(path)
-        checkpoint.find(path, arguments.checkpoint)
-        read_results(path / "downstream.json")
-    check_places(arguments.runs)
+        checkpoint.find(path, request.checkpoint)
+        read_results(request.file(path))
+    check_places(paths)
     harness = import_harness()
-    tasks = load_tasks(parse_tasks(arguments.tasks), arguments.include_path)
-    results = [measure(Path(path), arguments, harness, tasks) for path in arguments.runs]
-    names = run_names(arguments.runs)
-    print_table(names, results)
+    tasks = load_tasks(list(request.tasks), request.include_path)
+    results = [measure(path, request, harness, tasks) for path in paths]
+    names = run_names(paths)
+    print_scores(names, results)
     picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
-    plot(names, results, holding_folder(arguments.runs) / picture)
+    plot(names, results, holding_folder(paths) / picture)
 
 
-def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
-    """One run's scores of the tasks that are asked for, as its downstream.json has them."""
-    run = open_run(path, arguments)
-    max_length = arguments.max_length or 2 * run.config.block_size
-    facts = run.facts | {
-        "lm_eval": harness.__version__,
-        "max_length": max_length,
-        "limit": arguments.limit,
-        "paper": paper_row(run.config),
-    }
-    results = Results(path / "downstream.json", facts)
+def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
+    """One run's scores on the requested tasks, as in its downstream.json."""
+    run = open_run(path, request)
+    config, max_length = run.config, request.max_length_of(run.config)
+    facts = run.facts | {"lm_eval": harness.__version__}
+    facts |= request.facts(config) | {"paper": paper_row(config)}
+    results = Results(request.file(path), facts)
     for number, (name, loaded) in enumerate(tasks.items(), 1):
         if results.parts.get(name, {}).get("content") == loaded["content"]:
             continue
@@ -113,7 +145,7 @@ def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
             model=harness_model(run, max_length),
             tasks=loaded["asked"],
             task_manager=loaded["manager"],
-            limit=arguments.limit,
+            limit=request.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
         )
@@ -124,36 +156,36 @@ def measure(path: Path, arguments, harness, tasks: dict[str, dict]) -> dict:
 # ---- tasks ----
 
 
-def parse_tasks(text: str) -> list[str]:
-    """Names of tasks, each once; 'paper' stands for those of TABLES."""
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """Task names without repeats; 'paper' stands for those of TABLES."""
     paper = [task for task, _ in METRICS]
     groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
-    return list(dict.fromkeys(sum(groups, [])))
+    return tuple(dict.fromkeys(sum(groups, [])))
 
 
-def import_harness():
+def import_harness() -> ModuleType:
     try:
         import lm_eval
     except ImportError as error:
         raise UserError(
             f"tasks need lm-evaluation-harness: pip install -r requirements-dev.txt ({error})"
         ) from error
-    # one process for bootstrapping: the default forks one for each core, after CUDA has started
+    # bootstrap in one process: the default forks one for each core after CUDA has started
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return lm_eval
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
-    """Name -> what was `asked` for: a group, which has a score of its own, or tasks, data included;
-    their `manager`; a fingerprint of their `content`; and the number of their `samples`.
+    """Name -> what was `asked` for: a group, which has its own score, or tasks, with their data;
+    the `manager` of these; a fingerprint of their `content`; and their number of `samples`.
 
-    Raises UserError for an unknown name, and for data that are neither cached nor reachable.
+    Raises UserError for an unknown name, and where data are neither cached nor reachable.
     """
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--include_path {folder}: no such folder")
-    # the harness's own 14,000 tasks take 10 s to list: only where they are wanted
+    # listing the harness's own 14,000 tasks takes 10 s, so only if they are needed
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=folder)
@@ -166,8 +198,15 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
     return {name: load_task(manager, name) for name in tqdm(names, desc="tasks", delay=2)}
 
 
+@functools.cache  # loading takes seconds
+def count_samples(names: tuple[str, ...], folder: str | None) -> int:
+    """Samples of tasks. Raises UserError where the harness, a task or its data are missing."""
+    import_harness()
+    return sum(task["samples"] for task in load_tasks(list(names), folder).values())
+
+
 def refuse_retries() -> None:
-    """Without a network, let Hugging Face's libraries take what is cached or fail at once."""
+    """Without a network, make Hugging Face's libraries use their cache or fail at once."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -175,12 +214,12 @@ def refuse_retries() -> None:
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
     except urllib.error.HTTPError:
-        pass  # it answers
+        pass  # reachable
     except OSError:
         constants.HF_HUB_OFFLINE = True
 
 
-def load_task(manager, name: str) -> dict:
+def load_task(manager: Any, name: str) -> dict:
     try:
         loaded = manager.load([name])
     except ConnectionError as error:
@@ -188,7 +227,7 @@ def load_task(manager, name: str) -> dict:
             f"task {name}: its data are not on this machine and huggingface.co cannot be reached; "
             "run this once where it can, with HF_HOME on a disk that both share"
         ) from error
-    except Exception as error:  # the yaml's own fault, or that of a library which it needs
+    except Exception as error:  # raised by the YAML file or by a library that it needs
         reason = f"{type(error).__name__}: {checkpoint.first_line(error)}"
         raise UserError(f"task {name} cannot be loaded: {reason}") from error
     for task in loaded["tasks"].values():
@@ -200,8 +239,8 @@ def load_task(manager, name: str) -> dict:
     return {"asked": asked, "manager": manager, "content": content, "samples": samples}
 
 
-def fingerprint(tasks) -> str:
-    """Of what is asked: every task's settings and samples."""
+def fingerprint(tasks: Iterable[Any]) -> str:
+    """Hash of every task's settings and samples."""
     digest = hashlib.sha256()
     for task in tasks:
         shots = task.fewshot_docs() if task.config.num_fewshot else ()
@@ -213,9 +252,9 @@ def fingerprint(tasks) -> str:
 # ---- the model, as the harness sees it ----
 
 
-def harness_model(run: Run, max_length: int):
-    """The run as a model of the harness. A text begins with end-of-text only where a request has no
-    context of its own, as is usual there."""
+def harness_model(run: LoadedRun, max_length: int) -> Any:
+    """The run as a model of the harness. As usual there, end-of-text comes first only where a
+    request has no context of its own."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -225,13 +264,17 @@ def harness_model(run: Run, max_length: int):
     class Model(TemplateLM):
         eot_token_id = tokenizer.eot
 
-        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
             return tokenizer.encode(string)
 
-        def _loglikelihood_tokens(self, requests, **kwargs):
+        def _loglikelihood_tokens(
+            self, requests: list[tuple], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
             return loglikelihoods(run, [request[1:] for request in requests], max_length)
 
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             windows, texts = [], []
             for number, request in enumerate(requests):
                 tokens = tokenizer.encode(request.args[0])
@@ -243,7 +286,7 @@ def harness_model(run: Run, max_length: int):
                 sums[number] += value
             return sums
 
-        def generate_until(self, requests, disable_tqdm=False):
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
             asked = []
             for request in requests:
                 context, options = request.args
@@ -267,12 +310,11 @@ def harness_model(run: Run, max_length: int):
 
 
 def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
-    """Token ids to run together, the longest first: BATCH_TOKENS of one length.
+    """Batches of token ids, the longest first, of BATCH_TOKENS and one length each.
 
-    Up to `free` tokens lengths may differ. Beyond, a RoPE scaling depends on the length, padding
-    included.
+    Lengths up to `free` tokens may be mixed; beyond, a RoPE scaling depends on the padded length.
     """
-    batch = []
+    batch: list[tuple] = []
     for request in sorted(requests, key=len, reverse=True):
         if batch:
             longest = len(batch[0])
@@ -286,15 +328,15 @@ def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
 
 
 @torch.no_grad()
-def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, bool]]:
+def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[float, bool]]:
     """For every (context, continuation) of token ids: the continuation's log-probability in nats,
-    and whether it is what greedy decoding gives. Contexts are cut from the left to max_length.
+    and whether greedy decoding gives it. Contexts are truncated from the left to max_length.
 
     Raises UserError for a continuation of more than max_length tokens.
     """
     results = [(0.0, True)] * len(pairs)
-    # All but the last token is read. Answers of one token to one question are read once.
-    readers = defaultdict(list)  # tokens read -> the numbers of their pairs
+    # The last token is only predicted, so one-token answers to one question share a sequence.
+    readers = defaultdict(list)  # input tokens -> indices of the pairs
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > max_length:
             text = get_tokenizer(run.config.tokenizer).decode(continuation[:20])
@@ -304,7 +346,7 @@ def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, 
             )
         if continuation:
             readers[tuple((*context, *continuation)[-max_length - 1 : -1])].append(number)
-    # a row sees what is before it alone, so that padding on the right changes nothing
+    # attention is causal, so padding on the right changes nothing
     free = run.config.block_size if run.config.attention_length == "train" else 0
     with tqdm(total=len(pairs), desc="loglikelihoods", unit="req") as bar:
         for batch in batches(list(readers), free):
@@ -329,9 +371,9 @@ def loglikelihoods(run: Run, pairs: list, max_length: int) -> list[tuple[float, 
     return results
 
 
-def score(run: Run, hidden, targets):
-    """Loss in nats [n] in float64 of targets [n] after hidden states [n, n_embd], and where they
-    are the likeliest tokens [n]."""
+def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64 losses in nats [n] of targets [n] given hidden states [n, n_embd], and whether each
+    is the likeliest token [n]."""
     losses, greedy = [], []
     for h, t in zip(hidden.split(EVALUATED_ROWS), targets.split(EVALUATED_ROWS), strict=True):
         with autocast(run.device, run.dtype):
@@ -341,14 +383,14 @@ def score(run: Run, hidden, targets):
     return torch.cat(losses).cpu().double(), torch.cat(greedy).cpu()
 
 
-def continuations(run: Run, asked: list) -> list[str]:
+def continuations(run: LoadedRun, asked: list) -> list[str]:
     """For every (prompt ids, most new tokens, stop strings): the greedy continuation before the
     first end-of-text or stop string."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     results = [""] * len(asked)
 
-    def text(new: list[int], stops) -> tuple[str, bool]:
-        """The continuation that these ids are, and whether it has come to its end."""
+    def text(new: list[int], stops: Sequence[str]) -> tuple[str, bool]:
+        """The text of these ids up to its end, and whether it has ended."""
         ended = tokenizer.eot in new
         found = tokenizer.decode(new[: new.index(tokenizer.eot)] if ended else new)
         cut = min((at for stop in stops if stop and (at := found.find(stop)) >= 0), default=None)
@@ -364,7 +406,7 @@ def continuations(run: Run, asked: list) -> list[str]:
                 batch = numbers[start : start + size]
                 idx = torch.tensor([asked[number][0] for number in batch], device=run.device)
 
-                def ended(idx, length=length, stops=stops):
+                def ended(idx: Tensor, length: int = length, stops: Sequence[str] = stops) -> bool:
                     return all(text(row, stops)[1] for row in idx[:, length:].tolist())
 
                 with autocast(run.device, run.dtype):
@@ -379,19 +421,19 @@ def continuations(run: Run, asked: list) -> list[str]:
 
 
 def readable(scores: dict) -> dict:
-    """Task or group -> number of samples, of few-shot examples, and metric -> value and stderr."""
+    """Task or group -> samples, few-shot examples, and metric -> value and stderr."""
     tables, counts = {}, scores["n-samples"]
     for name, row in scores["results"].items():
         metrics = {}
         for key, value in row.items():
-            metric, comma, way = key.partition(",")  # the way in which an answer was read, or none
+            metric, comma, way = key.partition(",")  # the filter applied to answers, or none
             if comma and not metric.endswith("_stderr"):
                 error = row.get(f"{metric}_stderr,{way}")
                 metrics[metric if way == "none" else key] = {
                     "value": float(value),
                     "stderr": float(error) if isinstance(error, (int, float)) else None,
                 }
-        parts = {name, *below(scores, name)} & counts.keys()
+        parts = {name, *descendants(scores, name)} & counts.keys()
         tables[name] = {
             "samples": sum(counts[part]["effective"] for part in parts),
             "num_fewshot": scores["n-shot"].get(name),
@@ -400,21 +442,21 @@ def readable(scores: dict) -> dict:
     return tables
 
 
-def below(scores: dict, group: str) -> set[str]:
-    """All that a group is made of, at any depth."""
+def descendants(scores: dict, group: str) -> set[str]:
+    """All tasks and groups below a group."""
     children = scores["group_subtasks"].get(group, [])
-    return set(children).union(*(below(scores, child) for child in children))
+    return set(children).union(*(descendants(scores, child) for child in children))
 
 
 def paper_row(config: Config) -> str | None:
-    """The row of TABLES, with its scale, that a run of this config repeats, if there is one."""
+    """The row of TABLES and its scale that a run of this config reproduces, if any."""
     edu = "fineweb_edu" in config.data_dir
     row = f"{config.variant_name} {SCALES.get((config.n_layer, config.n_embd, edu))}"
     return row if paper_values(row) and "fineweb" in config.data_dir else None
 
 
 def paper_values(row: str | None) -> dict[tuple[str, str], float]:
-    """The paper's value of every (task, metric), from all TABLES that have this row and scale."""
+    """The paper's value for every (task, metric) of this row and scale, from all TABLES."""
     if row is None:
         return {}
     name, scale = row.split()
@@ -428,18 +470,18 @@ def paper_values(row: str | None) -> dict[tuple[str, str], float]:
 
 
 def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
-    """Every task and metric to show, with what each run has of the task."""
+    """Every task and metric to show, with each run's scores on the task."""
     known = {task for task, _ in METRICS}
     for name in results[0]["parts"]:
         scores = [result["parts"][name]["scores"] for result in results]
-        # a group has a score of its own, a tag only those of its tasks
+        # a group has its own score, a tag only those of its tasks
         for task in [name] if name in scores[0] else scores[0]:
             for metric in scores[0][task]["metrics"]:
                 if task not in known or (task, metric) in METRICS:
                     yield task, metric, [one[task] for one in scores]
 
 
-def print_table(names: list[str], results: list[dict]) -> None:
+def print_scores(names: list[str], results: list[dict]) -> None:
     print()
     for name, result in zip(names, results, strict=True):
         print(
@@ -448,10 +490,9 @@ def print_table(names: list[str], results: list[dict]) -> None:
             + (f"; paper: {result['paper']}" if result["paper"] else "")
         )
     paper = [paper_values(result["paper"]) for result in results]
-    rows = list(shown(results))
     header = ["task", "metric", "run", "value", "stderr", "samples"]
     table = [header + ["paper"] * any(paper)]
-    for task, metric, scores in rows:
+    for task, metric, scores in shown(results):
         percent = 100 if metric.startswith(SHARES) else 1
         for name, score, of_paper in zip(names, scores, paper, strict=True):
             value, error = score["metrics"][metric]["value"], score["metrics"][metric]["stderr"]
@@ -459,17 +500,12 @@ def print_table(names: list[str], results: list[dict]) -> None:
             known = f"{of_paper[task, metric]:.2f}" if (task, metric) in of_paper else ""
             cells = [task, metric, name, f"{percent * value:.2f}", error, f"{score['samples']}"]
             table.append(cells + [known] * any(paper))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        padded = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
-        padded += [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
-        print("  ".join(padded))
+    print_table(table, left=3)
 
 
 def plot(names: list[str], results: list[dict], path: Path) -> None:
-    """A bar for each task and run, of shares only, with its standard error and the paper's value.
-
-    Draws nothing where no task has a share of right answers.
+    """Bars of the shares of correct answers by task and run, with standard errors and the paper's
+    values. Draws nothing where no task has such a share.
     """
     rows = [row for row in shown(results) if row[1].startswith(SHARES)]
     if not rows:

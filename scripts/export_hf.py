@@ -22,7 +22,7 @@ from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, get_tokenizer
 from errors import UserError, command
 from runtime.device import environment
 from runtime.files import write_json
-from scripts.common.runs import Run, add_options, open_run
+from scripts.common.runs import LoadedRun, RunOptions, add_options, open_run
 
 ROOT = Path(__file__).parent.parent
 MODELING = ROOT / "scripts/common/hf_modeling.py"
@@ -47,7 +47,7 @@ def main() -> None:
         import tokenizers  # noqa: F401
     except ImportError as error:
         raise UserError(f"an export needs pip install safetensors tokenizers ({error})") from error
-    run = open_run(arguments.run, arguments)
+    run = open_run(arguments.run, RunOptions.parse(arguments))
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 
-def write_config(folder: Path, run: Run, arguments: argparse.Namespace) -> None:
+def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) -> None:
     """Write config.json, which SharpAttentionConfig reads, and generation_config.json."""
     config, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}

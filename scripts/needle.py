@@ -4,59 +4,64 @@ python -m scripts.finetune_squad RUN --out_dir TUNED
 python -m scripts.needle TUNED [TUNED ...] --lengths 1024,4096,8192 --rope none --rope_theta 500000
 
 SSMax, section 3.3, Fig. 6: "The special magic Tokyo number is: 8106422." at five depths of a
-haystack, then a question in the form of the fine-tuning; greedy, but never end-of-text. An answer
-is right if the first seven digits of its first run of digits are the number. Section 3.4: a head's
-needle score is the attention from the prompt's last token, whose output is the answer's first one,
-to the span after the needle's colon up to its end. Fig. 7: the 25 highest scores at one needle, at
-half depth of --score_length tokens. Fig. 8: the highest score of each of --score_trials needles at
-random depths. For variants whose rows do not sum to 1 a score is no share, but the same sum.
+haystack, then a question formatted as in fine-tuning; decoding is greedy, with end-of-text
+excluded. An answer is correct if the first seven digits of its first run of digits are the number.
+Section 3.4: a head's needle score is the attention from the prompt's last token, which predicts the
+answer's first token, to the span from the needle's colon to its end. Fig. 7: the 25 highest scores
+at one needle, at half depth of --score_length tokens. Fig. 8: the highest score of each of
+--score_trials needles at random depths. For variants whose rows do not sum to 1 the score is the
+same sum, not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
-(Fig. 8), the latter two for several runs once, in the folder that holds them. What was measured
-before is not measured again.
+(Fig. 8), the latter two once for several runs, in the folder that holds them. Nothing is measured
+twice.
 
-The paper leaves open the haystack (here: validation tokens from a random place on, documents joined
-by line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
+The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
+line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
 import argparse
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from config import Config
 from data.loader import validation_tokens
-from data.shards import read_meta
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights
 from runtime.device import autocast
+from scripts.common.arguments import AtLeast, Lengths
+from scripts.common.plots import heat_maps, one_panel, row_style, save_picture
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
+    Tokenizer,
     answer,
     batches,
-    check_at_least,
     first_number,
-    heat_map,
 )
 from scripts.common.runs import (
+    LoadedRun,
+    Request,
     Results,
-    Run,
     add_options,
     check_places,
+    check_tokenizer,
     holding_folder,
     open_run,
+    print_table,
     run_names,
-    save_picture,
+    select_parts,
 )
-from scripts.eval_length import parse_lengths
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -70,11 +75,11 @@ CITIES = (
 NEEDLE = "\nThe special magic {city} number is:"  # and the span that is scored: " 8106422."
 QUESTION = "What is the special magic {city} number?"
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-# Heads that Fig. 7 shows, and its city, number and depth.
+# The number of heads in Fig. 7, and its city, number and depth.
 HEADS = 25
 FIXED = ("Tokyo", 8106422, 0.5)
-# What an answer may be, and its mark in Fig. 8.
-MARKERS = {"correct": "o", "first digit": "^", "wrong": "x"}
+# The grades of an answer, and their markers in Fig. 8.
+GRADES = {"correct": "o", "first digit": "^", "wrong": "x"}
 
 
 @dataclass(frozen=True)
@@ -86,39 +91,35 @@ class Needle:
     depth: float  # share of the haystack before the needle
 
 
-def texts(tokenizer, city: str, number: int) -> list[list[int]]:
-    """The tokens of a needle up to its colon, of the rest, of a line's end, and of the question."""
+def texts(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
+    """The tokens of the needle up to its colon, of its number, of a line break, of the question."""
     asked = ASK.format(question=QUESTION.format(city=city))
     return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", asked)]
 
 
-def bare_length(tokenizer, city: str, number: int) -> int:
-    """What a needle, its question and the answer take without a haystack."""
+def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
+    """Tokens of a needle, its question and the answer, without a haystack."""
     return 1 + sum(map(len, texts(tokenizer, city, number))) + ANSWER_TOKENS
 
 
-def shortest(tokenizer) -> int:
-    """The length that holds the needle of any city."""
+def shortest(tokenizer: Tokenizer) -> int:
+    """The shortest length that holds the needle of any city."""
     return max(bare_length(tokenizer, city, 8888888) for city in CITIES)
 
 
 class Haystack:
     """Needles in stretches of validation tokens."""
 
-    def __init__(self, data_dir: str, tokenizer):
+    def __init__(self, data_dir: str, config: Config):
         # 100M tokens, one shard as data.fineweb makes them, are more than any test uses
         self.tokens = validation_tokens(data_dir, 10**8)
-        self.data_dir, self.tokenizer = data_dir, tokenizer
-        meta = read_meta(data_dir) or {"tokenizer": tokenizer.name}  # published shards have none
-        if meta["tokenizer"] != tokenizer.name or self.tokens.max() >= tokenizer.n_vocab:
-            raise UserError(
-                f"{data_dir}: its tokens are not of the run's tokenizer, {tokenizer.name!r}"
-            )
+        check_tokenizer(data_dir, config, int(self.tokens.max()))
+        self.data_dir, self.tokenizer = data_dir, get_tokenizer(config.tokenizer)
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
-        """A prompt of length - ANSWER_TOKENS tokens; place, in [0, 1), picks the haystack.
+        """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack.
 
-        Raises UserError where the length has no room for the needle or there is too little text.
+        Raises UserError where the length is too short for the needle, or the text for the length.
         """
         eot = self.tokenizer.eot
         told, span, end, asked = texts(self.tokenizer, city, number)
@@ -143,70 +144,119 @@ class Haystack:
         first = 1 + before + len(told)
         return Needle(prompt, slice(first, first + len(span)), city, number, depth)
 
-    def draw(self, rng: random.Random, length: int, depth: float | None = None) -> Needle:
-        """A random city, number and haystack, at this depth or a random one."""
-        city, number = rng.choice(CITIES), rng.randint(10**6, 10**7 - 1)
-        depth = rng.random() if depth is None else depth
-        return self.hide(city, number, depth, length, rng.random())
+    def draws(
+        self, count: int, rng: random.Random, length: int, depth: float | None = None
+    ) -> Iterator[Needle]:
+        """Needles with random cities, numbers and haystacks, at `depth` or at random depths."""
+        for _ in range(count):
+            city, number = rng.choice(CITIES), rng.randint(10**6, 10**7 - 1)
+            at = rng.random() if depth is None else depth
+            yield self.hide(city, number, at, length, rng.random())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleRequest(Request):
+    """Accuracy over `samples` needles at each length and depth, and needle scores."""
+
+    script = "needle"
+    lengths: tuple[int, ...] | None = None
+    samples: int
+    score_length: int
+    score_trials: int
+    data_dir: str | None = None
+    seed: int
+
+    def lengths_of(self, config: Config) -> tuple[int, ...]:
+        return self.lengths or tuple(config.block_size * 2**i for i in range(5))
+
+    def haystack(self, config: Config) -> Haystack:
+        return Haystack(self.data_dir or config.data_dir, config)
+
+    def cells(self, config: Config) -> list[tuple[int, float]]:
+        """The lengths and depths of the accuracies."""
+        return [(length, depth) for length in self.lengths_of(config) for depth in DEPTHS]
+
+    @property
+    def scores(self) -> str:
+        return scores_name(self.score_length, self.score_trials)
+
+    def facts(self, config: Config) -> dict:
+        data_dir = self.data_dir or config.data_dir
+        return {"data_dir": data_dir, "samples": self.samples, "sample_seed": self.seed}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        names = [cell(*one) for one in self.cells(config)]
+        return select_parts(measurement, "parts", [*names, self.scores])
+
+    def amount(self, config: Config) -> int:
+        in_cells = self.samples * sum(length for length, _ in self.cells(config))
+        return in_cells + (self.score_trials + 1) * self.score_length
+
+    def check(self, config: Config) -> None:
+        haystack = self.haystack(config)
+        lengths = (*self.lengths_of(config), self.score_length)
+        for length in (min(lengths), max(lengths)):  # too short, too long
+            haystack.hide(max(CITIES, key=len), 8888888, 0.5, length, 0.0)
 
 
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder, best of finetune_squad")
-    parser.add_argument("--lengths", help="in tokens (default: 1x to 16x the training length)")
-    parser.add_argument("--samples", type=int, default=1000, help="per length and depth")
-    parser.add_argument("--score_length", type=int, default=8000, help="of the needle scores")
-    parser.add_argument("--score_trials", type=int, default=100, help="needles to score")
+    parser.add_argument(
+        "--lengths", action=Lengths, help="in tokens (default: 1x to 16x the training length)"
+    )
+    parser.add_argument(
+        "--samples", action=AtLeast, least=1, default=1000, help="per length and depth"
+    )
+    parser.add_argument(
+        "--score_length", action=AtLeast, least=1, default=8000, help="of the needle scores"
+    )
+    parser.add_argument(
+        "--score_trials", action=AtLeast, least=1, default=100, help="needles to score"
+    )
     parser.add_argument("--data_dir", help="shards to take haystacks from (default: the run's own)")
     parser.add_argument("--seed", type=int, default=1337, help="of needles and haystacks")
     add_options(parser)
     arguments = parser.parse_args()
-    check_at_least(1, arguments, "samples", "score_length", "score_trials")
-    runs = [open_run(path, arguments) for path in arguments.runs]
-    plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
-    scores = scores_name(arguments.score_length, arguments.score_trials)
+    request = NeedleRequest.parse(arguments)
+    runs = [open_run(path, request) for path in arguments.runs]
+    for run in runs:  # all refusals come before any work
+        request.check(run.config)
+    measurements = [open_results(run, request) for run in runs]
     check_places(arguments.runs)
-    for run, plan in zip(runs, plans, strict=True):
-        measure(run, *plan, arguments)
-        report(plan[-1], scores)
+    for run, results in zip(runs, measurements, strict=True):
+        measure(run, request, results)
+        report(results, request.scores)
     folder, names = holding_folder(arguments.runs), run_names(arguments.runs)
-    of_all_runs = [results.parts[scores] for *_, results in plans]
-    plot_heads(names, of_all_runs, folder / "needle_heads.png")
-    plot_scores(names, of_all_runs, folder / "needle_scores.png")
+    scores = [results.parts[request.scores] for results in measurements]
+    save_picture(plot_heads(names, scores), folder / "needle_heads.png")
+    save_picture(plot_scores(names, scores), folder / "needle_scores.png")
 
 
-def prepare(run: Run, arguments) -> tuple[list[int], Haystack, Results]:
-    """The lengths, where the haystacks come from, and the measurement."""
-    lengths = parse_lengths(arguments.lengths, run.config)
-    data_dir = arguments.data_dir or run.config.data_dir
-    haystack = Haystack(data_dir, get_tokenizer(run.config.tokenizer))
-    for length in (*lengths, arguments.score_length):
-        haystack.hide(max(CITIES, key=len), 8888888, 0.5, length, 0.0)  # refused now, not in hours
-    facts = {"data_dir": data_dir, "samples": arguments.samples, "sample_seed": arguments.seed}
-    return lengths, haystack, Results(run.path / "needle.json", run.facts | facts)
+def open_results(run: LoadedRun, request: NeedleRequest) -> Results:
+    return Results(request.file(run.path), run.facts | request.facts(run.config))
 
 
-def measure(run: Run, lengths: list[int], haystack: Haystack, results: Results, arguments) -> None:
-    """Accuracy at every length and depth, and needle scores; what the results have is left out."""
-    todo = [(n, d) for n in lengths for d in DEPTHS if cell(n, d) not in results.parts]
-    scores = scores_name(arguments.score_length, arguments.score_trials)
-    scored = scores in results.parts
-    total = sum(length for length, _ in todo) * arguments.samples
-    total += 0 if scored else arguments.score_length * (arguments.score_trials + 1)
+def measure(run: LoadedRun, request: NeedleRequest, results: Results) -> None:
+    """Measure the accuracies and needle scores that the results lack."""
+    haystack = request.haystack(run.config)
+    todo = [(n, d) for n, d in request.cells(run.config) if cell(n, d) not in results.parts]
+    scored = request.scores in results.parts
+    total = sum(length for length, _ in todo) * request.samples
+    total += 0 if scored else request.score_length * (request.score_trials + 1)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
         for length, depth in todo:
             bar.set_postfix(length=length, depth=depth)
-            rng = random.Random(f"needle {arguments.seed} {length} {depth}")
-            needles = (haystack.draw(rng, length, depth) for _ in range(arguments.samples))
-            grades = []
-            for batch in batches(needles, length):
+            rng = random.Random(f"needle {request.seed} {length} {depth}")
+            grades: list[str] = []
+            for batch in batches(haystack.draws(request.samples, rng, length, depth), length):
                 grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
                 bar.update(length * len(batch))
-            shares = {name: grades.count(name) / len(grades) for name in MARKERS}
+            shares = {name: grades.count(name) / len(grades) for name in GRADES}
             results.add(cell(length, depth), {"length": length, "depth": depth} | shares)
         if not scored:
-            results.add(scores, score(run, haystack, arguments, bar))
+            results.add(request.scores, score(run, request, haystack, bar))
 
 
 def cell(length: int, depth: float) -> str:
@@ -217,14 +267,14 @@ def scores_name(length: int, trials: int) -> str:
     return f"scores of {trials} needles in {length} tokens"
 
 
-def ask(run: Run, needles: list[Needle]) -> list[str]:
-    """The model's answers, never ended: end-of-text is not taken."""
+def ask(run: LoadedRun, needles: list[Needle]) -> list[str]:
+    """The model's answers, with end-of-text excluded."""
     eot = get_tokenizer(run.config.tokenizer).eot
     return answer(run, [needle.prompt for needle in needles], never=eot)
 
 
 def grade(needle: Needle, text: str) -> str:
-    """Which of MARKERS an answer is. It cannot end, so that only its first digits are judged."""
+    """The grade of an answer, by its leading digits only, since it cannot end after them."""
     number = str(needle.number)
     digits = first_number(text)[: len(number)]
     if digits == number:
@@ -232,10 +282,10 @@ def grade(needle: Needle, text: str) -> str:
     return "first digit" if digits[:1] == number[0] else "wrong"
 
 
-def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
+def needle_scores(run: LoadedRun, needles: list[Needle]) -> Tensor:
     """Attention from each prompt's last token to its needle's span, [B, layers, H]."""
     idx = torch.tensor([needle.prompt for needle in needles], device=run.device)
-    # with the answer's room behind it, as in generation: a RoPE scaling and L see the same length
+    # padded for the answer as in generation, so that RoPE scaling and L see the same length
     last, idx = idx.shape[1] - 1, F.pad(idx, (0, ANSWER_TOKENS))
     inside = torch.zeros(idx.shape, device=run.device)
     for row, needle in zip(inside, needles, strict=True):
@@ -249,33 +299,29 @@ def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
     return torch.cat(layers, dim=2).mT.cpu()
 
 
-def score(run: Run, haystack: Haystack, arguments, bar) -> dict:
-    """Needle scores: the best heads at one needle, the best head of each of many."""
-    length = arguments.score_length
+def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm) -> dict:
+    """Needle scores: the top heads at one needle, the top score at each of many."""
+    length = request.score_length
     bar.set_postfix(length=length, depth="random")
-    rng = random.Random(f"needle scores {arguments.seed} {length}")
+    rng = random.Random(f"needle scores {request.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
     scores = needle_scores(run, [fixed])[0]
     best = scores.flatten().topk(min(HEADS, scores.numel()))
     text = ask(run, [fixed])[0]
-    result = {
-        "length": length,
-        "one needle": {
-            "answer": text,
-            "grade": grade(fixed, text),
-            "heads": [
-                {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
-                for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ],
-        },
-        "trials": [],
+    one_needle = {
+        "answer": text,
+        "grade": grade(fixed, text),
+        "heads": [
+            {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
+            for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ],
     }
     bar.update(length)
-    needles = (haystack.draw(rng, length) for _ in range(arguments.score_trials))
-    for batch in batches(needles, length):
+    trials = []
+    for batch in batches(haystack.draws(request.score_trials, rng, length), length):
         tops = needle_scores(run, batch).flatten(1).amax(-1).tolist()
         for needle, text, top in zip(batch, ask(run, batch), tops, strict=True):
-            result["trials"].append(
+            trials.append(
                 {
                     "city": needle.city,
                     "number": needle.number,
@@ -286,66 +332,77 @@ def score(run: Run, haystack: Haystack, arguments, bar) -> dict:
                 }
             )
         bar.update(length * len(batch))
-    return result
+    return {"length": length, "one needle": one_needle, "trials": trials}
 
 
 def report(results: Results, scores: str) -> None:
     """Print one run's accuracy by length and depth and its scores, and draw Fig. 6."""
-    facts, parts = results.facts, results.parts
-    lengths = sorted({part["length"] for part in parts.values() if "depth" in part})
-    rows = [[parts.get(cell(n, d), {}).get("correct") for n in lengths] for d in DEPTHS]
+    facts = results.facts
+    lengths, depths, shares = found(results.parts)
     print(f"\n{facts['variant']}: needles found (%), RoPE scaling {facts['rope']}")
-    print(f"{'length':>10}" + "".join(f"{length:>8}" for length in lengths))
-    names = [f"{depth:.0%}" for depth in DEPTHS]
-    for name, row in zip(names, rows, strict=True):
-        cells = ["" if share is None else f"{100 * share:.1f}" for share in row]
-        print(f"{name:>10}" + "".join(f"{text:>8}" for text in cells))
-    tops = [trial["top_score"] for trial in parts[scores]["trials"]]
+    table = [["length", *map(str, lengths)]]
+    for name, row in zip(depths, shares, strict=True):
+        table.append([name, *("" if share is None else f"{100 * share:.1f}" for share in row)])
+    print_table(table)
+    tops = [trial["top_score"] for trial in results.parts[scores]["trials"]]
     print(f"{scores}: mean of each needle's highest {sum(tops) / len(tops):.4f}")
     title = f"{facts['variant']}, needles, RoPE scaling {facts['rope']}"
-    heat_map(results.path.with_suffix(".png"), rows, lengths, names, title)
+    save_picture(plot_found({title: results.parts}), results.path.with_suffix(".png"))
 
 
-def plot_heads(names: list[str], runs: list[dict], path: Path) -> None:
+def found(parts: dict[str, dict]) -> tuple[list[int], list[str], list[list[float | None]]]:
+    """Lengths, depths, and the share found [depths][lengths], None where it was not measured."""
+    lengths = sorted({part["length"] for part in parts.values() if "depth" in part})
+    shares = [[parts.get(cell(n, d), {}).get("correct") for n in lengths] for d in DEPTHS]
+    return lengths, [f"{depth:.0%}" for depth in DEPTHS], shares
+
+
+def plot_found(runs: dict[str, dict[str, dict]]) -> Figure:
+    """Fig. 6: the share of needles found by length and depth, from each run's parts."""
+    lengths, depths, _ = found(next(iter(runs.values())))
+    maps = {name: found(parts)[-1] for name, parts in runs.items()}
+    return heat_maps(maps, lengths, depths, "needles found (%)")
+
+
+def plot_heads(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 7: the highest needle scores of all heads at one needle."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, scores in zip(names, runs, strict=True):
+    figure, axes = score_panel("attention head, by needle score", "needle score")
+    for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         one = scores["one needle"]
         values = [head["score"] for head in one["heads"]]
         label = f"{name} ({one['grade']})"
-        axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
-    axes.locator_params("x", integer=True)
-    axes.set_xlabel("attention head, by needle score")
-    axes.set_ylabel("needle score")
+        axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length} tokens", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_picture(figure, path)
+    axes.legend(fontsize="small")
+    return figure
 
 
-def plot_scores(names: list[str], runs: list[dict], path: Path) -> None:
-    """Fig. 8: the highest needle score of each trial, marked by what the model answered."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
+def plot_scores(names: list[str], runs: list[dict]) -> Figure:
+    """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
+    figure, axes = score_panel("trial, by top needle score", "top needle score")
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
         axes.plot([], [], color=f"C{i}", label=name)
-        for answered, marker in MARKERS.items():
+        for answered, marker in GRADES.items():
             ranks = [n for n, trial in enumerate(trials, 1) if trial["grade"] == answered]
             tops = [trials[n - 1]["top_score"] for n in ranks]
             axes.scatter(ranks, tops, s=18, color=f"C{i}", marker=marker)
-    for answered, marker in MARKERS.items():
+    for answered, marker in GRADES.items():
         axes.scatter([], [], color="0.3", marker=marker, label=answered)
-    axes.locator_params("x", integer=True)
-    axes.set_xlabel("trial, by top needle score")
-    axes.set_ylabel("top needle score")
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"needles at random depths of {length} tokens", fontsize="medium")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def score_panel(x: str, y: str) -> tuple[Figure, Axes]:
+    figure, axes = one_panel()
+    axes.locator_params("x", integer=True)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend()
-    save_picture(figure, path)
+    return figure, axes
 
 
 if __name__ == "__main__":

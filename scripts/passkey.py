@@ -3,46 +3,42 @@
 python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --trials 100
 
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
-2023): a task description, filler, the key, filler, the question. Key and place are random, the same
-for every run with that tokenizer; an answer is right if its first run of digits is the key. Prints
-accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several runs
-passkey_by_length.png in the folder that holds them. What was measured before is not measured again.
+2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
+same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
+Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
+runs passkey_by_length.png in the folder that holds them. Nothing is measured twice.
 
-The paper does not give its prompt, nor what a length counts. Here it counts the prompt's tokens,
-end-of-text in front of them included, and ANSWER_TOKENS for the answer, so that the training length
-is not exceeded by a trial of that length.
+The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
+with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
+training length does not exceed it.
 """
 
 import argparse
 import functools
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from scripts.common.retrieval import (
-    ANSWER_TOKENS,
-    answer,
-    batches,
-    check_at_least,
-    first_number,
-    heat_map,
-)
+from scripts.common.arguments import AtLeast, Lengths
+from scripts.common.plots import heat_maps, length_axis, one_panel, save_picture
+from scripts.common.retrieval import ANSWER_TOKENS, Tokenizer, answer, batches, first_number
 from scripts.common.runs import (
+    LoadedRun,
+    Request,
     Results,
-    Run,
     add_options,
     check_places,
     holding_folder,
     open_run,
+    print_table,
     run_names,
-    save_picture,
+    select_parts,
 )
-from scripts.eval_length import parse_lengths
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -63,49 +59,78 @@ class Trial:
     depth: float  # share of the filler before the key
 
 
+@dataclass(frozen=True, kw_only=True)
+class PasskeyRequest(Request):
+    """The share of passkeys found in `trials` prompts of each length."""
+
+    script = "passkey"
+    lengths: tuple[int, ...] | None = None
+    trials: int
+    seed: int
+
+    def lengths_of(self, config: Config) -> tuple[int, ...]:
+        return self.lengths or tuple(config.block_size * n // 2 for n in (2, 3, 4, 8, 16))
+
+    def make_trials(self, config: Config) -> dict[int, list[Trial]]:
+        """The trials of each length. Raises UserError where a length is too short."""
+        tokenizer = get_tokenizer(config.tokenizer)
+        lengths = self.lengths_of(config)
+        return {n: make_trials(tokenizer, n, self.trials, self.seed) for n in lengths}
+
+    def facts(self, config: Config) -> dict:
+        return {"trials": self.trials, "trial_seed": self.seed}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return select_parts(measurement, "parts", [str(n) for n in self.lengths_of(config)])
+
+    def amount(self, config: Config) -> int:
+        return self.trials * sum(self.lengths_of(config))
+
+    def check(self, config: Config) -> None:
+        self.make_trials(config)
+
+
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
-    parser.add_argument("--lengths", help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)")
-    parser.add_argument("--trials", type=int, default=100, help="per length")
+    parser.add_argument(
+        "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
+    )
+    parser.add_argument("--trials", action=AtLeast, least=1, default=100, help="per length")
     parser.add_argument("--seed", type=int, default=1337, help="of keys and places")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N trials a length")
+    parser.add_argument(
+        "--show", action=AtLeast, least=0, default=0, metavar="N", help="print N trials a length"
+    )
     add_options(parser)
     arguments = parser.parse_args()
-    check_at_least(1, arguments, "trials")
-    check_at_least(0, arguments, "show")
-    runs = [open_run(path, arguments) for path in arguments.runs]
-    plans = [prepare(run, arguments) for run in runs]  # refuses what is wrong before all work
+    request = PasskeyRequest.parse(arguments)
+    runs = [open_run(path, request) for path in arguments.runs]
+    plans = [prepare(run, request) for run in runs]  # all refusals come before any work
     check_places(arguments.runs)
     for run, (trials, results) in zip(runs, plans, strict=True):
         measure(run, trials, results)
         show(run, trials, results, arguments.show)
         report(results)
     if len(runs) > 1:
-        path = holding_folder(arguments.runs) / "passkey_by_length.png"
-        plot(run_names(arguments.runs), [results for _, results in plans], path)
+        figure = plot(run_names(arguments.runs), [results for _, results in plans])
+        save_picture(figure, holding_folder(arguments.runs) / "passkey_by_length.png")
 
 
-def prepare(run: Run, arguments) -> tuple[dict[int, list[Trial]], Results]:
-    """The trials of each length, and the measurement they are for."""
-    block = run.config.block_size
-    usual = ",".join(str(block * halves // 2) for halves in (2, 3, 4, 8, 16))
-    lengths = parse_lengths(arguments.lengths or usual, run.config)
-    tokenizer = get_tokenizer(run.config.tokenizer)
-    trials = {n: make_trials(tokenizer, n, arguments.trials, arguments.seed) for n in lengths}
-    facts = {"trials": arguments.trials, "trial_seed": arguments.seed}
-    return trials, Results(run.path / "passkey.json", run.facts | facts)
+def prepare(run: LoadedRun, request: PasskeyRequest) -> tuple[dict[int, list[Trial]], Results]:
+    """The trials of each length, and the results to add them to."""
+    trials = request.make_trials(run.config)
+    return trials, Results(request.file(run.path), run.facts | request.facts(run.config))
 
 
-def measure(run: Run, trials: dict[int, list[Trial]], results: Results) -> None:
-    """Judge the answers at every length; lengths that the results have are left out."""
+def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) -> None:
+    """Generate and judge answers at the lengths that the results lack."""
     todo = {length: trials[length] for length in trials if str(length) not in results.parts}
     total = sum(length * len(todo[length]) for length in todo)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
         for length in todo:
             bar.set_postfix(length=length)
-            answers = []
+            answers: list[str] = []
             for batch in batches(todo[length], length):
                 answers += answer(run, [trial.prompt for trial in batch])
                 bar.update(length * len(batch))
@@ -113,15 +138,15 @@ def measure(run: Run, trials: dict[int, list[Trial]], results: Results) -> None:
 
 
 @functools.cache
-def shortest(tokenizer) -> int:
-    """The length that holds any trial: no filler, and the key that takes most tokens."""
+def shortest(tokenizer: Tokenizer) -> int:
+    """The shortest length that holds any trial: the longest key, without filler."""
     keys = (tokenizer.encode(KEY.format(key=key)) for key in range(1, LARGEST_KEY + 1))
     task, question = tokenizer.encode(TASK), tokenizer.encode(QUESTION)
     return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
 
 
-def make_trials(tokenizer, length: int, count: int, seed: int) -> list[Trial]:
-    """Trials whose prompts have length - ANSWER_TOKENS tokens; the first of many are the same."""
+def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
+    """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them."""
     rng = random.Random(f"passkey {seed} {length}")
     task, question = [tokenizer.eot, *tokenizer.encode(TASK)], tokenizer.encode(QUESTION)
     filler = tokenizer.encode(" ".join([FILLER] * (length // len(tokenizer.encode(FILLER)) + 1)))
@@ -143,11 +168,11 @@ def make_trials(tokenizer, length: int, count: int, seed: int) -> list[Trial]:
 
 
 def judge(trials: list[Trial], answers: list[str]) -> dict:
-    """What is saved of a length: accuracy, over all trials and by tenths of depth; every answer."""
+    """The results of one length: accuracy over all trials and by tenths of depth, every answer."""
     right = [
         first_number(text) == str(trial.key) for trial, text in zip(trials, answers, strict=True)
     ]
-    rows = [[] for _ in range(DEPTHS)]
+    rows: list[list[bool]] = [[] for _ in range(DEPTHS)]
     for trial, correct in zip(trials, right, strict=True):
         rows[min(DEPTHS - 1, int(trial.depth * DEPTHS))].append(correct)
     return {
@@ -160,8 +185,8 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     }
 
 
-def show(run: Run, trials: dict[int, list[Trial]], results: Results, count: int) -> None:
-    """Print the first prompts of each length and what was answered."""
+def show(run: LoadedRun, trials: dict[int, list[Trial]], results: Results, count: int) -> None:
+    """Print the first `count` prompts of each length and their answers."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     for length in trials:
         judgements = results.parts[str(length)]["trials"][:count]
@@ -173,41 +198,36 @@ def show(run: Run, trials: dict[int, list[Trial]], results: Results, count: int)
 
 def report(results: Results) -> None:
     """Print one run's accuracy by length and depth, and draw it."""
-    lengths = sorted(results.parts, key=int)
-    facts, parts = results.facts, [results.parts[length] for length in lengths]
+    lengths = sorted(map(int, results.parts))
+    facts, parts = results.facts, [results.parts[str(length)] for length in lengths]
     print(f"\n{facts['variant']}: passkeys found (%), RoPE scaling {facts['rope']}")
-    print(f"{'length':>10}" + "".join(f"{length:>8}" for length in lengths))
-    print(f"{'all':>10}" + "".join(f"{100 * part['accuracy']:8.0f}" for part in parts))
-    names = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
+    depths = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
     rows = [[part["accuracy_by_depth"][i] for part in parts] for i in range(DEPTHS)]
-    for name, row in zip(names, rows, strict=True):
-        cells = ["" if share is None else f"{100 * share:.0f}" for share in row]
-        print(f"{name:>10}" + "".join(f"{cell:>8}" for cell in cells))
+    table = [["length", *map(str, lengths)]]
+    for name, row in (
+        ("all", [part["accuracy"] for part in parts]), *zip(depths, rows, strict=True)
+    ):  # fmt: skip
+        table.append([name, *("" if share is None else f"{100 * share:.0f}" for share in row)])
+    print_table(table)
     title = f"{facts['variant']}, passkeys, RoPE scaling {facts['rope']}"
-    heat_map(results.path.with_suffix(".png"), rows, list(map(int, lengths)), names, title)
+    figure = heat_maps({title: rows}, lengths, depths, "passkeys found (%)")
+    save_picture(figure, results.path.with_suffix(".png"))
 
 
-def plot(names: list[str], runs: list[Results], path: Path) -> None:
-    """LSSAR, Fig. 2: accuracy by length, a line a run."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
+def plot(names: list[str], runs: list[Results]) -> Figure:
+    """LSSAR, Fig. 2: accuracy by length, one line for each run."""
+    figure, axes = one_panel()
     for name, results in zip(names, runs, strict=True):
         lengths = sorted(map(int, results.parts))
         accuracy = [100 * results.parts[str(length)]["accuracy"] for length in lengths]
         axes.plot(lengths, accuracy, marker="o", label=name)
     lengths = sorted({int(length) for results in runs for length in results.parts})
-    for trained in {results.facts["trained_length"] for results in runs}:
-        axes.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
+    length_axis(axes, "length in tokens", {r.facts["trained_length"] for r in runs}, lengths)
     axes.set_ylim(-3, 103)
-    axes.set_xlabel("length in tokens (dotted: training length)")
     axes.set_ylabel("passkeys found (%)")
     axes.set_title(f"RoPE scaling: {runs[0].facts['rope']}", fontsize="medium")
-    axes.grid(alpha=0.3)
     axes.legend()
-    save_picture(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import torch
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from runtime.device import autocast
-from scripts.common.runs import add_options, open_run
+from scripts.common.arguments import AtLeast
+from scripts.common.runs import RunOptions, add_options, open_run
 
 
 @command
@@ -18,21 +19,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--prompt", default="", help="empty: the start of a document")
-    parser.add_argument("--num_samples", type=int, default=1)
-    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--num_samples", action=AtLeast, least=1, default=1)
+    parser.add_argument("--max_new_tokens", action=AtLeast, least=1, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top_k", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1337)
     add_options(parser)
     arguments = parser.parse_args()
-    for name in ("num_samples", "max_new_tokens"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)} must be at least 1")
     if arguments.temperature and not 1e-4 <= arguments.temperature <= 1e4:
         raise UserError(f"--temperature {arguments.temperature} must be 0, or 0.0001 to 10000")
     if not 0 <= arguments.seed < 2**63:
         raise UserError(f"--seed {arguments.seed} must be at least 0 and below 2**63")
-    run = open_run(arguments.run, arguments)
+    run = open_run(arguments.run, RunOptions.parse(arguments))
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(arguments.prompt)]

@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from data.shards import write_meta, write_shard
+from data.tokenizer import get_tokenizer
 
 # A model that trains in a second; tests add what they need.
 SMALL = [
@@ -77,6 +79,38 @@ def call(monkeypatch):
         module.main()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained(shards, tmp_path_factory):
+    """A run of a second, its training length enough for a short question; tests that write into it
+    take a copy, the fixture `run`."""
+    import train as module
+
+    longer = ["--block_size=128", "--total_batch_size=1024", "--attention=lssar", "--p=3"]
+    out = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        argv = ["train.py", *SMALL, *longer, f"--data_dir={shards}", f"--out_dir={out}"]
+        patch.setattr(sys, "argv", argv)
+        module.main()
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Shards of 20,000 validation tokens of each tokenizer, with ends of text between."""
+    folders = {}
+    for name in ("bytes", "gpt2"):
+        tokenizer = get_tokenizer(name)
+        tokens = np.tile(np.array([tokenizer.eot, *tokenizer.encode("Such is life. ")]), 9000)
+        folders[name] = tmp_path_factory.mktemp(name)
+        write_shard(folders[name] / "text_val_000000.bin", tokens[:20000].astype(np.uint16))
+    return folders
 
 
 @pytest.fixture(autouse=True, scope="session")

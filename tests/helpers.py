@@ -1,13 +1,16 @@
-"""Every attention config of configs/, and small models made from them."""
+"""Every attention config of configs/, small models made from them, and runs for the commands."""
 
 import json
+import re
 from pathlib import Path
 
+import matplotlib.image
 import torch
 
 from config import Config, load_config
-from model import GPT
+from model import GPT, rotate
 from runtime.checkpoint import Saver, write_header
+from scripts.common.runs import LoadedRun
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each row of the papers' tables, as a path within configs/. The scales are not attention variants.
@@ -58,3 +61,44 @@ def write_task(folder, name, docs, **settings):
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
     settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
     (folder / f"{name}.yaml").write_text(json.dumps(settings))
+
+
+def first_layer(model, idx):
+    """q, k and v [B, H, L, d] of the first layer, from its weights."""
+    block, trunk = model.trunk.blocks[0], model.trunk
+    x = block.attn.c_attn(block.ln_1(model.wte(idx)))
+    q, k, v = (
+        part.unflatten(-1, (block.attn.n_head, -1)).transpose(1, 2)
+        for part in x.split(model.config.n_embd, dim=-1)
+    )
+    return rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin), v
+
+
+class Reader:
+    """A model that reads a pattern in its prompt and answers with it; it may change it first."""
+
+    def __init__(self, tokenizer, pattern, change=str):
+        self.tokenizer, self.pattern, self.change = tokenizer, pattern, change
+        self.lengths, self.never = set(), set()
+
+    def generate(self, idx, max_new_tokens, temperature, never):
+        assert temperature == 0
+        self.lengths.add(idx.shape[1])
+        self.never.add(never)
+        answers = []
+        for row in idx.tolist():
+            found = re.findall(self.pattern, self.tokenizer.decode(row))
+            assert len(found) == 1
+            answer = self.tokenizer.encode(f" {self.change(found[0])}. And the")
+            answers.append((answer + [self.tokenizer.eot] * 20)[:max_new_tokens])
+        return torch.cat((idx, torch.tensor(answers)), dim=1)
+
+
+def stub_run(path, tokenizer: str, model) -> LoadedRun:
+    config = small_config("softmax.py", f"--tokenizer={tokenizer}")
+    facts = {"variant": "softmax", "trained_length": 16, "rope": "none"}
+    return LoadedRun(path, config, model, torch.device("cpu"), torch.float32, facts)
+
+
+def not_blank(path):
+    return matplotlib.image.imread(path).std() > 0

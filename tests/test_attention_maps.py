@@ -145,7 +145,7 @@ def test_a_sink_is_seen(capsys):
     assert result["heads"]["entropy_share"] == pytest.approx([0, 1, 0])
     equal = sum(1 / n for n in range(2, L + 1)) / (L - 1)
     assert result["heads"]["first_token"] == pytest.approx([1, equal, 0])
-    attention_maps.print_table(["run"], [result | {"text": None, "length": L, "layer": 0}])
+    attention_maps.print_numbers(["run"], [result | {"text": None, "length": L, "layer": 0}])
     lines = capsys.readouterr().out.splitlines()
     assert "1 of 3" in lines[-2] and f"{equal:.4f}" in lines[-1] and f"{equal:.4f}" not in lines[-2]
 

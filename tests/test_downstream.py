@@ -240,12 +240,12 @@ def opened(case, tmp_path):
     """A run, opened as the script does it."""
     import argparse
 
-    from scripts.common.runs import add_options, open_run
+    from scripts.common.runs import RunOptions, add_options, open_run
 
     parser = argparse.ArgumentParser()
     add_options(parser)
     run = saved_run(tmp_path / "run", small_model(case).float())
-    return open_run(run, parser.parse_args(["--device=cpu"]))
+    return open_run(run, RunOptions.parse(parser.parse_args(["--device=cpu"])))
 
 
 def test_generation_stops(tmp_path):
@@ -459,7 +459,7 @@ def test_the_papers_numbers_stand_beside_its_own_models(monkeypatch, capsys):
     tables = {"paper": row("lssar_p15.py"), "parts": {"piqa": {"scores": scores}}}
     other = {"paper": None, "parts": tables["parts"]}
     results = [facts | tables, facts | other]
-    downstream.print_table(["one", "two"], results)
+    downstream.print_scores(["one", "two"], results)
     ours, others = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert ours == ["piqa", "acc_norm", "one", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2
     assert others == ["piqa", "acc_norm", "two", "50.00", "1.10", "1838"]

@@ -329,8 +329,8 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
 
 def test_needle_scores_after_fine_tuning(run, commands, scale, tmp_path, monkeypatch, capsys):
     """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
-    monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure6"], "samples", 1)
-    monkeypatch.setitem(experiments.PAPERS["ssmax"]["figure8"], "trials", 2)
+    monkeypatch.setitem(PAPERS["ssmax"]["figure6"], "samples", 1)
+    monkeypatch.setitem(PAPERS["ssmax"]["figure8"], "trials", 2)
     with open(scale, "a") as file:
         file.write("n_layer = 1\nblock_size = 192\ntotal_batch_size = 1536\nval_tokens = 1920\n")
     data, rng = tmp_path / "text", np.random.default_rng(0)
@@ -485,7 +485,7 @@ def test_tasks_are_loaded_before_training(run, commands, monkeypatch, capsys):
 
     monkeypatch.setattr(downstream, "import_harness", lambda: None)
     monkeypatch.setattr(downstream, "load_tasks", offline)
-    experiments.load_tasks.cache_clear()
+    downstream.count_samples.cache_clear()
     with pytest.raises(SystemExit) as stop:
         run("table_a2")
     assert stop.value.code == 2 and not commands
@@ -496,9 +496,9 @@ def test_the_plan_prices_the_evaluations(run, scale, commands, tmp_path, monkeyp
     tasks = {"a": {"samples": 30}, "b": {"samples": 12}}
     monkeypatch.setattr(downstream, "import_harness", lambda: None)
     monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: tasks)
-    experiments.load_tasks.cache_clear()
+    downstream.count_samples.cache_clear()
     run("table_a2", "--plan")
-    experiments.load_tasks.cache_clear()
+    downstream.count_samples.cache_clear()
     assert "to evaluate: 2 runs, 84 samples in all" in capsys.readouterr().out
     run("attention_maps", "--plan", "--only=softmax")  # 599 validation tokens: 4 windows of 128
     tokens = len(attention_maps.TEXT) + 2 * 512

@@ -1,346 +1,24 @@
-"""Attention weights of a model, passkeys, needles, and fine-tuning on SQuAD."""
+"""Fine-tuning on SQuAD."""
 
-import argparse
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 import time
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
 
-import train as training
-from data.shards import write_shard
 from data.tokenizer import get_tokenizer
-from evaluation import attention_weights
-from model import GPT, rotate
+from model import GPT
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
 from scripts import finetune_squad, needle, passkey
-from scripts.common import retrieval
-from scripts.common.runs import Run
-from tests.conftest import SMALL
-from tests.helpers import ROWS, small_config, small_model
-
-# A model long enough for a short question.
-BYTES = ("--block_size=128", "--total_batch_size=1024", "--attention=lssar", "--p=3")
-
-
-def first_layer(model, idx):
-    """q, k and v [B, H, L, d] of the first layer, from its weights."""
-    block, trunk = model.trunk.blocks[0], model.trunk
-    x = block.attn.c_attn(block.ln_1(model.wte(idx)))
-    q, k, v = (
-        part.unflatten(-1, (block.attn.n_head, -1)).transpose(1, 2)
-        for part in x.split(model.config.n_embd, dim=-1)
-    )
-    return rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin), v
-
-
-def test_attention_weights_of_softmax_against_the_formula():
-    model = small_model("softmax.py")
-    idx = torch.randint(257, (2, 16))
-    layers = attention_weights(model, idx, slice(None))
-    q, k, _ = first_layer(model, idx)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
-    expected = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    assert len(layers) == 2 and layers[0].shape == (2, 2, 16, 16)
-    torch.testing.assert_close(layers[0], expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("case", [*ROWS, "sigmoid.py --attention_length=current"])
-def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
-    model, length = small_model(case), 24  # beyond the training length
-    model.scale_rope("yarn")
-    idx = torch.randint(257, (2, length))
-    outputs = []
-    attention = model.trunk.blocks[0].attn.attention
-    hook = attention.register_forward_hook(lambda module, inputs, out: outputs.append(out))
-    whole = attention_weights(model, idx, slice(None))
-    hook.remove()
-    v = first_layer(model, idx)[2]
-    torch.testing.assert_close(whole[0] @ v, outputs[0], rtol=1e-9, atol=1e-12)
-    for rows in (slice(-1, None), slice(5, 9), slice(0, 1)):
-        for some, all_rows in zip(attention_weights(model, idx, rows), whole, strict=True):
-            torch.testing.assert_close(some, all_rows[:, :, rows], rtol=1e-9, atol=1e-12)
-    sums = attention_weights(model, idx, slice(-1, None), lambda A: A[..., 3:7].sum(-1))
-    torch.testing.assert_close(sums[1], whole[1][:, :, -1:, 3:7].sum(-1), rtol=1e-9, atol=1e-12)
-    assert not attention._forward_hooks  # nothing stays behind
-
-
-def test_generation_never_takes_a_token():
-    model, prompt = small_model("softmax.py"), torch.randint(257, (3, 8))
-    first, second = model(prompt)[:, -1].topk(2).indices[0].tolist()
-    assert model.generate(prompt[:1], 1, temperature=0)[0, -1] == first
-    assert model.generate(prompt[:1], 1, temperature=0, never=first)[0, -1] == second
-
-
-class Reader:
-    """A model that reads a pattern in its prompt and answers with it; it may change it first."""
-
-    def __init__(self, tokenizer, pattern, change=str):
-        self.tokenizer, self.pattern, self.change = tokenizer, pattern, change
-        self.lengths, self.never = set(), set()
-
-    def generate(self, idx, max_new_tokens, temperature, never):
-        assert temperature == 0
-        self.lengths.add(idx.shape[1])
-        self.never.add(never)
-        answers = []
-        for row in idx.tolist():
-            found = re.findall(self.pattern, self.tokenizer.decode(row))
-            assert len(found) == 1
-            answer = self.tokenizer.encode(f" {self.change(found[0])}. And the")
-            answers.append((answer + [self.tokenizer.eot] * 20)[:max_new_tokens])
-        return torch.cat((idx, torch.tensor(answers)), dim=1)
-
-
-def stub_run(path, tokenizer: str, model) -> Run:
-    config = small_config("softmax.py", f"--tokenizer={tokenizer}")
-    facts = {"variant": "softmax", "trained_length": 16, "rope": "none"}
-    return Run(path, config, model, torch.device("cpu"), torch.float32, facts)
-
-
-def passkeys(**changes):
-    return argparse.Namespace(
-        **{"trials": 40, "lengths": "320,400", "seed": 1, "show": 0} | changes
-    )
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, name):
-    tokenizer = get_tokenizer(name)
-    pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
-    for folder, change, accuracy in (
-        ("right", str, 1),
-        ("one_more", lambda key: int(key) + 1, 0),
-        ("longer", lambda key: key + "0", 0),
-        ("silent", lambda key: "no idea", 0),
-    ):
-        (tmp_path / folder).mkdir()
-        model = Reader(tokenizer, pattern, change)
-        run = stub_run(tmp_path / folder, name, model)
-        trials, results = passkey.prepare(run, passkeys())
-        passkey.measure(run, trials, results)
-        # prompt and answer together have the length
-        assert model.lengths == {320 - 16, 400 - 16} and model.never == {None}
-        for part in results.parts.values():
-            assert part["accuracy"] == accuracy and len(part["trials"]) == 40
-            assert set(part["accuracy_by_depth"]) - {None} == {accuracy}
-
-
-def test_passkey_prompts():
-    tokenizer = get_tokenizer("gpt2")
-    trials = passkey.make_trials(tokenizer, 1024, 200, seed=1)
-    for trial in trials:
-        assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
-        text = tokenizer.decode(trial.prompt)
-        task, before, told, after, question = text.split("\n")
-        assert task.startswith("<|endoftext|>There is an important info")
-        assert told == f"The pass key is {trial.key}. Remember it. {trial.key} is the pass key."
-        assert question == "What is the pass key? The pass key is"
-        whole = " ".join([passkey.FILLER] * 100)
-        assert whole.startswith(before) and whole.startswith(after)
-        share = len(before) / (len(before) + len(after))
-        assert share == pytest.approx(trial.depth, abs=0.02)
-        # the pieces are tokens of the text as a whole, too
-        assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
-    depths, keys = [t.depth for t in trials], [t.key for t in trials]
-    assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
-    assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
-    assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
-    assert passkey.make_trials(tokenizer, 1024, 3, seed=2) != trials[:3]
-
-
-def test_passkey_depths_are_counted_in_tenths():
-    trials = [passkey.Trial([], 7, depth) for depth in (0.0, 0.05, 0.1, 0.95, 1.0)]
-    part = passkey.judge(trials, [" 7.", "7", "is 7 or 8", " 77", "seven"])
-    assert part["accuracy"] == 0.6
-    assert part["accuracy_by_depth"] == [1.0, 1.0] + [None] * 7 + [0.0]
-    assert [trial["correct"] for trial in part["trials"]] == [True] * 3 + [False] * 2
-
-
-@pytest.fixture(scope="module")
-def trained(shards, tmp_path_factory):
-    """A run of a second; tests that write into it take a copy."""
-    out = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        argv = ["train.py", *SMALL, *BYTES, f"--data_dir={shards}", f"--out_dir={out}"]
-        patch.setattr(sys, "argv", argv)
-        training.main()
-    return out
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
-
-
-def not_blank(path):
-    return matplotlib.image.imread(path).std() > 0
-
-
-def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
-    arguments = (run, "--trials", 5, "--show", 1)
-    call(passkey, *arguments, "--lengths", "320,300")
-    printed = capsys.readouterr().out
-    (result,) = json.loads((run / "passkey.json").read_text())
-    assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
-    assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
-    assert not_blank(run / "passkey.png")
-    assert printed.count("What is the pass key? The pass key is") == 2
-    # an answer is what the model itself writes after that prompt
-    model = GPT(checkpoint.read_config(run)).eval()
-    checkpoint.load_weights(model, run)
-    model.scale_rope("dynamic_ntk")
-    trials = passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337)
-    for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
-        out = model.generate(torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
-        assert trial.key == judged["key"]
-        assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
-    # what is there is kept, what is new is added
-    monkeypatch.setattr(passkey, "answer", None)
-    call(passkey, *arguments, "--lengths", "300")
-    with pytest.raises(TypeError):
-        call(passkey, *arguments, "--lengths", "310")
-    with pytest.raises(TypeError):
-        call(passkey, *arguments, "--lengths", "300", "--seed", 5)
-    with pytest.raises(TypeError):
-        call(passkey, *arguments, "--lengths", "300", "--rope", "none")
-    assert json.loads((run / "passkey.json").read_text()) == [result]
-    monkeypatch.undo()
-    # another question is another measurement beside the first
-    arguments = (run, "--trials", 2, "--lengths", "300")
-    call(passkey, *arguments, "--rope", "none")
-    first, second = json.loads((run / "passkey.json").read_text())
-    assert first == result and second["rope"] == "none" and set(second["parts"]) == {"300"}
-
-
-def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path):
-    other = shutil.copytree(run, tmp_path / "other")
-    call(passkey, run, other, "--lengths", "300", "--trials", 2)
-    assert not_blank(tmp_path / "passkey_by_length.png") and not_blank(other / "passkey.png")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Shards of 20,000 validation tokens of each tokenizer, with ends of text between."""
-    folders = {}
-    for name in ("bytes", "gpt2"):
-        tokenizer = get_tokenizer(name)
-        tokens = np.tile(np.array([tokenizer.eot, *tokenizer.encode("Such is life. ")]), 9000)
-        folders[name] = tmp_path_factory.mktemp(name)
-        write_shard(folders[name] / "text_val_000000.bin", tokens[:20000].astype(np.uint16))
-    return folders
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_needle_prompts(text, name):
-    tokenizer = get_tokenizer(name)
-    haystack = needle.Haystack(text[name], tokenizer)
-    for city in needle.CITIES:
-        hidden = haystack.hide(city, 8106422, 0.3, 1000, 0.5)
-        assert len(hidden.prompt) == 1000 - retrieval.ANSWER_TOKENS
-        assert tokenizer.decode(hidden.prompt[hidden.span]) == " 8106422."
-        before = tokenizer.decode(hidden.prompt[: hidden.span.start])
-        after = tokenizer.decode(hidden.prompt[hidden.span.stop :])
-        assert before.endswith(f"\nThe special magic {city} number is:")
-        asked = f"\nQuestion: What is the special magic {city} number?\nAnswer:"
-        assert after.startswith("\n") and after.endswith(asked)
-        # only the first token is end-of-text
-        assert hidden.prompt.index(tokenizer.eot) == 0 and tokenizer.eot not in hidden.prompt[1:]
-        hay = len(hidden.prompt) - 1 - len(tokenizer.encode(asked))
-        told = len(tokenizer.encode(f"\nThe special magic {city} number is: 8106422.\n"))
-        start = hidden.span.start - len(tokenizer.encode(f"\nThe special magic {city} number is:"))
-        assert (start - 1) / (hay - told) == pytest.approx(0.3, abs=1e-2)
-
-
-def needles(data_dir, **changes):
-    usual = {"samples": 6, "lengths": "200,300", "seed": 1, "score_length": 250, "score_trials": 7}
-    return argparse.Namespace(**usual | {"data_dir": str(data_dir)} | changes)
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_needle_tells_readers_apart(text, tmp_path, monkeypatch, name):
-    tokenizer = get_tokenizer(name)
-    pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
-    zeros = torch.zeros(1, 1, 1)
-    monkeypatch.setattr(needle, "needle_scores", lambda run, batch: zeros.expand(len(batch), 1, 1))
-    for change, grade in (
-        (str, "correct"),
-        (lambda number: number + "3", "correct"),  # it cannot end its answer
-        (lambda number: f"{number[0]}{(int(number[1]) + 1) % 10}{number[2:]}", "first digit"),
-        (lambda number: number[:6], "first digit"),
-        (lambda number: f"{10 - int(number[0]) if number[0] != '5' else 1}{number[1:]}", "wrong"),
-        (lambda number: "none", "wrong"),
-    ):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        model = Reader(tokenizer, pattern, change)
-        run, arguments = stub_run(folder, name, model), needles(text[name])
-        lengths, haystack, results = needle.prepare(run, arguments)
-        needle.measure(run, lengths, haystack, results, arguments)
-        assert model.never == {tokenizer.eot} and model.lengths == {184, 284, 234}
-        for length in (200, 300):
-            for depth in ("10%", "30%", "50%", "70%", "90%"):
-                assert results.parts[f"{length} tokens, depth {depth}"][grade] == 1
-        scores = results.parts["scores of 7 needles in 250 tokens"]
-        assert scores["one needle"]["grade"] == grade
-        assert {trial["grade"] for trial in scores["trials"]} == {grade}
-        assert len({trial["number"] for trial in scores["trials"]}) == 7
-
-
-def test_needle_scores_against_the_softmax_formula(text):
-    model = small_model("softmax.py")
-    tokenizer = get_tokenizer("bytes")
-    haystack = needle.Haystack(text["bytes"], tokenizer)
-    hidden = [haystack.hide("Oslo", 1234567, d, 220, 0.2) for d in (0.1, 0.8)]
-    scores = needle.needle_scores(stub_run(None, "bytes", model), hidden)
-    assert scores.shape == (2, 2, 2)
-    for one, found in zip(hidden, scores, strict=True):
-        # bytes: a character is a token, save end-of-text, which decodes to 13 characters
-        decoded = tokenizer.decode(one.prompt)
-        start = decoded.index("number is: 1234567.") + len("number is:") - 12
-        model.trunk.set_rope(model.trunk.rope, len(one.prompt))
-        q, k, _ = first_layer(model, torch.tensor([one.prompt]))
-        weights = (q[:, :, -1:] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-        expected = weights[0, :, 0, start : start + len(" 1234567.")].sum(-1)
-        torch.testing.assert_close(found[0], expected, rtol=1e-9, atol=1e-12, check_dtype=False)
-
-
-@pytest.mark.parametrize(
-    "case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py", "sigmoid.py", "softmax.py"]
-)
-def test_needle_scores_are_of_the_generation_itself(text, case):
-    """Where L and RoPE depend on the current length, that is the one of the answer's end."""
-    model = small_model(case, "--attention_length=current")
-    model.scale_rope("dynamic_ntk")
-    hidden = needle.Haystack(text["bytes"], get_tokenizer("bytes")).hide(
-        "Rome", 7654321, 0.5, 200, 0
-    )
-    scores = needle.needle_scores(stub_run(None, "bytes", model), [hidden])[0]
-    seen = []
-
-    def look(module, inputs, output):
-        q, k, v, score_scale, length = inputs
-        if q.shape[2] > 1:  # the prompt, whose last output is the answer's first token
-            A = module.weights(q, k, score_scale, length)
-            torch.testing.assert_close(A @ v, output, rtol=1e-9, atol=1e-12)
-            seen.append(A[0, :, -1, hidden.span].sum(-1))
-
-    for block in model.trunk.blocks:
-        block.attn.attention.register_forward_hook(look)
-    model.generate(torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
-    torch.testing.assert_close(scores, torch.stack(seen), rtol=1e-9, atol=1e-12)
-
+from tests.helpers import ROWS, not_blank, small_model
 
 SQUAD_WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
 
@@ -492,32 +170,6 @@ def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path
     assert "needles found" in printed and "passkeys found" in printed
 
 
-def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypatch):
-    other = shutil.copytree(run, tmp_path / "other")
-    few = ("--samples", 2, "--score_length", 240, "--score_trials", 2, "--data_dir", text["bytes"])
-    few = ("--lengths", 200, *few)
-    call(needle, run, *few)
-    whole = json.loads((run / "needle.json").read_text())
-    asked = []
-
-    def stops(*arguments, ask=needle.ask):
-        asked.append(arguments)
-        if len(asked) == 4:
-            raise KeyboardInterrupt
-        return ask(*arguments)
-
-    monkeypatch.setattr(needle, "ask", stops)
-    with pytest.raises(SystemExit):
-        call(needle, other, *few)
-    assert len(json.loads((other / "needle.json").read_text())[0]["parts"]) == 3
-    call(needle, other, *few)
-    assert len(asked) == 4 + 2 + 2  # two depths, one needle, two needles in one batch
-    assert json.loads((other / "needle.json").read_text()) == whole
-    call(needle, run, other, *few)
-    assert len(asked) == 8
-    assert not_blank(tmp_path / "needle_heads.png") and not_blank(tmp_path / "needle_scores.png")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # the latter has a scaler to resume
 def test_finetuning_is_resumed_and_never_overwritten(
     run, squad, call, tmp_path, monkeypatch, capsys, dtype
@@ -649,20 +301,6 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
 @pytest.mark.parametrize(
     "module, arguments, message",
     [
-        (passkey, ["--lengths", "200"], "too short"),
-        (passkey, ["--lengths", "0"], "positive"),
-        (passkey, ["--lengths", "300,x"], "whole numbers"),
-        (passkey, ["--lengths", "300", "--trials", "0"], "--trials 0"),
-        (passkey, ["--lengths", "300", "--show", "-1"], "--show -1"),
-        (needle, ["--lengths", "100"], "too short"),
-        (needle, ["--lengths", "-5"], "positive"),
-        (needle, ["--lengths", "200,4096", "--score_length", "200"], "600 validation tokens"),
-        (needle, ["--lengths", "200"], "8000"),
-        (needle, ["--lengths", "200", "--score_length", "-1"], "--score_length -1"),
-        (needle, ["--lengths", "200", "--samples", "0"], "--samples 0"),
-        (needle, ["--lengths", "200", "--score_trials", "0"], "--score_trials 0"),
-        (needle, ["--lengths", "200", "--data_dir", "nowhere"], "nowhere"),
-        (needle, ["--lengths", "200", "--data_dir", "GPT2"], "tokenizer, 'bytes'"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--epochs", "0"], "--epochs 0"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--sequences", "-1"], "--sequences"),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--device", "x"], "device = 'x'"),
@@ -684,7 +322,7 @@ def test_refusals(run, call, text, capsys, module, arguments, message):
     assert sorted(path.name for path in run.iterdir()) == there
 
 
-@pytest.mark.parametrize("module", [passkey, needle, finetune_squad])
+@pytest.mark.parametrize("module", [finetune_squad])
 def test_a_run_without_a_checkpoint_is_refused(trained, call, tmp_path, capsys, squad, module):
     more = ["--squad", squad, "--out_dir", tmp_path / "out"] if module is finetune_squad else []
     for message in ("no config.json", "checkpoint"):

@@ -1,38 +1,50 @@
-"""What the scripts on finished runs share: their options, opening a run, its results."""
+"""What the commands on finished runs share: opening a run, and measuring it once."""
 
 import argparse
 import os
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
-from matplotlib.figure import Figure
 
 from config import Config, choices
+from data.shards import read_meta
 from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import atomic_write, check_writable, read_json, write_json
+from runtime.files import check_writable, read_json, write_json
 
-# Of curves in one picture.
-MARKERS = "osD^v<>pPX*hd8H"
+# Tokens of an evaluation batch, unless one sequence is longer.
+BATCH_TOKENS = 16384
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run, its model on its device, in evaluation mode, RoPE scaled as asked."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a finished run is opened; `add_options` explains the fields."""
 
-    path: Path
-    config: Config
-    model: GPT
-    device: torch.device
-    dtype: torch.dtype  # of matrix products: see evaluate.autocast
-    facts: dict  # what every result of this run records beside its numbers
+    rope: str
+    rope_factor: float | None = None
+    rope_theta: float | None = None
+    checkpoint: str = "latest"
+    attention_impl: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+
+    @classmethod
+    def parse(cls, arguments: argparse.Namespace) -> Self:
+        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return pick_dtype(self.dtype, pick_device(self.device))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `open_run` reads."""
+    """Add the options that `RunOptions` has as fields."""
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     names = ", ".join(Rope.SCALINGS)
     parser.add_argument("--rope", default="dynamic_ntk", help=f"scaling: {names} (%(default)s)")
@@ -44,33 +56,107 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention_impl", default="auto", choices=impls, help="path of attention")
 
 
-def open_run(path, arguments: argparse.Namespace) -> Run:
-    """Load a run for evaluation. Raises UserError where it or the device is not there."""
-    device = pick_device(arguments.device)
-    dtype = pick_dtype(arguments.dtype, device)
-    config = checkpoint.read_config(path)
-    # the path that trained it was a matter of that machine
-    config = config.replace(attention_impl=arguments.attention_impl)
-    model = GPT(config).scale_rope(arguments.rope, arguments.rope_factor, arguments.rope_theta)
-    step = checkpoint.load_weights(model, path, arguments.checkpoint)
-    facts = {
+@dataclass(frozen=True, kw_only=True)
+class Request(RunOptions, ABC):
+    """What an evaluation script is asked to measure: its command-line options as fields.
+
+    The script parses its command line into a request, and scripts.reproduce builds one for each
+    table, so both identify a measurement by the same facts.
+    """
+
+    script: ClassVar[str]
+    unit: ClassVar[str] = "tokens"  # of `amount`
+
+    def arguments(self) -> list[str]:
+        """The command-line options of this request: the fields that are not at their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        machine = {name: values.pop(name) for name in ("device", "dtype")}
+        defaults = {field.name: field.default for field in fields(self)}
+        return [
+            option(name, value)
+            for name, value in (values | machine).items()
+            if value != defaults[name]
+        ]
+
+    def file(self, folder: Path) -> Path:
+        """The results file of the run in `folder`."""
+        return folder / f"{self.script}.json"
+
+    @abstractmethod
+    def facts(self, config: Config) -> dict:
+        """What identifies the measurement of a run with this config, along with `run_facts`."""
+
+    @abstractmethod
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        """The measurement, reduced to the requested parts; None if one of them is missing."""
+
+    @abstractmethod
+    def amount(self, config: Config) -> int:
+        """The cost of measuring one run, in `unit`."""
+
+    @abstractmethod
+    def check(self, config: Config) -> None:
+        """Raise UserError where a run with this config cannot be measured."""
+
+
+def option(name: str, value: Any) -> str:
+    if value is True:
+        return f"--{name}"
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    return f"--{name}={value}"
+
+
+def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
+    """The measurement with only these entries of measurement[key]; None if one is missing."""
+    if not set(names) <= measurement[key].keys():
+        return None
+    return measurement | {key: {name: measurement[key][name] for name in names}}
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A finished run, its model on its device, in evaluation mode, RoPE scaled as asked."""
+
+    path: Path
+    config: Config
+    model: GPT
+    device: torch.device
+    dtype: torch.dtype  # of matrix products: see runtime.device.autocast
+    facts: dict  # `run_facts`
+
+
+def run_facts(config: Config, step: int, options: RunOptions) -> dict:
+    """What every measurement records about its run and how the run was opened."""
+    return {
         "variant": config.variant_name,
         "seed": config.seed,
-        "checkpoint": arguments.checkpoint,
+        "checkpoint": options.checkpoint,
         "step": step,
         "trained_length": config.block_size,
-        "rope": arguments.rope,
-        "rope_factor": arguments.rope_factor,
-        "rope_theta": arguments.rope_theta,
-        "dtype": str(dtype).removeprefix("torch."),
-        "attention_impl": arguments.attention_impl,
+        "rope": options.rope,
+        "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "attention_impl": options.attention_impl,
     }
-    return Run(Path(path), config, model.to(device).eval(), device, dtype, facts)
 
 
-def run_names(paths) -> list[str]:
-    """What tables and pictures call these runs: the variant, or the folder where that is not enough
-    to tell them apart."""
+def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
+    """Load a run for evaluation. Raises UserError where it or the device is not there."""
+    device = pick_device(options.device)
+    dtype = options.torch_dtype
+    config = checkpoint.read_config(path)
+    # the implementation that trained it was chosen for that machine
+    config = config.replace(attention_impl=options.attention_impl)
+    model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
+    step = checkpoint.load_weights(model, path, options.checkpoint)
+    facts = run_facts(config, step, options)
+    return LoadedRun(Path(path), config, model.to(device).eval(), device, dtype, facts)
+
+
+def run_names(paths: Sequence[str | Path]) -> list[str]:
+    """Labels for tables and pictures: the variants, or the folders if variants repeat."""
     names = [checkpoint.read_config(path).variant_name for path in paths]
     if len(set(names)) == len(names):
         return names
@@ -78,55 +164,85 @@ def run_names(paths) -> list[str]:
     return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
 
 
-def holding_folder(paths) -> Path:
-    """Where a picture of these runs goes: the run's folder, or the one that holds them all."""
+def holding_folder(paths: Sequence[str | Path]) -> Path:
+    """Where a picture of these runs goes: the run's folder, or the common parent of several."""
     folders = [Path(path).resolve() for path in paths]
     if len(folders) == 1:
         return folders[0]
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
-def check_places(paths) -> None:
+def check_places(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
     for folder in (*paths, holding_folder(paths)):
         check_writable(folder)
 
 
+def check_tokenizer(data_dir: str, config: Config, largest: int = 0) -> None:
+    """Raise UserError where the shards of data_dir, with token ids up to `largest`, were made with
+    a different tokenizer than the run's."""
+    meta = read_meta(data_dir) or {"tokenizer": config.tokenizer}  # published shards have none
+    if meta["tokenizer"] != config.tokenizer or largest >= config.n_vocab:
+        raise UserError(
+            f"{data_dir}: its tokens are of another tokenizer than the run's tokenizer, "
+            f"{config.tokenizer!r}"
+        )
+
+
 def read_results(path: Path) -> list[dict]:
-    """The measurements that a run's file of results holds; UserError if it is something else."""
+    """The measurements in a results file. Raises UserError where it holds something else."""
     results = read_json(path)
     if results is not None and not isinstance(results, list):
         raise UserError(f"{path}: it holds no list of measurements; move it out of the way")
     return results or []
 
 
-def find_result(results: list[dict], question: dict) -> dict | None:
-    """The measurement with these values, if it is there."""
-    same = (r for r in results if all(r.get(key) == value for key, value in question.items()))
-    return next(same, None)
+def matches(measurement: dict, facts: dict) -> bool:
+    return all(measurement.get(key) == value for key, value in facts.items())
 
 
 class Results:
-    """One measurement of a run's file of results, saved after each of its parts, so that a stopped
-    one goes on.
+    """One measurement in a results file, which is a list of measurements, the newest last.
 
-    The file is a list of measurements. `facts` say which one this is: of the same weights, measured
-    in the same way. The parts that it holds already need not be measured again.
+    `facts` identify the measurement; `values` holds what has been saved of it, empty at first.
+    Saving after each part lets an interrupted command continue from there.
     """
 
     def __init__(self, path: Path, facts: dict):
         self.path, self.facts = path, facts
-        self.parts = (find_result(read_results(path), facts) or {"parts": {}})["parts"]
+        self.values: dict = next((r for r in read_results(path) if matches(r, facts)), {})
+
+    def save(self, **values: Any) -> None:
+        self.values = self.facts | values | {"environment": environment()}
+        write_json(self.path, [*self.others(), self.values])
+
+    def discard(self, key: str) -> None:
+        """Remove the measurement, and `key` from all the others."""
+        kept = [{k: v for k, v in one.items() if k != key} for one in self.others()]
+        write_json(self.path, kept)
+
+    def others(self) -> list[dict]:
+        # read again to keep what other processes have saved in the meantime
+        return [one for one in read_results(self.path) if not matches(one, self.facts)]
+
+    @property
+    def parts(self) -> dict[str, dict]:
+        """The named parts saved so far."""
+        return self.values.get("parts", {})
 
     def add(self, part: str, value: dict) -> None:
-        self.parts[part] = value
-        # read again: what others measure at the same time stays
-        others = [one for one in read_results(self.path) if not find_result([one], self.facts)]
-        mine = self.facts | {"parts": self.parts, "environment": environment()}
-        write_json(self.path, [*others, mine])
+        self.save(parts=self.parts | {part: value})
 
 
-def save_picture(figure: Figure, path: Path) -> None:
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=150)
-    print(f"picture: {os.path.relpath(path)}")
+def print_table(
+    rows: Sequence[Sequence[str]], left: int = 1, width: int = 0, remarks: Sequence[str] = ()
+) -> None:
+    """Print aligned columns: the first `left` flush left, the rest flush right and at least `width`
+    wide. `remarks` are printed after the first rows."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    for i, row in enumerate(rows):
+        cells = [cell.ljust(w) for cell, w in zip(row[:left], widths[:left], strict=True)]
+        cells += [
+            cell.rjust(max(w, width)) for cell, w in zip(row[left:], widths[left:], strict=True)
+        ]
+        print("".join(cells) + (f"   {remarks[i]}" if i < len(remarks) else ""))

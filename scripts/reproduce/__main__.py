@@ -3,22 +3,24 @@
 python -m scripts.reproduce table1 --scale tiny --seeds 2
 python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
 
-Says what it will cost, trains what is missing in OUT/<scale>/<row>/seed<seed> (with all GPUs of the
-machine), evaluates it, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
-tables share the runs. Stopped at any point it goes on from there; what is done is not done again.
---only and --seeds limit the work; the table has every row that is there for these seeds, and never
-takes the place of one with more rows or seeds.
+Prints the cost, trains the missing runs in OUT/<scale>/<row>/seed<seed> (on all GPUs of the
+machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
+tables share the runs. An interrupted command continues from where it was; nothing is done twice.
+--only and --seeds limit the work; the table has every available row for these seeds, and never
+replaces one with more rows or seeds.
 """
 
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from config import choices
 from errors import UserError, command
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import check_writable, read_json
+from scripts.common.arguments import AtLeast
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.reproduce import report
 from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
@@ -28,6 +30,7 @@ from scripts.reproduce.training import FIRST_SEED, Scale, check, cost, open_scal
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
         description=__doc__.split("\n\n")[0],
         epilog=list_experiments(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -37,7 +40,9 @@ def main() -> None:
         "--scale", required=True, help="124m (the papers'), another of configs/scales, or a FILE.py"
     )
     parser.add_argument("--only", metavar="ROW,ROW", help="train and evaluate these rows only")
-    parser.add_argument("--seeds", type=int, default=1, help=f"runs a row, from seed {FIRST_SEED}")
+    parser.add_argument(
+        "--seeds", action=AtLeast, least=1, default=1, help=f"runs a row, from seed {FIRST_SEED}"
+    )
     parser.add_argument("--data", metavar="DIR", help="shards to train on, not the scale's own")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
     parser.add_argument("--out", default="out", metavar="DIR", help="holds the runs (%(default)s)")
@@ -54,8 +59,6 @@ def main() -> None:
     name = arguments.name
     if name not in EXPERIMENTS:
         raise UserError(f"{name!r} is none of {', '.join(EXPERIMENTS)}")
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds} must be at least 1")
     experiment = EXPERIMENTS[name]
     chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
     for row in chosen:
@@ -100,13 +103,13 @@ def main() -> None:
 
 
 def runs_of(table: dict) -> set[tuple[str, int]]:
-    """The row and seed of every run of a table."""
+    """The row and seed of every run in a table."""
     return {(name, run["seed"]) for name, row in table["rows"].items() for run in row["runs"]}
 
 
-def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = ()) -> None:
-    """Raise UserError where the folder has a table of more rows or seeds than are there now, as in
-    a clone that has the table and not the runs."""
+def keep_whole(folder: Path, there: set[tuple[str, int]], failures: Sequence[str] = ()) -> None:
+    """Raise UserError where the folder's table has rows or seeds that are missing now, as in a
+    clone that has the table but not the runs."""
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})
     if lost := sorted(before - there):
         seeds = {seed: [row for row, its in lost if its == seed] for _, seed in lost}
@@ -118,14 +121,14 @@ def keep_whole(folder: Path, there: set[tuple[str, int]], failures: list[str] = 
 
 
 def stop_on_signals() -> None:
-    """Let what ends a job or closes a terminal end the child too: else it would go on alone."""
+    """Exit on the signals that end a job or close a terminal, so that the child ends too."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
             signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED))
 
 
 def list_experiments() -> str:
-    """The names, and what each costs where nothing has been trained yet."""
+    """The names, with their training cost from scratch."""
     scale = open_scale("124m", "out", None, "disabled", [])
     lines = ["what there is, and what it trains at scale 124m for each seed, once for all of them:"]
     for name, experiment in EXPERIMENTS.items():
@@ -138,7 +141,7 @@ def list_experiments() -> str:
 
 
 def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
-    """The table as report.py has it, of all rows that are there for these seeds.
+    """The table, in the format of report.py, of all available rows for these seeds.
 
     Raises UserError where there is none.
     """
@@ -176,8 +179,8 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
 
 
 def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list], str]:
-    """The paper's values for the columns, None where it has none, of the rows that have any; and
-    the scale they are of."""
+    """Row -> the paper's values for the columns, None where it has none, for rows that have any;
+    and the scale of these values."""
     section, name = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, name

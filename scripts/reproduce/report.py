@@ -1,29 +1,31 @@
-"""A table of the papers beside ours: its numbers, as Markdown and as pictures.
+"""Our table beside the paper's: numbers, Markdown and pictures.
 
 A table is a dict, as table.json has it:
 
     name, title, scale, unit, paper_scale, columns, paper_columns, better ("lower", "higher"),
     compare ("difference", "ratio"), digits, caption (sentences), not_run (rows), failures
     rows   {row: {paper, mean, low, high, compared: lists over columns, or null; compared is
-            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values, its
-            folder, step, tokens, environment and the whole evaluation}}
+            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values,
+            folder, step, tokens, environment and evaluation}}
 """
 
-import itertools
-import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from config import Config
 from errors import UserError
 from runtime.files import atomic_write, write_json
-from scripts.common.runs import MARKERS
+from scripts import eval_length, needle
+from scripts.common.plots import row_style
 
-# Of an evaluation, what stays in the run's own file.
+# Keys of an evaluation that are too long for table.json.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
-# Of an evaluation, what the caption says where it is there.
+# Keys of an evaluation that the caption mentions where present.
 HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds", "attention_impl")
 
 
@@ -44,27 +46,27 @@ def spread(row: dict, column: int) -> float | None:
 
 
 def best_rows(table: dict, column: int) -> set[str]:
-    """The best row of a column and all that cannot be told from it.
+    """The best row of a column and all rows that cannot be distinguished from it.
 
-    Two rows can be told apart where their means differ by more than the larger of their ranges over
+    Two rows are distinguishable if their means differ by more than the larger of their ranges over
     seeds; rows of a single seed cannot be compared at all.
     """
-    rows = {name: row for name, row in table["rows"].items() if spread(row, column) is not None}
-    if not rows or table["better"][column] is None:
+    means = {name: row["mean"][column] for name, row in table["rows"].items()}
+    spreads = {name: spread(row, column) for name, row in table["rows"].items()}
+    known = {name: width for name, width in spreads.items() if width is not None}
+    if not known or table["better"][column] is None:
         return set()
     pick = min if table["better"][column] == "lower" else max
-    best = pick(rows.values(), key=lambda row: row["mean"][column])
+    best = pick(known, key=means.__getitem__)
     return {
         name
-        for name, row in rows.items()
-        if row is best
-        or abs(row["mean"][column] - best["mean"][column])
-        <= max(spread(row, column), spread(best, column))
+        for name, width in known.items()
+        if name == best or abs(means[name] - means[best]) <= max(width, known[best])
     }
 
 
 def compare(table: dict) -> None:
-    """Add to every row how ours compares with the paper's: the difference, or ratios to softmax."""
+    """Add to every row the difference between ours and the paper's, or both ratios to softmax."""
     zero = table["rows"].get("softmax")
     for row in table["rows"].values():
         paper = row["paper"] or [None] * len(table["columns"])
@@ -86,7 +88,7 @@ def ratios(values: list, zero: list | None) -> list:
 
 
 def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
-    """Sentences on what the numbers are of, how much they vary, and what is missing."""
+    """Sentences on what was measured, how much it varies, and what is missing."""
     rows, last = table["rows"], len(table["columns"]) - 1
     runs = [run for row in rows.values() for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
@@ -147,13 +149,14 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
 
 
 def distinct_values(items: list[dict], key: str, width: int | None = None) -> str:
-    """The different values of a key, in the order in which they come."""
+    """The distinct values of a key, in order of appearance."""
     texts = (f"{v:,}" if isinstance(v := item.get(key), int) else str(v) for item in items)
     return ", ".join(dict.fromkeys(text[:width] for text in texts))
 
 
-def ranged(numbers) -> str:
-    low, high = min(numbers := list(numbers)), max(numbers)
+def ranged(values: Iterable[int]) -> str:
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -171,8 +174,8 @@ def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None
         file.write(markdown(table, list(pictures)))
 
 
-def without(value, keys: tuple[str, ...]):
-    """Nested dicts and lists without these keys of an `evaluation`."""
+def without(value: Any, keys: tuple[str, ...]) -> Any:
+    """A copy of nested dicts and lists, without these keys in each `evaluation`."""
     if isinstance(value, list):
         return [without(item, keys) for item in value]
     if not isinstance(value, dict):
@@ -200,7 +203,7 @@ def markdown(table: dict, pictures: list[str]) -> str:
 
 
 def cell(table: dict, row: dict, column: int, best: bool) -> str:
-    """Ours, half the range over seeds, and in parentheses the paper's and how ours compares."""
+    """Our value, half the range over seeds, and in parentheses the paper's value and comparison."""
     digits = table["digits"]
     text = f"{row['mean'][column]:,.{digits}f}"
     text = f"**{text}**" if best else text
@@ -219,19 +222,13 @@ def cell(table: dict, row: dict, column: int, best: bool) -> str:
 # ---- pictures ----
 
 
-def panels(count: int, **options):
+def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(max(6.4, 5.2 * count), 4.8), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
-
-
-def row_style(i: int) -> dict:
-    """Colour and marker of the i-th row: 20 that differ."""
-    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4,
-            "linestyle": "-" if i < 10 else "--"}  # fmt: skip
+    return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
 def curves(table: dict) -> dict[str, Figure]:
-    """Each row over the lengths, in multiples of the training length; beside it the paper's."""
+    """Each row over length in multiples of the training length, beside the paper's curves."""
     known = any(any(v is not None for v in row["paper"] or []) for row in table["rows"].values())
     figure, axes = panels(2 if known else 1)
     x = table["multiples"]
@@ -256,7 +253,7 @@ def curves(table: dict) -> dict[str, Figure]:
 
 
 def dots(table: dict) -> dict[str, Figure]:
-    """For every column a panel: each row's seeds and the paper's value, relative to softmax's."""
+    """A panel for each column: every row's seeds and the paper's value, relative to softmax."""
     names, columns, zero = list(table["rows"]), table["columns"], table["rows"].get("softmax")
     if zero is None:
         return {}
@@ -266,7 +263,7 @@ def dots(table: dict) -> dict[str, Figure]:
     figure.set_layout_engine("constrained")
     axes = figure.subplots(down, across, sharey=True, squeeze=False)
 
-    def relative(value, first):
+    def relative(value: float, first: float) -> float:
         return value / first if ratio else value - first
 
     for column, one in zip(range(len(columns)), axes.flat, strict=False):
@@ -290,9 +287,9 @@ def dots(table: dict) -> dict[str, Figure]:
     return {f"{table['name']}.png": figure}
 
 
-def over_p(table: dict) -> dict[str, Figure]:
-    """Loss over p, a curve for each length, a panel for each attention that is sharpened."""
-    families = {}
+def loss_over_p(table: dict) -> dict[str, Figure]:
+    """Loss over p: a panel for each attention variant, a curve for each length."""
+    families: dict[str, list[tuple[float, dict]]] = {}
     for name, row in table["rows"].items():
         first, _, p = name.rpartition("_p")
         families.setdefault(first, []).append((float(p), row))
@@ -312,16 +309,15 @@ def over_p(table: dict) -> dict[str, Figure]:
     return {f"{table['name']}.png": figure}
 
 
-def first_seeds(table: dict):
-    """(number, row's label, the whole measurement of its first seed), for every row."""
-    for i, (name, row) in enumerate(table["rows"].items()):
-        yield i, name, row["runs"][0]["evaluation"]
+def first_seeds(table: dict) -> dict[str, dict]:
+    """Row -> the measurement of its first seed."""
+    return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
 
 
 def maps(table: dict) -> dict[str, Path]:
-    """The maps that scripts.attention_maps drew of each row, of the first seed."""
+    """The maps that scripts.attention_maps drew for each row's first seed."""
     pictures = {}
-    for _, name, measured in first_seeds(table):
+    for name, measured in first_seeds(table).items():
         drawn = Path(measured["folder"]) / measured["picture"]
         if not drawn.is_file():
             raise UserError(
@@ -332,85 +328,29 @@ def maps(table: dict) -> dict[str, Path]:
 
 
 def positions(table: dict) -> dict[str, Figure]:
-    """SSMax Fig. 5: loss over positions, means over bins of a sixteenth of the position."""
-    figure, (axes,) = panels(1)
-    for i, name, measured in first_seeds(table):
-        losses = measured["loss_by_position"][max(measured["loss_by_position"], key=int)]
-        edges = sorted({round(1.0625**k) for k in range(int(math.log(len(losses), 1.0625)) + 1)})
-        bins = [(a, b) for a, b in itertools.pairwise([*edges, len(losses) + 1]) if b > a]
-        means = [statistics.mean(losses[a - 1 : b - 1]) for a, b in bins]
-        axes.plot([a for a, _ in bins], means, label=name, color=row_style(i)["color"])
-    axes.axvline(measured["trained_length"], color="0.6", linestyle=":", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlabel("position in tokens (dotted: training length)")
-    axes.set_ylabel("validation loss (nats)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    return {f"{table['name']}.png": figure}
+    """SSMax Fig. 5: loss over positions."""
+    rows = first_seeds(table)
+    results = [[measured] for measured in rows.values()]
+    return {f"{table['name']}.png": eval_length.plot_positions(list(rows), results)}
 
 
 def haystacks(table: dict) -> dict[str, Figure]:
     """SSMax Fig. 6: a heat map for every row, the share of needles found by length and depth."""
-    rows = list(first_seeds(table))
-    figure = Figure(figsize=(4.2 * min(3, len(rows)), 2.6 * -(-len(rows) // 3)))
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots(-(-len(rows) // 3), min(3, len(rows)), squeeze=False)
-    for one in axes.flat[len(rows) :]:
-        one.axis("off")
-    for (_, name, measured), one in zip(rows, axes.flat, strict=False):
-        cells = [part for part in measured["parts"].values() if "depth" in part]
-        lengths = sorted({cell["length"] for cell in cells})
-        depths = sorted({cell["depth"] for cell in cells})
-        shares = {(cell["depth"], cell["length"]): 100 * cell["correct"] for cell in cells}
-        values = [[shares.get((d, n), math.nan) for n in lengths] for d in depths]
-        image = one.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        one.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
-        one.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
-        one.set_title(name, fontsize="medium")
-    figure.supxlabel("length in tokens", fontsize="medium")
-    figure.supylabel("depth", fontsize="medium")
-    figure.colorbar(image, ax=axes, label="needles found (%)")
-    return {f"{table['name']}.png": figure}
-
-
-def scores(measured: dict) -> dict:
-    return next(part for part in measured["parts"].values() if "one needle" in part)
+    runs = {name: measured["parts"] for name, measured in first_seeds(table).items()}
+    return {f"{table['name']}.png": needle.plot_found(runs)}
 
 
 def heads(table: dict) -> dict[str, Figure]:
     """SSMax Fig. 7: the highest needle scores of all heads at one needle."""
-    figure, (axes,) = panels(1)
-    for i, name, measured in first_seeds(table):
-        one = scores(measured)["one needle"]
-        values = [head["score"] for head in one["heads"]]
-        label = f"{name} ({one['grade']})"
-        axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
-    axes.set_xlabel("attention head, by needle score")
-    axes.set_ylabel("needle score")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    return {f"{table['name']}.png": figure}
+    return {f"{table['name']}.png": needle.plot_heads(list(table["rows"]), scores(table))}
 
 
 def trials(table: dict) -> dict[str, Figure]:
-    """SSMax Fig. 8: the highest needle score of each trial, marked by what was answered."""
-    figure, (axes,) = panels(1)
-    marks = {"correct": "o", "first digit": "^", "wrong": "x"}
-    for i, name, measured in first_seeds(table):
-        ranked = sorted(scores(measured)["trials"], key=lambda trial: -trial["top_score"])
-        axes.plot([], [], color=f"C{i}", label=name)
-        for grade, marker in marks.items():
-            points = [(x, t["top_score"]) for x, t in enumerate(ranked, 1) if t["grade"] == grade]
-            axes.scatter(
-                *zip(*points, strict=True) if points else ([], []),
-                s=18,
-                color=f"C{i}",
-                marker=marker,
-            )
-    for grade, marker in marks.items():
-        axes.scatter([], [], color="0.3", marker=marker, label=grade)
-    axes.set_xlabel("trial, by highest needle score")
-    axes.set_ylabel("highest needle score")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    return {f"{table['name']}.png": figure}
+    """SSMax Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
+    return {f"{table['name']}.png": needle.plot_scores(list(table["rows"]), scores(table))}
+
+
+def scores(table: dict) -> list[dict]:
+    """The needle scores of each row's first seed."""
+    parts = [measured["parts"].values() for measured in first_seeds(table).values()]
+    return [next(part for part in of_run if "one needle" in part) for of_run in parts]

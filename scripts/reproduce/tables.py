@@ -1,4 +1,4 @@
-"""The papers' tables and figures: the rows of each, how they are measured, how they are shown."""
+"""The papers' tables and figures: their rows, how these are measured and shown."""
 
 import argparse
 import functools
@@ -14,18 +14,21 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json
-from scripts import attention_maps, benchmark, finetune_squad, needle, passkey
-from scripts import downstream as harness
+from scripts import benchmark, finetune_squad, needle, passkey
+from scripts.attention_maps import MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
-from scripts.common.runs import find_result, read_results
-from scripts.eval_length import shared_tokens
+from scripts.common.runs import Request, matches, read_results, run_facts
+from scripts.downstream import TaskRequest
+from scripts.eval_length import LossRequest, smoothed
+from scripts.needle import NeedleRequest
+from scripts.passkey import PasskeyRequest
 from scripts.reproduce import report
-from scripts.reproduce.training import Run, Scale, call, find_row
+from scripts.reproduce.training import PlannedRun, Scale, call, find_row
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one command is to do: these rows and seeds of a scale, written to this folder."""
+    """The work of one command: rows and seeds of a scale, and the folder of the table."""
 
     scale: Scale
     rows: tuple[str, ...]
@@ -34,32 +37,23 @@ class Work:
     squad: str | None = None  # SQuAD's train-v2.0.json
 
     @property
-    def runs(self) -> list[Run]:
-        """All rows of a seed before those of the next, so that a first table is there soon."""
+    def runs(self) -> list[PlannedRun]:
+        """All rows of one seed before the next seed, so that a first table is complete early."""
         return [self.scale.run(row, seed) for seed in self.seeds for row in self.rows]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a script measures a run, and where in its results the table's columns are."""
+    """How the numbers of a table are measured: one request for each run, and its columns."""
 
-    script: str  # of scripts/; its results are in <script>.json of the run's folder
-    keys: tuple  # of the columns: multiples of the training length, or names
-    arguments: Callable[[Config], list[str]]
-    # what a measurement has to say of itself, beside what all say, to be of this table
-    question: Callable[[Config], dict]
-    # the measurement with those of its parts that the table is of; None where one is missing
-    cut: Callable[[dict, Config], dict | None]
-    values: Callable[[dict, Config], list[float]]  # of what `cut` leaves
-    amount: Callable[[Config], int]  # what the script has to do for a run, to tell the cost
-    rope: str = "dynamic_ntk"
-    rope_theta: float | None = None
-    fits: Callable[[Config], object] = lambda config: None  # UserError where it cannot be measured
-    better: str | tuple[str, ...] | None = "lower"  # a tuple: of each column
+    keys: tuple  # columns: multiples of the training length, or names
+    request: Callable[[Config], Request]  # at this scale
+    values: Callable[[dict, Config], list[float]]  # columns of what `Request.select` returns
+    better: str | tuple[str, ...] | None = "lower"  # a tuple: for each column
     digits: int = 4
-    finetuned: bool = False  # measured after scripts.finetune_squad
-    prompt: Callable[[Config], int] = lambda config: 1  # tokens that every length has to hold
-    unit: str = "tokens"  # of what `amount` counts
+    finetuned: bool = False  # on SQuAD before measuring
+    prompt: Callable[[Config], int] = lambda config: 1  # the shortest length it fits
+    refuse: Callable[[Config], object] = lambda config: None  # raises UserError
 
     trained = True
 
@@ -78,12 +72,11 @@ class Evaluation:
         )
 
     def command(self, config: Config) -> list[str]:
-        theta = [f"--rope_theta={self.rope_theta:g}"] if self.rope_theta else []
-        script = [sys.executable, "-m", f"scripts.{self.script}", f"--rope={self.rope}", *theta]
-        return [*script, *self.arguments(config), *machine(config)]
+        request = self.request(config)
+        return [sys.executable, "-m", f"scripts.{request.script}", *request.arguments()]
 
     def check(self, work: Work) -> None:
-        """Raise UserError for what would only be refused after the training."""
+        """Raise UserError now for whatever would be refused after training."""
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
@@ -91,7 +84,8 @@ class Evaluation:
         if self.finetuned and work.squad and not Path(work.squad).is_file():
             raise UserError(f"--squad {work.squad}: no such file")
         if not all(self.find(run) for run in work.runs):
-            self.fits(work.scale.config)
+            self.refuse(work.scale.config)
+            self.request(work.scale.config).check(work.scale.config)
         for run in work.runs if self.finetuned else ():
             if problem := other_tuning(run, work):
                 raise UserError(
@@ -103,14 +97,15 @@ class Evaluation:
         left = sum(self.find(run) is None for run in work.runs)
         if not left:
             return "to evaluate: 0 runs"
-        epochs = finetune_squad.EPOCHS
+        config, epochs = work.scale.config, finetune_squad.EPOCHS
         tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
-        shown = " ".join(["python", *self.command(work.scale.config)[1:]])
-        amount = left * self.amount(work.scale.config)
-        return f"to evaluate: {left} runs, {amount:,} {self.unit} in all, each {tuning}with {shown}"
+        shown = " ".join(["python", *self.command(config)[1:]])
+        request = self.request(config)
+        amount = f"{left * request.amount(config):,} {request.unit}"
+        return f"to evaluate: {left} runs, {amount} in all, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
-        """Measure what has not been measured of the finished runs; sentences on what failed."""
+        """Measure the finished runs where needed; returns a sentence for each failure."""
         failures = []
         for run in work.runs:
             if not run.finished or self.find(run):
@@ -126,41 +121,34 @@ class Evaluation:
                     break
         return failures
 
-    def folder(self, run: Run) -> Path:
+    def folder(self, run: PlannedRun) -> Path:
         return run.folder / "squad" if self.finetuned else run.folder
 
-    def find(self, run: Run) -> tuple[list[float], dict] | None:
-        """The run's values and the measurement that they are from, if it has been made."""
-        folder = self.folder(run)
+    def find(self, run: PlannedRun) -> dict | None:
+        """The run's measurement, reduced to what the table needs; None if that is incomplete."""
+        folder, request = self.folder(run), self.request(run.config)
         if (step := checkpoint.step(folder)) is None:
             return None
-        # as the script takes it: the same folder may have been given by another path
-        config = run.config.replace(data_dir=checkpoint.read_config(folder).data_dir)
-        dtype = pick_dtype(config.dtype, pick_device(config.device))
-        asked = self.question(config) | {
-            "checkpoint": "latest", "step": step, "dtype": str(dtype).removeprefix("torch."),
-            "rope": self.rope, "rope_factor": None, "rope_theta": self.rope_theta,
-            "attention_impl": "auto",
-        }  # fmt: skip
-        for result in read_results(folder / f"{self.script}.json"):
-            if find_result([result], asked) and (kept := self.cut(result, config)):
-                return self.values(kept, config), kept
-        return None
+        # the saved config, as the script sees it: data_dir may be another path to the same data
+        config = checkpoint.read_config(folder)
+        facts = run_facts(config, step, request) | request.facts(config)
+        measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
+        selected = (request.select(measurement, config) for measurement in measurements)
+        return next((one for one in selected if one is not None), None)
 
     def results(self, work: Work, row: str) -> list[dict]:
-        """What table.json keeps of each finished and measured run of a row."""
+        """The entries of table.json for the finished and measured runs of a row."""
         results = []
         for run in (work.scale.run(row, seed) for seed in work.seeds):
             if not run.finished or run.disagreement():
                 continue
             if self.finetuned and other_tuning(run, work):
                 continue
-            if found := self.find(run):
-                values, measured = found
+            if measured := self.find(run):
                 results.append(
                     {
                         "seed": run.config.seed,
-                        "values": values,
+                        "values": self.values(measured, run.config),
                         "run": str(run.folder),
                         "step": run.step,
                         "tokens": run.tokens,
@@ -173,12 +161,12 @@ class Evaluation:
 
 
 def machine(config: Config) -> list[str]:
-    """The options of a script that keep it where the run was trained, if that was asked for."""
+    """The options that select the device and dtype of training, unless they are automatic."""
     asked = {"device": config.device, "dtype": config.dtype}
     return [f"--{key}={value}" for key, value in asked.items() if value != "auto"]
 
 
-def finetuned(run: Run) -> bool:
+def finetuned(run: PlannedRun) -> bool:
     folder = run.folder / "squad"
     step = checkpoint.step(folder)
     return step is not None and step >= checkpoint.read_config(folder).max_iters
@@ -186,14 +174,14 @@ def finetuned(run: Run) -> bool:
 
 @functools.cache
 def squad_digest(path: str, config: Config) -> str:
-    """Of the examples that the runs of a scale are fine-tuned on."""
+    """Hash of the examples that the runs of a scale are fine-tuned on."""
     examples, _ = finetune_squad.encode_all(finetune_squad.read_squad(path), config, path)
     return finetune_squad.digest(examples)
 
 
-def other_tuning(run: Run, work: Work) -> str | None:
-    """What makes the fine-tuned run that is there another one than would be made now: its
-    questions, the weights that it began with, or a setting, with both values."""
+def other_tuning(run: PlannedRun, work: Work) -> str | None:
+    """How the existing fine-tuned run differs from the one requested: its questions, its initial
+    weights, or a setting, with both values. None if it does not."""
     folder = run.folder / "squad"
     if checkpoint.step(folder) is None:
         return None
@@ -213,7 +201,7 @@ def other_tuning(run: Run, work: Work) -> str | None:
     return None
 
 
-def finetune(run: Run, squad: str | None) -> list[str]:
+def finetune(run: PlannedRun, squad: str | None) -> list[str]:
     folder = run.folder / "squad"
     command = [sys.executable, "-m", "scripts.finetune_squad", str(run.folder)]
     command += [f"--out_dir={folder}", *([f"--squad={squad}"] if squad else [])]
@@ -222,7 +210,7 @@ def finetune(run: Run, squad: str | None) -> list[str]:
 
 
 class Benchmark:
-    """LSSAR Table A7: what a step costs, measured for all rows in turns; nothing is trained."""
+    """LSSAR Table A7: the cost of a step, with rows measured in turns; nothing is trained."""
 
     keys = tuple(LSSAR["table_a7"]["columns"])
     better, digits, trained = "lower", 1, False
@@ -250,7 +238,7 @@ class Benchmark:
         }
 
     def difference(self, work: Work) -> str | None:
-        """What makes the measurement that is there another one than is asked for."""
+        """How the existing measurement differs from the one requested; None if it does not."""
         saved, here = read_json(self.file(work)), environment()
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
@@ -259,7 +247,7 @@ class Benchmark:
         dtype = pick_dtype(config.dtype, pick_device(config.device))
         settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         for key, value in settings.items():
-            # where a run, its data and its log would be is nothing to a step
+            # paths and logging do not affect a step
             free = key in ("out_dir", "data_dir", "wandb_mode")
             if not free and saved["settings"].get(key) != value:
                 return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
@@ -304,9 +292,9 @@ class Experiment:
     unit: str
     rows: tuple[str, ...]
     evaluation: Evaluation | Benchmark
-    draw: Callable[[dict], dict]  # a table as report.py has it -> pictures by name
-    paper: dict | None = None  # the section of papers.json that has values for these rows
-    paper_scale: str = "124m"  # where the section does not tell scales apart
+    draw: Callable[[dict], dict]  # a table in the format of report.py -> pictures by name
+    paper: dict | None = None  # the section of papers.json with values for these rows
+    paper_scale: str = "124m"  # where the section does not name scales
     notes: tuple[str, ...] = ()
 
 
@@ -316,88 +304,48 @@ def at(multiple: float, config: Config) -> int:
 
 
 def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
-    """The multiples times the smallest number at which the training length holds a prompt. Names in
-    their place stay."""
+    """The multiples times the smallest integer at which the training length holds a prompt; names
+    are unchanged."""
     first = -(-prompt // config.block_size)
     return tuple(one if isinstance(one, str) else one * first for one in multiples)
 
 
-def joined(multiples, config: Config) -> str:
-    return ",".join(str(at(multiple, config)) for multiple in multiples)
-
-
-@functools.cache
-def tokens_at(config: Config, lengths: tuple[int, ...]) -> int:
-    """What scripts.eval_length predicts at each of these lengths."""
-    return shared_tokens(config.data_dir, list(lengths), config.val_tokens, config)
-
-
-def validation(config: Config, lengths: tuple[int, ...]) -> dict:
-    """What scripts.eval_length says of the tokens that it predicted."""
-    return {"data_dir": config.data_dir, "tokens": tokens_at(config, lengths)}
-
-
-def only(key: str, names: Callable[[Config], list[str]]) -> Callable[[dict, Config], dict | None]:
-    """A `cut`: of result[key] the parts of these names."""
-
-    def cut(result, config):
-        wanted = names(config)
-        if not set(wanted) <= result[key].keys():
-            return None
-        return result | {key: {name: result[key][name] for name in wanted}}
-
-    return cut
+def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = None) -> dict:
+    """How the runs of a scale are opened, as keywords of a request."""
+    return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
 
 
 def loss(*multiples: float) -> Evaluation:
     """Loss by length, over the same tokens at every length."""
 
-    def lengths(config):
+    def lengths(config: Config) -> tuple[int, ...]:
         return tuple(at(multiple, config) for multiple in multiples)
 
-    def values(result, config):
-        losses = dict(zip(result["lengths"], result["loss"], strict=True))
+    def values(measured: dict, config: Config) -> list[float]:
+        losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
         return [losses[length] for length in lengths(config)]
 
     return Evaluation(
-        "eval_length",
         multiples,
-        lambda config: [f"--lengths={joined(multiples, config)}"],
-        question=lambda config: validation(config, lengths(config)),
-        cut=lambda result, config: (
-            result if set(lengths(config)) <= set(result["lengths"]) else None
-        ),
-        values=values,
-        amount=lambda config: len(multiples) * tokens_at(config, lengths(config)),
-        fits=lambda config: tokens_at(config, lengths(config)),
+        lambda config: LossRequest(lengths=lengths(config), **options(config)),
+        values,
     )
 
 
 def loss_by_position(multiple: float, *shown: float) -> Evaluation:
-    """SSMax Fig. 5: loss at every position of windows of one length, told at some of them."""
+    """SSMax Fig. 5: loss at every position of windows of one length; columns are some of these."""
+    theta = SSMAX["figure5"]["rope_theta"]
 
-    def values(result, config):
-        (losses,) = result["loss_by_position"].values()
-        return [mean_around(losses, at(position, config)) for position in shown]
+    def request(config: Config) -> LossRequest:
+        lengths = (at(multiple, config),)
+        return LossRequest(lengths=lengths, per_position=True, **options(config, "none", theta))
 
-    return Evaluation(
-        "eval_length",
-        shown,
-        lambda config: [f"--lengths={at(multiple, config)}", "--per_position"],
-        question=lambda config: validation(config, (at(multiple, config),)),
-        cut=only("loss_by_position", lambda config: [str(at(multiple, config))]),
-        values=values,
-        amount=lambda config: tokens_at(config, (at(multiple, config),)),
-        rope="none",
-        rope_theta=SSMAX["figure5"]["rope_theta"],
-        fits=lambda config: tokens_at(config, (at(multiple, config),)),
-    )
+    def values(measured: dict, config: Config) -> list[float]:
+        (losses,) = measured["loss_by_position"].values()
+        curve = smoothed(losses)
+        return [curve[at(position, config) - 1] for position in shown]
 
-
-def mean_around(losses: list[float], position: int) -> float:
-    """Over the positions within a sixteenth of this one: a single position's loss is noisy."""
-    near = losses[position - position // 16 - 1 : position + position // 16]
-    return sum(near) / len(near)
+    return Evaluation(shown, request, values)
 
 
 TRIALS = 100  # passkeys of each length
@@ -407,44 +355,28 @@ TRIAL_SEED = 1337  # of passkeys, needles and haystacks
 def passkeys(*multiples: float) -> Evaluation:
     """LSSAR Figs. 2 and A3: passkeys found, in percent."""
 
-    def prompt(config):
+    def prompt(config: Config) -> int:
         return passkey.shortest(get_tokenizer(config.tokenizer))
 
-    def lengths(config):
-        return [str(at(one, config)) for one in stretched(multiples, prompt(config), config)]
+    def request(config: Config) -> PasskeyRequest:
+        lengths = tuple(at(one, config) for one in stretched(multiples, prompt(config), config))
+        return PasskeyRequest(lengths=lengths, trials=TRIALS, seed=TRIAL_SEED, **options(config))
 
-    return Evaluation(
-        "passkey",
-        multiples,
-        lambda config: [
-            f"--lengths={','.join(lengths(config))}", f"--trials={TRIALS}", f"--seed={TRIAL_SEED}",
-        ],
-        question=lambda config: {"trials": TRIALS, "trial_seed": TRIAL_SEED},
-        cut=only("parts", lengths),
-        values=lambda result, config: [100 * part["accuracy"] for part in result["parts"].values()],
-        amount=lambda config: TRIALS * sum(map(int, lengths(config))),
-        prompt=prompt,
-        better="higher",
-        digits=1,
-    )  # fmt: skip
+    def values(measured: dict, config: Config) -> list[float]:
+        return [100 * part["accuracy"] for part in measured["parts"].values()]
 
-
-@functools.cache
-def load_tasks(names: tuple[str, ...]) -> dict[str, dict]:
-    """Tasks of lm-evaluation-harness. Raises UserError where it or their data are not there."""
-    harness.import_harness()
-    return harness.load_tasks(list(names), None)
+    return Evaluation(multiples, request, values, better="higher", digits=1, prompt=prompt)
 
 
 def downstream(number: str) -> Evaluation:
     """LSSAR Tables 2, A1 and A2: tasks of lm-evaluation-harness; accuracies in percent."""
     columns = tuple(LSSAR[f"table{number}"]["columns"])
     pairs = [column.split() for column in columns]
-    tasks = list(dict.fromkeys(task for task, _ in pairs))
+    tasks = tuple(dict.fromkeys(task for task, _ in pairs))
 
-    def values(result, config):
+    def values(measured: dict, config: Config) -> list[float]:
         found = [
-            result["parts"][task]["scores"][task]["metrics"][metric]["value"]
+            measured["parts"][task]["scores"][task]["metrics"][metric]["value"]
             for task, metric in pairs
         ]
         return [
@@ -452,30 +384,21 @@ def downstream(number: str) -> Evaluation:
             for value, (_, metric) in zip(found, pairs, strict=True)
         ]
 
-    def fits(config):
+    def refuse(config: Config) -> None:
         edu = "fineweb_edu" in config.data_dir
         if number == "_a1" and "fineweb" in config.data_dir and not edu:
             raise UserError(
                 f"Table A1 is of training on FineWeb-Edu, not on {config.data_dir}: "
                 "--scale 45m, 124m_edu or 355m"
             )
-        samples(config)  # loads the tasks, which may have to be downloaded
-
-    def samples(config):
-        return sum(task["samples"] for task in load_tasks(tuple(tasks)).values())
 
     return Evaluation(
-        "downstream",
         columns,
-        lambda config: ["--tasks=" + ",".join(tasks)],
-        question=lambda config: {"limit": None, "max_length": 2 * config.block_size},
-        cut=only("parts", lambda config: tasks),
-        values=values,
-        amount=samples,
-        unit="samples",
-        fits=fits,
+        lambda config: TaskRequest(tasks=tasks, **options(config)),
+        values,
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2,
+        refuse=refuse,
     )
 
 
@@ -483,86 +406,51 @@ NEEDLE_LENGTHS = (1, 2, 4, 8, 10)
 SCORE_LENGTH = SSMAX["figure8"]["length"] / TRAINED_LENGTH
 
 
-def needles(keys: tuple, values: Callable, digits: int) -> Evaluation:
+def needles(
+    keys: tuple, columns: Callable[[dict, list[dict]], list[float]], digits: int
+) -> Evaluation:
     """SSMax Figs. 6 to 8, three views of one measurement.
 
-    `values` makes the columns of the needle scores, and of the cells (length, depth) with their
-    shares of right answers.
+    `columns` computes a row from the needle scores and from the accuracies at (length, depth).
     """
 
-    def prompt(config):
+    def prompt(config: Config) -> int:
         return needle.shortest(get_tokenizer(config.tokenizer))
 
-    def lengths(config):
-        """Those of the cells, and that of the scores."""
+    def request(config: Config) -> NeedleRequest:
         multiples = stretched((*NEEDLE_LENGTHS, SCORE_LENGTH), prompt(config), config)
-        *cells, scores = (at(multiple, config) for multiple in multiples)
-        return cells, scores
+        *lengths, score_length = (at(multiple, config) for multiple in multiples)
+        return NeedleRequest(
+            lengths=tuple(lengths),
+            samples=SSMAX["figure6"]["samples"],
+            score_length=score_length,
+            score_trials=SSMAX["figure8"]["trials"],
+            seed=TRIAL_SEED,
+            **options(config, "none", SSMAX["figure6"]["rope_theta"]),
+        )
 
-    def parts(config):
-        of_cells, of_scores = lengths(config)
-        cells = [needle.cell(length, depth) for length in of_cells for depth in needle.DEPTHS]
-        return [*cells, needle.scores_name(of_scores, SSMAX["figure8"]["trials"])]
-
-    def arguments(config):
-        of_cells, of_scores = lengths(config)
-        return [
-            f"--lengths={','.join(map(str, of_cells))}",
-            f"--samples={SSMAX['figure6']['samples']}",
-            f"--score_length={of_scores}",
-            f"--score_trials={SSMAX['figure8']['trials']}",
-            f"--seed={TRIAL_SEED}",
-        ]
-
-    def amount(config):
-        of_cells, of_scores = lengths(config)
-        cells = len(needle.DEPTHS) * SSMAX["figure6"]["samples"] * sum(of_cells)
-        return cells + (SSMAX["figure8"]["trials"] + 1) * of_scores
-
-    def all_values(result, config):
-        *cells, scores = result["parts"].values()
-        return values(scores, cells)
-
-    def fits(config):
-        haystack = needle.Haystack(config.data_dir, get_tokenizer(config.tokenizer))
-        longest = max(lengths(config)[0])
-        haystack.hide(max(needle.CITIES, key=len), 8888888, 0.5, longest, 0.0)
+    def values(measured: dict, config: Config) -> list[float]:
+        *cells, scores = measured["parts"].values()
+        return columns(scores, cells)
 
     return Evaluation(
-        "needle",
-        keys,
-        arguments,
-        question=lambda config: {
-            "data_dir": config.data_dir,
-            "samples": SSMAX["figure6"]["samples"],
-            "sample_seed": TRIAL_SEED,
-        },
-        cut=only("parts", parts),
-        values=all_values,
-        amount=amount,
-        rope="none",
-        rope_theta=SSMAX["figure6"]["rope_theta"],
-        fits=fits,
-        better="higher",
-        digits=digits,
-        finetuned=True,
-        prompt=prompt,
+        keys, request, values, better="higher", digits=digits, finetuned=True, prompt=prompt
     )
 
 
-def found(scores, cells) -> list[float]:
-    """Percent of needles found at each length, over all depths."""
+def found(scores: dict, cells: list[dict]) -> list[float]:
+    """Needles found in percent at each length, averaged over depths."""
     lengths = dict.fromkeys(cell["length"] for cell in cells)
     shares = [[cell["correct"] for cell in cells if cell["length"] == n] for n in lengths]
     return [100 * sum(one) / len(one) for one in shares]
 
 
-def one_needle(scores, cells) -> list[float]:
+def one_needle(scores: dict, cells: list[dict]) -> list[float]:
     heads = [head["score"] for head in scores["one needle"]["heads"]]
     return [heads[0], sum(heads) / len(heads)]
 
 
-def many_needles(scores, cells) -> list[float]:
+def many_needles(scores: dict, cells: list[dict]) -> list[float]:
     trials = scores["trials"]
     graded = [
         sum(trial["grade"] == grade for trial in trials) / len(trials)
@@ -574,33 +462,12 @@ def many_needles(scores, cells) -> list[float]:
 def maps() -> Evaluation:
     """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
     names = ("first_token", "entropy_share", "zeros")
-
-    def amount(config):
-        """Of the text, and of the validation tokens at the two lengths that are the default."""
-        text = get_tokenizer(config.tokenizer).encode(attention_maps.TEXT)
-        lengths = [config.block_size, 8 * config.block_size]
-        tokens = shared_tokens(config.data_dir, lengths, attention_maps.TOKENS, config)
-        return len(text) + len(lengths) * tokens
-
     return Evaluation(
-        "attention_maps",
         names,
-        lambda config: [],
-        question=lambda config: {
-            "text": attention_maps.TEXT,
-            "layer": config.n_layer - 1,
-            "picture": attention_maps.PICTURE,  # else it is drawn again
-        },
-        cut=lambda result, config: result,
-        values=lambda result, config: [mean_of(result["heads"][name]) for name in names],
-        amount=amount,
+        lambda config: MapsRequest(**options(config)),
+        lambda measured, config: [mean_over_heads(measured, name) for name in names],
         better=None,
     )
-
-
-def mean_of(values: list[float | None]) -> float:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there)
 
 
 TABLE1 = LSSAR["table1"]
@@ -658,7 +525,7 @@ EXPERIMENTS = {
         report.curves, TABLE1, notes=(f"{FROM_TABLE1}, of models trained on FineWeb-Edu.",),
     ),
     "p_sweep": Experiment(
-        "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.over_p,
+        "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.loss_over_p,
         TABLE1, notes=(f"{FROM_TABLE1}.",),
     ),
     "passkey": Experiment(

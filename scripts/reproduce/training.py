@@ -1,11 +1,10 @@
-"""The rows of the papers' tables as runs: the files that make each, what is done, the rest trained.
+"""The runs behind the papers' tables: their configs, their progress, and training what is missing.
 
-A run of a scale lies in OUT/<scale>/<row>/seed<seed>, whichever table asks for it.
+A run of a scale is in OUT/<scale>/<row>/seed<seed>, whichever table needs it.
 """
 
 import json
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -17,31 +16,32 @@ from pathlib import Path
 import torch
 
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, load_config
-from data.shards import list_shards, read_meta
+from data.shards import list_shards
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import read_json
+from scripts.common.runs import check_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
-# What may differ between the machines that train one table. The rest makes a run what it is.
+# Settings that may differ between machines that train one table; the rest define a run.
 OF_THE_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row: the config file, and what it changes in a scale's settings."""
+    """A row of a table: its config file and its changes to a scale's settings."""
 
     name: str
     file: Path
     changes: Callable[[Config], dict] = lambda scale: {}
-    base: str | None = None  # the row whose last weights it begins with
+    base: str | None = None  # the row whose last weights it starts from
 
 
 def swap(scale: Config) -> dict:
-    """SSMax (e): softmax's weights, no step; s is 1 over the mean of log n (Sect. 3)."""
+    """SSMax (e): softmax's weights without training; s is 1 over the mean of log n (Sect. 3)."""
     return {"s_init": scale.block_size / math.lgamma(scale.block_size + 1), "max_iters": 0}
 
 
@@ -50,8 +50,8 @@ def before_swap(scale: Config) -> dict:
 
 
 def kept_step(scale: Config) -> int | None:
-    """The step of softmax's own checkpoint that (f) can begin with: under a constant rate what was
-    trained up to it does not depend on what comes after. None where that is not so."""
+    """The step of the softmax run's checkpoint that (f) can start from: with a constant learning
+    rate, training up to it does not depend on the total steps. None for other schedules."""
     step = before_swap(scale)["max_iters"]
     constant = scale.schedule == "constant" and step % scale.checkpoint_interval == 0
     return step if constant else None
@@ -62,7 +62,7 @@ def keep_for_swap(scale: Config) -> dict:
 
 
 def swap_and_train(scale: Config) -> dict:
-    """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, at any scale's number."""
+    """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, scaled to max_iters."""
     return swap(scale) | {
         "max_iters": scale.max_iters // 8,
         "warmup_iters": max(1, scale.max_iters // 200),
@@ -81,26 +81,25 @@ SWAPS = {
 
 
 def find_row(name: str) -> Row:
-    """The row of a config's name, of lssar_p5 and its like (another p), or of a swap."""
+    """The row named after a config, after a variant and p (lssar_p5), or in SWAPS."""
     if name in SWAPS:
         return SWAPS[name]
     for folder in (CONFIGS, CONFIGS / "ablations"):
         if (folder / f"{name}.py").is_file():
             return Row(name, folder / f"{name}.py")
-    first, p = re.fullmatch(r"(.+)_p([\d.]+)", name).groups()
+    first, _, p = name.rpartition("_p")
     return Row(name, CONFIGS / f"{first}_p15.py", lambda scale: {"p": float(p)})
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training of a row: its settings, the arguments that give them, the run that it begins
-    with."""
+class PlannedRun:
+    """A run to train: a row with a seed, its settings as config and arguments, its base run."""
 
     name: str
     config: Config
     arguments: list[str]
-    base: "Run | None"
-    kept: int | None  # the step of the base's checkpoint that it begins with; None: its last
+    base: "PlannedRun | None"
+    kept: int | None  # the step of the base's checkpoint it starts from; None: its last
 
     @property
     def folder(self) -> Path:
@@ -116,7 +115,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Trained on so far, those of the run that it began with included."""
+        """Tokens trained on so far, including those of the base."""
         steps = (self.step or 0) + (self.kept or 0)
         before = self.base.tokens if self.base and self.kept is None else 0
         return before + steps * self.config.total_batch_size
@@ -126,8 +125,8 @@ class Run:
         return (self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
 
     def disagreement(self) -> str | None:
-        """What makes that which lies in the folder another run: a setting, with both values, or the
-        weights that it began with."""
+        """How the run in the folder differs from this one: a setting, with both values, or its
+        initial weights. None if it does not."""
         if self.step is None:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
@@ -147,7 +146,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale's name, its file if it has one, and what the command line adds for all its runs."""
+    """A scale: its name, its config file if any, and the command line's settings for all runs."""
 
     name: str
     files: tuple[str, ...]
@@ -158,7 +157,7 @@ class Scale:
     def config(self) -> Config:
         return load_config([*self.files, *self.settings])
 
-    def run(self, name: str, seed: int) -> Run:
+    def run(self, name: str, seed: int) -> PlannedRun:
         row, base, kept = find_row(name), None, None
         changes = row.changes(self.config) | {
             "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
@@ -171,7 +170,7 @@ class Scale:
             changes["init_from"] = base.folder
         arguments = [str(row.file), *self.files, *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
-        return Run(name, load_config(arguments), arguments, base, kept)
+        return PlannedRun(name, load_config(arguments), arguments, base, kept)
 
 
 def open_scale(
@@ -179,7 +178,7 @@ def open_scale(
 ) -> Scale:
     """The scale of --scale: 124m (train.py's defaults), a file of configs/scales, or any file.
 
-    Raises UserError for one that is not there, and for a setting that would make other runs.
+    Raises UserError for an unknown scale, and for a setting that would change the runs.
     """
     there = {"124m": ()} | {
         path.stem: (str(path),) for path in sorted((CONFIGS / "scales").glob("*.py"))
@@ -204,9 +203,9 @@ def open_scale(
     return Scale(name, there[name], Path(out), tuple(extra))
 
 
-def with_bases(runs: list[Run]) -> list[Run]:
-    """The runs, each after the one that it begins with."""
-    ordered = {}
+def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
+    """The runs with their unfinished bases, each base before the runs that start from it."""
+    ordered: dict[Path, PlannedRun] = {}
     for run in runs:
         if run.base and not run.finished:
             ordered |= {base.folder: base for base in with_bases([run.base])}
@@ -214,35 +213,30 @@ def with_bases(runs: list[Run]) -> list[Run]:
     return list(ordered.values())
 
 
-def check(runs: list[Run]) -> None:
-    """Raise UserError now for whatever training would refuse later, or must not go on from."""
+def check(runs: list[PlannedRun]) -> None:
+    """Raise UserError now for whatever training would refuse later, and for runs that differ."""
     for run in runs:
         if problem := run.disagreement():
             raise UserError(
                 f"{run.folder} was trained with {problem}; move it away, or give another --out"
             )
         accumulation_steps(run.config, processes_of(run.config))
-    for data_dir, tokenizer in {(run.config.data_dir, run.config.tokenizer) for run in runs}:
+    for config in {run.config.data_dir: run.config for run in runs}.values():
         for split in ("train", "val"):
-            list_shards(data_dir, split)
-        meta = read_meta(data_dir)
-        if meta is not None and meta["tokenizer"] != tokenizer:
-            raise UserError(
-                f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but this scale has "
-                f"tokenizer = {tokenizer!r}"
-            )
+            list_shards(config.data_dir, split)
+        check_tokenizer(config.data_dir, config)
 
 
 def processes_of(config: Config) -> int:
-    """Training processes: one for each GPU of the machine, or one."""
+    """The number of training processes: one for each GPU, or one."""
     if config.device not in ("auto", "cuda") or pick_device(config.device).type != "cuda":
         return 1
     return torch.cuda.device_count()
 
 
 def timings(folder: Path) -> dict[str, float]:
-    """Median seconds of a step in each row of a scale that has been trained, if only in part."""
-    steps = {}
+    """Row -> median seconds of a step, for the rows of a scale with any training."""
+    steps: dict[str, list[float]] = {}
     for path in folder.glob("*/seed*/metrics.jsonl"):
         values = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         # the first step compiles and allocates
@@ -251,8 +245,8 @@ def timings(folder: Path) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in steps.items() if times}
 
 
-def cost(runs: list[Run], scale: Scale) -> str:
-    """What training these runs takes: how many, tokens, and time once a step has been timed."""
+def cost(runs: list[PlannedRun], scale: Scale) -> str:
+    """A sentence on what is left to train: runs, tokens, and time where steps have been timed."""
     left = [run for run in with_bases(runs) if not run.finished]
     if not left:
         return f"to train: nothing, all of {len(runs)} runs are done"
@@ -276,8 +270,8 @@ def cost(runs: list[Run], scale: Scale) -> str:
     )
 
 
-def train(runs: list[Run], scale: Scale) -> list[str]:
-    """Train what is not finished, one run after the other; sentences on those that failed.
+def train(runs: list[PlannedRun], scale: Scale) -> list[str]:
+    """Train the unfinished runs one after the other; returns a sentence for each failure.
 
     A run that fails, such as one that diverges, does not keep the others from being trained; one
     that is refused (exit code 2) does.
@@ -306,7 +300,7 @@ def train(runs: list[Run], scale: Scale) -> list[str]:
 
 
 def call(command: list[str]) -> int:
-    """Run a command, its output on ours; returns its exit code. Stopped, we stop too."""
+    """Run a command with our output and return its exit code. If it is stopped, exit as well."""
     with subprocess.Popen(command) as process:
         try:
             code = process.wait()

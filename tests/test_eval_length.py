@@ -1,12 +1,7 @@
-"""The commands that users run on a finished run, and the quickstart itself."""
+"""Loss at lengths beyond the training length."""
 
-import errno
 import json
-import math
 import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -16,9 +11,7 @@ import torch
 from data.shards import read_meta, read_shard, write_meta
 from model import GPT
 from runtime import checkpoint
-from scripts import attention_maps, eval_length, needle, passkey, sample
-
-ROOT = Path(__file__).parent.parent
+from scripts import eval_length
 
 
 def direct_losses(run, shards, length, scaling="none", **scale):
@@ -130,13 +123,13 @@ def test_eval_length_by_position(train, call, shards, capsys):
 
 
 def test_smoothed_is_a_mean_over_neighbours():
-    values = torch.rand(400, dtype=torch.float64)
-    smooth = eval_length.smoothed(values).tolist()
+    values = torch.rand(400, dtype=torch.float64).tolist()
+    smooth = eval_length.smoothed(values)
     for i in (0, 14, 15, 99, 379, 399):  # position i + 1
         half = (i + 1) // 16
-        near = values[i - half : i + half + 1].tolist()
-        assert smooth[i] == pytest.approx(sum(near) / len(near), rel=1e-12)
-    assert smooth[0] == pytest.approx(values[0].item()) and len(smooth) == 400
+        near = values[i - half : i + half + 1]
+        assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
+    assert smooth[0] == values[0] and len(smooth) == 400
 
 
 @pytest.mark.parametrize(
@@ -187,79 +180,3 @@ def test_eval_length_refuses_before_it_measures(train, call, shards, tmp_path, c
     other = shutil.copytree(shards, tmp_path / "other")
     write_meta(other, read_meta(other) | {"tokenizer": "gpt2"})
     refused("another tokenizer", "--data_dir", other)
-
-
-@pytest.mark.parametrize("module", [eval_length, attention_maps, passkey, needle])
-def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch, capsys):
-    run = train("run", "--max_iters=1")
-    before = sorted(run.iterdir())
-
-    def denied(dir):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    monkeypatch.setattr(module, "measure", None)
-    lengths = {passkey: "300", needle: "300"}.get(module, "16")
-    score = ("--score_length", "300") if module is needle else ()
-    with pytest.raises(SystemExit) as stop:
-        call(module, run, "--lengths", lengths, *score)
-    assert stop.value.code == 2
-    error = f"{run}: no file can be written there: Permission denied"
-    assert error in capsys.readouterr().err and sorted(run.iterdir()) == before
-
-
-def test_a_folder_that_is_no_run_is_refused(call, tmp_path, capsys):
-    for module in (eval_length, sample):
-        with pytest.raises(SystemExit) as stop:
-            call(module, tmp_path)
-        assert stop.value.code == 2 and "no config.json" in capsys.readouterr().err
-
-
-def test_sample_prints_text_that_goes_on_from_the_prompt(train, call, capsys):
-    run = train("run", "configs/ssmax.py")
-    capsys.readouterr()
-    arguments = ("--prompt", "abc", "--max_new_tokens", 40, "--num_samples", 2)
-    call(sample, run, *arguments)
-    first = capsys.readouterr().out
-    assert first.count("abc") >= 2 and first.count("-" * 80) == 2
-    call(sample, run, *arguments)
-    assert capsys.readouterr().out == first
-    call(sample, run, *arguments, "--seed", 7)
-    assert capsys.readouterr().out != first
-
-
-@pytest.mark.parametrize("arguments", [["--max_new_tokens", "0"], ["--top_k", "0"]])
-def test_sample_refuses(train, call, capsys, arguments):
-    run = train("run", "--max_iters=1")
-    with pytest.raises(SystemExit) as stop:
-        call(sample, run, *arguments)
-    assert stop.value.code == 2 and "must be" in capsys.readouterr().err
-
-
-def test_quickstart(tmp_path):
-    """The script itself in a copy of the repository, with less training."""
-    if not (ROOT / ".venv").exists():
-        pytest.skip("scripts/test.sh makes the .venv that the quickstart uses")
-    ignored = shutil.ignore_patterns(
-        ".venv", ".git", "out", "text_*", "fineweb*", ".*_cache", "wandb"
-    )
-    copy = shutil.copytree(ROOT, tmp_path / "repository", ignore=ignored)
-    (copy / ".venv").symlink_to(ROOT / ".venv")
-    command = ["bash", "scripts/quickstart.sh", "--max_iters=4", "--n_layer=1", "--val_tokens=4096"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    out = copy / "out/quickstart"
-    assert (out / "loss_by_length.png").exists()
-    for name in ("softmax", "lssar_p15"):
-        (result,) = json.loads((out / name / "eval_length.json").read_text())
-        assert result["variant"] == name
-        assert result["lengths"] == [128, 256, 512, 1024, 2048, 4096]
-        assert all(3 < loss < 1.1 * math.log(257) for loss in result["loss"])
-        assert f"{result['loss'][-1]:.4f}" in done.stdout
-    checkpoints = {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
-    assert len(checkpoints) == 4  # of each run the first and the last
-    again = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
-    assert checkpoints == {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
-    table = done.stdout[done.stdout.index("validation loss (nats") :]
-    assert table == again.stdout[again.stdout.index("validation loss (nats") :]

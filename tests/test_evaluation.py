@@ -1,0 +1,41 @@
+"""Attention weights of a model."""
+
+import math
+
+import pytest
+import torch
+
+from evaluation import attention_weights
+from tests.helpers import ROWS, first_layer, small_model
+
+
+def test_attention_weights_of_softmax_against_the_formula():
+    model = small_model("softmax.py")
+    idx = torch.randint(257, (2, 16))
+    layers = attention_weights(model, idx, slice(None))
+    q, k, _ = first_layer(model, idx)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    assert len(layers) == 2 and layers[0].shape == (2, 2, 16, 16)
+    torch.testing.assert_close(layers[0], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("case", [*ROWS, "sigmoid.py --attention_length=current"])
+def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
+    model, length = small_model(case), 24  # beyond the training length
+    model.scale_rope("yarn")
+    idx = torch.randint(257, (2, length))
+    outputs = []
+    attention = model.trunk.blocks[0].attn.attention
+    hook = attention.register_forward_hook(lambda module, inputs, out: outputs.append(out))
+    whole = attention_weights(model, idx, slice(None))
+    hook.remove()
+    v = first_layer(model, idx)[2]
+    torch.testing.assert_close(whole[0] @ v, outputs[0], rtol=1e-9, atol=1e-12)
+    for rows in (slice(-1, None), slice(5, 9), slice(0, 1)):
+        for some, all_rows in zip(attention_weights(model, idx, rows), whole, strict=True):
+            torch.testing.assert_close(some, all_rows[:, :, rows], rtol=1e-9, atol=1e-12)
+    sums = attention_weights(model, idx, slice(-1, None), lambda A: A[..., 3:7].sum(-1))
+    torch.testing.assert_close(sums[1], whole[1][:, :, -1:, 3:7].sum(-1), rtol=1e-9, atol=1e-12)
+    assert not attention._forward_hooks  # nothing stays behind

@@ -1,0 +1,40 @@
+"""The quickstart itself."""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_quickstart(tmp_path):
+    """The script itself in a copy of the repository, with less training."""
+    if not (ROOT / ".venv").exists():
+        pytest.skip("scripts/test.sh makes the .venv that the quickstart uses")
+    ignored = shutil.ignore_patterns(
+        ".venv", ".git", "out", "text_*", "fineweb*", ".*_cache", "wandb"
+    )
+    copy = shutil.copytree(ROOT, tmp_path / "repository", ignore=ignored)
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    command = ["bash", "scripts/quickstart.sh", "--max_iters=4", "--n_layer=1", "--val_tokens=4096"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    out = copy / "out/quickstart"
+    assert (out / "loss_by_length.png").exists()
+    for name in ("softmax", "lssar_p15"):
+        (result,) = json.loads((out / name / "eval_length.json").read_text())
+        assert result["variant"] == name
+        assert result["lengths"] == [128, 256, 512, 1024, 2048, 4096]
+        assert all(3 < loss < 1.1 * math.log(257) for loss in result["loss"])
+        assert f"{result['loss'][-1]:.4f}" in done.stdout
+    checkpoints = {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
+    assert len(checkpoints) == 4  # of each run the first and the last
+    again = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert checkpoints == {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
+    table = done.stdout[done.stdout.index("validation loss (nats") :]
+    assert table == again.stdout[again.stdout.index("validation loss (nats") :]

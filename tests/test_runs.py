@@ -1,0 +1,90 @@
+"""Requests, results and tables that the commands on finished runs share."""
+
+import argparse
+import json
+import sys
+
+import pytest
+
+from errors import UserError
+from scripts import attention_maps, downstream, eval_length, needle, passkey
+from scripts.common.arguments import AtLeast, Lengths
+from scripts.common.runs import Results, print_table
+
+REQUESTS = [
+    eval_length.LossRequest(rope="none", lengths=(16, 32), per_position=True),
+    eval_length.LossRequest(rope="yarn", rope_factor=2.5, tokens=64, data_dir="here"),
+    attention_maps.MapsRequest(rope="none", rope_theta=500000.0, layer=0, text="A text.", tokens=0),
+    passkey.PasskeyRequest(rope="none", lengths=(300,), trials=100, seed=1337, device="cpu"),
+    needle.NeedleRequest(
+        rope="none", samples=3, score_length=200, score_trials=2, seed=1, checkpoint="best"
+    ),
+    downstream.TaskRequest(rope="none", tasks=("a", "b"), limit=5, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.script)
+def test_the_command_line_of_a_request_is_parsed_into_it(request_, monkeypatch, tmp_path):
+    """As scripts.reproduce relies on it, which looks for the measurement by the same request."""
+    module, parsed = sys.modules[type(request_).__module__], []
+    parse = type(request_).parse
+
+    def stop(arguments):
+        parsed.append(parse(arguments))
+        raise SystemExit
+
+    monkeypatch.setattr(type(request_), "parse", stop)
+    monkeypatch.setattr(sys, "argv", [module.__name__, *request_.arguments(), str(tmp_path)])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert parsed == [request_]
+    assert request_.file(tmp_path).name == f"{module.__name__.removeprefix('scripts.')}.json"
+
+
+def test_results_of_others_stay(tmp_path):
+    path = tmp_path / "results.json"
+    first, second = (Results(path, {"variant": name, "step": 7}) for name in ("a", "b"))
+    first.add("one", {"value": 1})
+    second.add("one", {"value": 2})
+    first.add("two", {"value": 3})
+    saved = json.loads(path.read_text())
+    assert [one["variant"] for one in saved] == ["b", "a"] and saved[1]["environment"]["torch"]
+    assert saved[1]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
+    assert Results(path, {"variant": "a", "step": 7}).values == saved[1]
+    assert Results(path, {"variant": "a", "step": 8}).values == {}
+    second.save(picture="b.png")
+    first.discard("picture")
+    (kept,) = json.loads(path.read_text())
+    assert kept["variant"] == "b" and "picture" not in kept
+
+
+def test_columns_are_aligned(capsys):
+    print_table([["", "1x"], ["", "128"], ["softmax", "1.5"]], width=9, remarks=["of all"])
+    print_table([["task", "metric", "value"], ["a", "acc_norm", "50.00"]], left=2)
+    assert capsys.readouterr().out.splitlines() == [
+        "                1x   of all",
+        "               128",
+        "softmax        1.5",
+        "task  metric      value",
+        "a     acc_norm    50.00",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--samples=0", "--samples 0 must be at least 1"),
+        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
+        ("--lengths=1,0", "--lengths '1,0' must be positive and different"),
+        ("--lengths=8,8", "--lengths '8,8' must be positive and different"),
+    ],
+)
+def test_options_are_refused_in_a_sentence(option, message):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", action=AtLeast, least=1)
+    parser.add_argument("--lengths", action=Lengths)
+    with pytest.raises(UserError) as error:
+        parser.parse_args([option])
+    assert str(error.value) == message
+    parsed = parser.parse_args(["--samples=1", "--lengths=8,4"])
+    assert parsed.samples == 1 and parsed.lengths == (8, 4)
