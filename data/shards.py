@@ -103,13 +103,19 @@ def check_shards(paths: Iterable[Path], vocab_size: int) -> None:
         for path, tokens in shards:
             for start in range(0, len(tokens), chunk):
                 part = tokens[start : start + chunk]
-                if part.max() >= vocab_size:
-                    at = start + int(np.argmax(part >= vocab_size))
-                    raise UserError(
-                        f"{path}: token {at} is {tokens[at]}, but the vocabulary is 0 to "
-                        f"{vocab_size - 1}; the shard was made with another tokenizer"
-                    )
+                check_ids(path, part, vocab_size, start)
                 bar.update(len(part))
+
+
+def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:
+    """Raise UserError where tokens [n], from number `start` of `source`, are not all below
+    `vocab_size`."""
+    if tokens.max() >= vocab_size:
+        at = int(np.argmax(tokens >= vocab_size))
+        raise UserError(
+            f"{source}: token {start + at} is {tokens[at]}, but the vocabulary is 0 to "
+            f"{vocab_size - 1}; the shard was made with another tokenizer"
+        )
 
 
 def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:

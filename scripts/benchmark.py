@@ -29,6 +29,7 @@ from model import GPT
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
+from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
 
 PAPER = LSSAR["table_a7"]
@@ -49,11 +50,9 @@ def main() -> None:
     )
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", action=AtLeast, least=1, default=5)
     parser.add_argument("--out", help="write the figures to this JSON file")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     for pair in arguments.set:
         if "=" not in pair:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")

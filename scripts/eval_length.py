@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from config import Config
 from data.loader import validation_batches, validation_tokens
+from data.shards import check_ids, check_tokenizer
 from errors import UserError, command
 from model import Rope
 from runtime.device import autocast
@@ -49,7 +50,6 @@ from scripts.common.runs import (
     Results,
     add_options,
     check_places,
-    check_tokenizer,
     holding_folder,
     open_run,
     print_table,
@@ -210,8 +210,9 @@ def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tup
 @functools.cache
 def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
     """The most validation tokens, up to `wanted`, that fill whole windows of every length."""
+    check_tokenizer(data_dir, config.tokenizer)
     tokens = validation_tokens(data_dir, wanted)
-    check_tokenizer(data_dir, config, int(tokens.max()))
+    check_ids(data_dir, tokens, config.n_vocab)
     unit, there = math.lcm(*lengths), len(tokens) - 1
     if there < unit:
         raise UserError(

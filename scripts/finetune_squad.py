@@ -48,7 +48,8 @@ from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log
-from scripts.common.retrieval import ASK, check_at_least
+from scripts.common.arguments import AtLeast
+from scripts.common.retrieval import ASK
 from train import stop_diverged, train_step
 
 DATASET = "rajpurkar/squad_v2"
@@ -78,16 +79,19 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--out_dir", required=True, help="the new run's folder")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--epochs", action=AtLeast, least=1, default=EPOCHS)
     parser.add_argument("--learning_rate", type=float, default=LEARNING_RATE, help="peak")
-    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="examples a step")
-    parser.add_argument("--batch_size", type=int, default=8, help="examples a micro-batch")
+    parser.add_argument(
+        "--sequences", action=AtLeast, least=1, default=SEQUENCES, help="examples a step"
+    )
+    parser.add_argument(
+        "--batch_size", action=AtLeast, least=1, default=8, help="examples a micro-batch"
+    )
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
     arguments = parser.parse_args()
-    check_at_least(1, arguments, "epochs", "sequences", "batch_size")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
     out, device = Path(arguments.out_dir), pick_device(arguments.device)

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from config import Config
 from data.loader import validation_tokens
-from data.tokenizer import get_tokenizer
+from data.shards import check_ids, check_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights
 from runtime.device import autocast
@@ -44,7 +45,6 @@ from scripts.common.plots import heat_maps, one_panel, row_style, save_picture
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
-    Tokenizer,
     answer,
     batches,
     first_number,
@@ -55,7 +55,6 @@ from scripts.common.runs import (
     Results,
     add_options,
     check_places,
-    check_tokenizer,
     holding_folder,
     open_run,
     print_table,
@@ -112,8 +111,9 @@ class Haystack:
 
     def __init__(self, data_dir: str, config: Config):
         # 100M tokens, one shard as data.fineweb makes them, are more than any test uses
+        check_tokenizer(data_dir, config.tokenizer)
         self.tokens = validation_tokens(data_dir, 10**8)
-        check_tokenizer(data_dir, config, int(self.tokens.max()))
+        check_ids(data_dir, self.tokens, config.n_vocab)
         self.data_dir, self.tokenizer = data_dir, get_tokenizer(config.tokenizer)
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:

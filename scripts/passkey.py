@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from config import Config
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import heat_maps, length_axis, one_panel, save_picture
-from scripts.common.retrieval import ANSWER_TOKENS, Tokenizer, answer, batches, first_number
+from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
 from scripts.common.runs import (
     LoadedRun,
     Request,

@@ -179,4 +179,4 @@ def test_eval_length_refuses_before_it_measures(train, call, shards, tmp_path, c
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
     other = shutil.copytree(shards, tmp_path / "other")
     write_meta(other, read_meta(other) | {"tokenizer": "gpt2"})
-    refused("another tokenizer", "--data_dir", other)
+    refused("made with tokenizer 'gpt2'", "--data_dir", other)

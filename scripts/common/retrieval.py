@@ -1,6 +1,5 @@
 """What passkey and needle retrieval share: prompt lengths, batches, answers."""
 
-import argparse
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -8,23 +7,15 @@ from typing import TypeVar
 
 import torch
 
-from data.tokenizer import ByteTokenizer, GPT2Tokenizer, get_tokenizer
-from errors import UserError
+from data.tokenizer import get_tokenizer
 from runtime.device import autocast
 from scripts.common.runs import BATCH_TOKENS, LoadedRun
 
 T = TypeVar("T")
-Tokenizer = GPT2Tokenizer | ByteTokenizer
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
 # The question to a model fine-tuned on SQuAD, after the context; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
-
-
-def check_at_least(least: int, arguments: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} {getattr(arguments, name)} must be at least {least}")
 
 
 def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:

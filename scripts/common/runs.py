@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 import torch
 
 from config import Config, choices
-from data.shards import read_meta
 from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
@@ -176,17 +175,6 @@ def check_places(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
     for folder in (*paths, holding_folder(paths)):
         check_writable(folder)
-
-
-def check_tokenizer(data_dir: str, config: Config, largest: int = 0) -> None:
-    """Raise UserError where the shards of data_dir, with token ids up to `largest`, were made with
-    a different tokenizer than the run's."""
-    meta = read_meta(data_dir) or {"tokenizer": config.tokenizer}  # published shards have none
-    if meta["tokenizer"] != config.tokenizer or largest >= config.n_vocab:
-        raise UserError(
-            f"{data_dir}: its tokens are of another tokenizer than the run's tokenizer, "
-            f"{config.tokenizer!r}"
-        )
 
 
 def read_results(path: Path) -> list[dict]:

@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, load_config
-from data.shards import list_shards
+from data.shards import check_tokenizer, list_shards
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import read_json
-from scripts.common.runs import check_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
@@ -224,7 +223,7 @@ def check(runs: list[PlannedRun]) -> None:
     for config in {run.config.data_dir: run.config for run in runs}.values():
         for split in ("train", "val"):
             list_shards(config.data_dir, split)
-        check_tokenizer(config.data_dir, config)
+        check_tokenizer(config.data_dir, config.tokenizer)
 
 
 def processes_of(config: Config) -> int:
