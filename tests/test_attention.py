@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import attention
-from attention import VARIANTS, Phi, Variant, build_attention
+from attention import VARIANTS, Phi, Variant
+from model import build_attention
 from tests.helpers import ROWS, small_config
 
 EPS = 2.0**-23  # float32
@@ -364,13 +365,13 @@ def test_weights_are_differentiable_twice(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SOFTMAX_CASES])
 def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
     """3 queries of one head at a time, or 2 sequences of 4 queries; weights kept or recomputed."""
-    rows, product = [], attention.Attention._product
+    rows, product = [], attention.Attention._reference
 
     def spy(self, q, *rest):
         rows.append(q.shape[0] * q.shape[1] * q.shape[2])
         return product(self, q, *rest)
 
-    monkeypatch.setattr(attention.Attention, "_product", spy)
+    monkeypatch.setattr(attention.Attention, "_reference", spy)
     monkeypatch.setattr(attention, "BLOCK_QUERIES", 3 if Lq == 10 else 256)
     monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 3 * 10 if Lq == 10 else 4 * 10 * 4)
     monkeypatch.setattr(attention, "KEEP_SCORES", 10**9 if keep else 0)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from config import HINTS, Config, load_config
+from config import SETTINGS, Config, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta, read_shard, write_shard
 from errors import UserError
@@ -40,7 +40,7 @@ values = st.one_of(
     texts, numbers.map(str), st.floats().map(repr),
     st.sampled_from(["None", "True", "[]", "{}", "()", "1e999", "-1", "0x10", "1_000", "'a'", ""]),
 )  # fmt: skip
-keys = st.one_of(st.sampled_from(sorted(HINTS)), texts)
+keys = st.one_of(st.sampled_from(sorted(SETTINGS)), texts)
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.floats(), texts),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
@@ -77,7 +77,7 @@ def test_any_arguments(arguments):
 
 
 @fuzz(200)
-@given(st.lists(st.tuples(st.sampled_from(sorted(HINTS)), st.one_of(json_values, texts))))
+@given(st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.one_of(json_values, texts))))
 def test_config_files_of_settings(tmp_path, pairs):
     file = tmp_path / "config.py"
     lines = [f"{key} = {value!r}" for key, value in pairs]

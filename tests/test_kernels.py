@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import attention
-from attention import VARIANTS, Phi, Variant, build_attention
+from attention import VARIANTS, Phi, Variant
 from config import load_config
 from errors import UserError
-from model import GPT
+from model import GPT, build_attention
 from tests.helpers import ROWS, SMALL, small_config
 from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
 
@@ -32,7 +32,9 @@ LEARNABLE = ("ds", "db", "dp_n")
 LENGTHS = [1, 3, 4, 5, 31, 33, 64, 100]
 # interpreted blocks are 32 queries and 16 keys: 100 is several of both, and a part of one
 FUSED = [
-    row for row in ROWS if attention.no_kernel(VARIANTS[small_config(row).attention], 16) is None
+    row
+    for row in ROWS
+    if attention.kernel_obstacle(VARIANTS[small_config(row).attention], 16) is None
 ]
 
 
@@ -358,16 +360,16 @@ def test_the_path_is_picked_in_one_place(monkeypatch):
         fused(q, q, q)
 
 
-def test_what_no_kernel_computes_is_refused_by_the_config():
+def test_what_kernel_obstacle_computes_is_refused_by_the_config():
     with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after their norm"):
         load_config([*SMALL, "--attention=softmax_inverse", TRITON])
     with pytest.raises(UserError, match="head size 256 is above 128"):
         load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])
 
 
-def test_a_phi_without_an_entry_has_no_kernel():
+def test_a_phi_without_an_entry_has_kernel_obstacle():
     missing = Variant(Phi(torch.relu, kernel="nothing"))
-    assert "no entry" in attention.no_kernel(missing, 16)
+    assert "no entry" in attention.kernel_obstacle(missing, 16)
 
 
 def test_constants_and_phis_are_those_of_the_table():
@@ -388,10 +390,10 @@ def test_float32_takes_blocks_that_its_products_fit():
 
 
 def test_measured_block_shapes_can_be_kept():
-    """Triton keeps them by the values of KEY, as JSON, which has no functions."""
+    """Triton keeps them by the values of AUTOTUNE_KEY, as JSON, which has no functions."""
     for kernel in (kernels._forward_one_stage, kernels._forward_two_stages, kernels._backward_keys):
-        assert kernel.keys == kernels.KEY and {"size", "D"} <= set(kernel.arg_names)
-    assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.KEY)
+        assert kernel.keys == kernels.AUTOTUNE_KEY and {"size", "D"} <= set(kernel.arg_names)
+    assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.AUTOTUNE_KEY)
 
 
 def test_no_block_has_more_keys_than_rows_of_norms_are_padded_by():

@@ -8,7 +8,7 @@ import torch
 
 import kernels
 import train as training
-from attention import VARIANTS, no_kernel
+from attention import VARIANTS, kernel_obstacle
 from data.shards import write_meta, write_shard
 from tests.helpers import ROWS, small_config
 from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
-FUSED = [row for row in ROWS if not no_kernel(VARIANTS[small_config(row).attention], 64)]
+FUSED = [row for row in ROWS if not kernel_obstacle(VARIANTS[small_config(row).attention], 64)]
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 127, 129, 1000, 1024, 4096]
 # phi, or |phi| in a signed l1, has a kink at 0, beside which a score's rounding decides the slope:
 # up to so many keys there is a draw without such scores

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import build_attention
+from model import build_attention
 from tests.helpers import small_config
 
 BLOCK_SIZE = 64  # the training length: L is it, smaller, and larger
