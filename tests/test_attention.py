@@ -1,4 +1,8 @@
-"""The attention family against a reference written from the formulas, one row at a time."""
+"""The attention family against a reference written from the formulas, one query at a time.
+
+tests/textbook.py is a second reference, in torch. Each was written from the papers without the
+other, so that a mistake in one of them is found.
+"""
 
 import math
 import subprocess
@@ -14,13 +18,13 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import attention
-from attention import VARIANTS, Phi, Variant
+from attention import VARIANTS, Attention, Phi, Variant
 from model import build_attention
 from tests.helpers import ROWS, small_config
 
 EPS = 2.0**-23  # float32
 
-# ---- the reference: one query and the keys it sees, in Python's own float64 ----
+# ---- the reference: one query and the keys it sees, in Python's float64 ----
 
 
 @dataclass
@@ -31,7 +35,7 @@ class Query:
     s: float  # of the query's head
     b: float
     p_n: float  # at this n
-    factor: float  # on every score
+    factor: float  # multiplies every score
     gamma: float = 1.0
 
     @property
@@ -178,7 +182,7 @@ def is_l1(case):
 
 
 def build(case, *more):
-    """An attention layer; what it learns is no longer at its first values."""
+    """An attention layer whose parameters are not at their initial values."""
     attn = build_attention(small_config(case, *more))
     values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
     for name, parameter in attn.named_parameters():
@@ -255,6 +259,33 @@ def test_score_scale_multiplies_scores_also_of_unit_vectors(case):
     expected = reference(case, attn, q, k, factor=1.7)
     assert_near(attn.weights(q, k, score_scale=1.7), expected)
     assert_near(attn(q, k, v, 1.7), expected @ v)
+
+
+def test_a_layer_from_arguments_instead_of_a_config():
+    arguments = dict(
+        p=None, n_head=2, head_size=8, trained_length=16, follow_length=False, impl="reference",
+        s_init=0.2, b_init=3.0, gamma=2.0,
+    )  # fmt: skip
+    q, k, v = draw(5, 5)
+
+    def layer(name, **others):
+        return Attention(VARIANTS[name], **arguments | others).double()
+
+    def weights(name, **others):
+        return layer(name, **others).weights(q, k)
+
+    assert_near(2 * weights("relu_shen"), weights("relu_shen", gamma=1.0))
+    trained, current = weights("sigmoid"), weights("sigmoid", follow_length=True)
+    assert_near((current / (1 - current)), (trained / (1 - trained)) * 16 / 5)
+    n = torch.arange(1.0, 6, dtype=torch.float64)[:, None]
+    assert_near(weights("lssar", p=3.0), attention.reweight(weights("lssa"), n, 3.0))
+    assert [x.tolist() for x in layer("ssmax_bias").float().parameters()] == [
+        pytest.approx([0.2, 0.2]), [3.0, 3.0]
+    ]  # fmt: skip
+    assert layer("ssmax_probe", trained_length=7).p_n.tolist() == [1] * 7
+    for impl in ("reference", "blocked"):
+        attn = layer("lssa", impl=impl)
+        assert attn._path(q) == impl and attn(q, k, v).shape == (2, 2, 5, 8)
 
 
 def test_learnables_start_at_their_settings():

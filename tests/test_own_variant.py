@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL
+from tests.helpers import SMALL
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
