@@ -24,7 +24,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
@@ -434,10 +433,13 @@ class Attention(nn.Module):
         if isinstance(scale, Tensor):  # one for each row: torch takes a single number
             q, scale = q * scale, 1.0
         q, k = q.to(v.dtype), k.to(v.dtype)
-        # is_causal aligns the first query with the first key, but queries behind a cache are the
-        # last positions
-        mask = causal_lower_right(Lq, Lk) if 1 < Lq < Lk else None
-        causal = 1 < Lq == Lk
+        mask, causal = None, 1 < Lq == Lk
+        if 1 < Lq < Lk:
+            # is_causal aligns the first query with the first key, but queries behind a cache are
+            # the last positions. Imported here because that takes a second, for all of _dynamo.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(Lq, Lk)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
 
 
