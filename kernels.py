@@ -43,7 +43,6 @@ TIED = tl.constexpr(16 * 2.0**-23)
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
-MAX_HEAD_SIZE = 128
 # Each head's 1 / |k| are padded to a multiple of this, which blocks of keys divide.
 PADDING = tl.constexpr(128)
 

@@ -89,7 +89,7 @@ def softmax(z):
 
 
 def reweighted(weights, p):
-    """Algorithm 1, lines 7 to 9, with the decision on ties; weights of one row."""
+    """Algorithm 1, lines 7 to 9, for the weights of one row; a tied row gets no offset."""
     n = len(weights)
     x = [n * a for a in weights]
     if n > 3 and max(x) - 1 > 16 * EPS:
@@ -153,7 +153,7 @@ REFERENCE = {
     "ablations/phi_softplus.py": activation(softplus),
     "ablations/phi_mish.py": activation(lambda z: z * math.tanh(softplus(z))),
     "ablations/ssmax_probe.py": ssmax_probe,
-    # settings that no file has
+    # settings that no config file has
     "sigmoid.py --attention_length=current": lambda r: REFERENCE["sigmoid.py"](r),
     "relu_wortsman.py --attention_length=current": lambda r: REFERENCE["relu_wortsman.py"](r),
     "relu_shen.py --gamma=3": lambda r: REFERENCE["relu_shen.py"](r),
@@ -420,7 +420,7 @@ def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
     assert len(rows) == (1 if keep else 2) * (24 if Lq == 10 else 2)
 
 
-# ---- decided edge cases ----
+# ---- edge cases ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -429,7 +429,7 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, dtype):
     attn = build(case)
     for n in (2, 4, 5, 7, 33, 1000):
         q, k, v = draw(1, n, seed=n, dtype=dtype)
-        k = q.sign() + torch.zeros_like(k)  # equal keys, none at an angle that relu kills
+        k = q.sign() + torch.zeros_like(k)  # equal keys, with a score above 0
         q, k, v = leaves(q, k, v)
         A = attn.weights(q, k)
         assert_near(A, torch.full_like(A, 1 / n), rtol=1e-5)
@@ -449,7 +449,7 @@ def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
 
 
 @pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
-def test_a_row_is_tied_up_to_16_eps(largest, winner):
+def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
     out = attention.reweight(A, torch.tensor([[10.0]]), 3)
@@ -567,7 +567,7 @@ def test_rows_sum_to_one_and_are_not_negative(case, seed, L, size):
 @few
 @given(seeds, lengths)
 def test_permuted_keys_have_permuted_weights(case, seed, L):
-    """The keys that both of two queries see; variants know how many there are, not their order."""
+    """Of two queries, the keys that both see: a variant uses their number, not their order."""
     attn = build(case)
     q, k, v = draw(2, L + 1, seed)
     order = torch.randperm(L, generator=torch.Generator().manual_seed(seed))
@@ -601,7 +601,7 @@ def test_ssmax_with_s_of_one_over_log_n_is_softmax(seed, n):
     assert_near(attn(q, k, v), build("softmax.py")(q, k, v))
 
 
-# ---- a variant of the user's own ----
+# ---- a user's own variant ----
 
 
 def use_variant(monkeypatch, row):
@@ -639,7 +639,7 @@ def test_softmax_of_unit_vectors_is_not_given_raw_ones(scale, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_of_unit_vectors_is_as_exact_in_half_precision(dtype, monkeypatch):
-    """Lengths whose squares float16 cannot hold, and a zero vector."""
+    """Vectors whose squared length overflows float16, and a zero vector."""
     use_variant(monkeypatch, Variant(attention.EXP, lambda r: 10.0, l2_normalise=True))
     attn = build("softmax.py", "--attention=own")
     q, k, v = draw(5, 5, dtype=dtype)

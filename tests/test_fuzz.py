@@ -1,5 +1,5 @@
-"""Whatever a user gives: it works, or it is refused in one sentence; never a traceback, and never a
-file that was changed by what was refused.
+"""Whatever a user gives works, or is refused in one sentence without a traceback; what is refused
+changes no file.
 """
 
 import json
@@ -23,7 +23,7 @@ from scripts import sample
 
 
 def fuzz(examples):
-    """So many examples, the same ones in every run: what fails in CI fails everywhere."""
+    """Run so many examples, the same ones every time: what fails in CI fails everywhere."""
     return settings(
         max_examples=examples,
         deadline=None,
@@ -49,7 +49,7 @@ json_values = st.recursive(
 
 
 def valid_or_refused(make):
-    """The config that comes out, if any, is one that Config takes back unchanged."""
+    """Asserts that make() gives a config whose values Config accepts unchanged, or a UserError."""
     try:
         config = make()
     except UserError as error:
@@ -105,7 +105,7 @@ def test_a_config_file_cannot_end_the_program_in_silence(tmp_path, text):
 
 
 def mutated(draw, data):
-    """These bytes with some changed, cut or added."""
+    """These bytes with some of them changed, cut off or added."""
     data = bytearray(data)
     for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
         data[at] = value
@@ -189,13 +189,13 @@ def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
 
 @pytest.fixture
 def run(train, tmp_path):
-    """A finished run to break, and a function that puts it back."""
+    """A finished run to break, and a copy of it to restore it from."""
     folder = train("run", "--max_iters=2", "--vocab_size=400")
     return folder, shutil.copytree(folder, tmp_path / "good")
 
 
 def opened(folder):
-    """Its config and the weights of both checkpoints, as every script opens a run."""
+    """Read a run as the scripts do: its config, last and best weights; returns the best."""
     model = GPT(checkpoint.read_config(folder))
     checkpoint.load_weights(model, folder)
     checkpoint.load_weights(model, folder, "best")
@@ -205,7 +205,7 @@ def opened(folder):
 @fuzz(60)
 @given(st.data())
 def test_damaged_runs(run, data):
-    """Any file of a run changed in any way: loaded as it was, or refused; nothing else happens."""
+    """A run with a damaged file is loaded as it was before, or refused, and left as it is."""
     folder, good = run
     before = opened(good)
     names = [path.name for path in good.iterdir() if path.suffix in (".pt", ".json")]
