@@ -34,8 +34,8 @@ try:
 except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     kernels = None
 
-# A row is dead if its sum of |phi| is at most this, as where relu is 0 for every key: all of its
-# weights are then 0, because dividing by the sum would be dividing by 0.
+# A row is dead if its normaliser, the sum of |phi|, is at most this, as where relu is 0 for every
+# key: its weights are then all 0, and not 0 / 0.
 DEAD = 1e-30
 # A row is tied if its largest n A - 1 is at most this: its weights are equal up to rounding, and
 # re-weighting would let rounding errors pick the winner.
@@ -148,8 +148,8 @@ def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
 VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1.
     "softmax": Variant(EXP),
-    # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): read to the letter it
-    # would add log L. L is the training length at any length of evaluation, as Ramapuram et al.'s
+    # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
+    # adds log L. L is the training length also at other lengths, because Ramapuram et al.'s
     # published kernel takes the bias as a fixed number.
     "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=unnormalised),
     "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=unnormalised),
@@ -177,8 +177,8 @@ VARIANTS: dict[str, Variant] = {
     "phi_gelu": Variant(GELU),
     "phi_softplus": Variant(SOFTPLUS),
     "phi_mish": Variant(MISH),
-    # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no first value of s for (b)
-    # and (d): by default it is 1, as in the probe.
+    # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no initial s for (b) and (d):
+    # by default it is 1, as in the probe.
     "ssmax": Variant(
         EXP, scale=lambda rows: rows.s * rows.n.log() * rows.d**-0.5, learnable=("s",)
     ),
@@ -223,8 +223,8 @@ class Attention(nn.Module):
         b_init: float,
         gamma: float,
     ) -> None:
-        """config.py describes these; with `follow_length` L is the current length instead of
-        `trained_length`."""
+        """The arguments are settings of config.py. With `follow_length` L is the current length
+        instead of `trained_length`."""
         super().__init__()
         self.variant, self.p, self.impl = variant, p, impl
         self.head_size, self.gamma = head_size, gamma

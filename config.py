@@ -315,7 +315,10 @@ def filled_out_dir(config: Config) -> str:
 
 
 def check_each_setting(config: Config) -> None:
-    """Raises UserError where a value's type is wrong or its range exceeded; ints become floats."""
+    """Raises UserError where a value has the wrong type or is out of range.
+
+    An int is stored as a float where the setting is one.
+    """
     for key in SETTINGS:
         value = getattr(config, key)
         if type(value) is int and float in TYPES[key] and abs(value) < 2**53:
