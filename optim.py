@@ -11,7 +11,7 @@ from model import GPT
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     """AdamW over all parameters, or Muon over the trunk's matrices and AdamW over the rest."""
     groups = model.parameter_groups()
-    optimizers = []
+    optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         matrices = [p for p in model.trunk.parameters() if p.dim() == 2]
         ids = {id(p) for p in matrices}
@@ -41,7 +41,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The rate of the update that follows `step` updates."""
+    """The learning rate of the update that follows `step` updates."""
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     if config.schedule == "constant":

@@ -10,25 +10,32 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
+from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
-from data.shards import check_shards, list_shards, read_meta
-from errors import UserError, command
+from data.shards import check_shards, check_tokenizer, list_shards
+from errors import command
 from evaluation import mean_loss
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, all_reduce_max, job, process_group, restarted
-from runtime.files import check_writable, lock_folder, write_json
+from runtime.files import lock_folder, write_json
 from runtime.log import Log
+
+# What a rank asks of all ranks before a step; the largest request wins.
+GO_ON, SAVE_AND_STOP, ABORT = 0, 1, 2
 
 
 @command
@@ -44,46 +51,47 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(process_group(rank, world_size, device, config.timeout))
+    with process_group(rank, world_size, device, config.timeout) as report_progress:
+        run = Path(config.out_dir)
         if all_reduce_max(int(restarted()), device):
-            mine = checkpoint.exists(config.out_dir) and checkpoint.made_by(config.out_dir, job())
-            if all_reduce_max(int(mine), device):
+            # every rank decides alike, even if not all see the same files
+            own = checkpoint.exists(run) and checkpoint.made_by(run, job())
+            if all_reduce_max(int(own), device):
                 config = config.replace(resume=True, init_from="")
-        stopped = train(config, rank, world_size, device, watchdog, stack)
+        lock = lock_folder(run, "training this run") if rank == 0 else contextlib.nullcontext()
+        with lock:
+            stopped = train(config, rank, world_size, device, report_progress)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
 
-def train(config: Config, rank: int, world_size: int, device, watchdog, stack) -> bool:
-    """Train until the last step or a signal, and say whether it was a signal.
-
-    What has to be closed in the end, whatever that is, is left to the caller's `stack`.
-    """
-    dtype = pick_dtype(config.dtype, device)
-    micro_batches = accumulation_steps(config, world_size)
+def train(
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    report_progress: Callable[[str], None],
+) -> bool:
+    """Train until the last step or a signal; returns whether it was a signal."""
     run, first = Path(config.out_dir), rank == 0
-    if first:
-        check_writable(run)
-    state = resumed_state(run, config, quiet=not first) if config.resume else None
-    if state is None and first:
+    dtype = pick_dtype(config.dtype, device)
+    accumulation = accumulation_steps(config, world_size)
+    state = None
+    if config.resume:
+        state = checkpoint.load_to_resume(run, config, quiet=not first)
+    elif first:
         checkpoint.require_unused_folder(run, job())
 
     # ---- data ----
-    sequences = config.total_batch_size // config.block_size
-    meta = read_meta(config.data_dir)
-    if meta is not None and meta.get("tokenizer") != config.tokenizer:
-        raise UserError(
-            f"{config.data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
-            f"but tokenizer = {config.tokenizer!r}"
-        )
+    check_tokenizer(config.data_dir, config.tokenizer)
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
     check_shards(shards[rank::world_size], config.n_vocab)
+    sequences = config.total_batch_size // config.block_size
     loader = TrainLoader(
         config.data_dir, config.block_size, sequences, config.seed, rank, world_size, device
     )
 
-    def validation():
+    def validation() -> Iterator[tuple[Tensor, Tensor]]:
         return validation_batches(
             config.data_dir, config.block_size, config.val_tokens, config.batch_size,
             rank, world_size, device,
@@ -99,9 +107,9 @@ def train(config: Config, rank: int, world_size: int, device, watchdog, stack) -
     if config.init_from:
         checkpoint.load_weights(model, config.init_from)
     model.to(device)
-    if state is not None:
-        model.load_state_dict(state["model"])
-    trained = torch.compile(model) if pick_compile(config.compile, device) else model
+    trained: nn.Module = model
+    if pick_compile(config.compile, device):
+        trained = cast(nn.Module, torch.compile(model))
     if world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
         trained = DistributedDataParallel(trained, device_ids=ids)
@@ -112,17 +120,13 @@ def train(config: Config, rank: int, world_size: int, device, watchdog, stack) -
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step, best, skipped, resumed_at = 0, math.inf, 0, None
     if state is not None:
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        scaler.load_state_dict(state["scaler"])
+        checkpoint.restore(state, model, optimizers, scaler)
         step, best, skipped = state["step"], state["best_val_loss"], state["skipped"]
         resumed_at = step
-        del state
+        del state  # and with it the optimizer's tensors in host memory
 
-    # ---- signals, logs, checkpoints ----
-    stop = stack.enter_context(Stop(quiet=not first))
+    # ---- logs and checkpoints ----
     if first:
-        stack.enter_context(lock_folder(run, "training this run"))
         checkpoint.delete_stale(run)
         checkpoint.write_header(run, config, job())
         if config.init_from:  # a resumed run has none: it keeps what it began with
@@ -133,167 +137,157 @@ def train(config: Config, rank: int, world_size: int, device, watchdog, stack) -
         path, offset = loader.batch_location(step - 1)[0]
         return f"in {path} at token {offset}"
 
-    log = stack.enter_context(Log(run, config, resumed_at, batch_location, quiet=not first))
-    saver = stack.enter_context(checkpoint.Saver(run, config.keep_last, config.keep_every))
-    log.say(
-        f"{config.variant_name}: {model.count_parameters():,} parameters, "
-        f"{loader.tokens:,} training tokens in {config.data_dir}, {loader.n_windows:,} windows; "
-        f"{world_size} x {micro_batches} x {config.batch_size} x {config.block_size} tokens a step "
-        f"on {device.type} in {str(dtype).removeprefix('torch.')}; run folder {run}"
-        + (f", from step {step} of {config.max_iters}" if resumed_at is not None else "")
-    )
-    peak = peak_flops(device)
-
-    def save(kind: str, **more) -> None:
-        weights = {"model": model.state_dict(), "step": step, "config": config.as_dict()}
-        saver.save(kind, weights | more)
-
-    def save_all() -> float:
-        """Milliseconds that the checkpoint takes from the training; it is written beside it."""
-        started = time.perf_counter()
-        log.sync()
-        save(
-            "step",
-            optimizers=[optimizer.state_dict() for optimizer in optimizers],
-            scaler=scaler.state_dict(),
-            best_val_loss=best,
-            skipped=skipped,
+    with (
+        Stop(quiet=not first) as stop,
+        Log(run, config, resumed_at, batch_location, quiet=not first) as log,
+        checkpoint.Saver(run, config.keep_last, config.keep_every) as saver,
+    ):
+        log.print(
+            f"{config.variant_name}: {model.count_parameters():,} parameters, "
+            f"{loader.tokens:,} training tokens in {config.data_dir}, {loader.n_windows:,} "
+            f"windows; {world_size} x {accumulation} x {config.batch_size} x {config.block_size} "
+            f"tokens a step on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
+            f"{run}" + ("" if resumed_at is None else f", from step {step} of {config.max_iters}")
         )
-        return 1000 * (time.perf_counter() - started)
+        peak, save_ms = peak_flops(device), None
 
-    # ---- loop ----
-    report_progress = watchdog.report_progress if watchdog else lambda doing: None
-    seconds_a_step, save_ms = 0.0, None
-    while True:
-        last = step >= config.max_iters
-        resumed = step == resumed_at  # validated and saved before
-        # what one process has heard or failed to write, all act on
-        halt = all_reduce_max(2 if saver.failed() else 1 if stop.asked else 0, device)
-        if halt == 2:
-            saver.wait()  # raises the error
-            sys.exit(2)
-        if (step % config.eval_interval == 0 or last) and not resumed:
-            val_loss = mean_loss(model.eval(), validation(), device, dtype)
-            model.train()
-            log.validation(step, val_loss)
-            if val_loss < best:
-                best = val_loss
+        # ---- loop ----
+        while True:
+            last = step >= config.max_iters
+            new = step != resumed_at  # else it was validated and saved before
+            asked = ABORT if saver.failed() else SAVE_AND_STOP if stop.asked else GO_ON
+            request = all_reduce_max(asked, device)
+            if request == ABORT:
+                saver.wait()  # raises the error, on the rank whose write failed
+                sys.exit(2)
+            if new and (last or step % config.eval_interval == 0):
+                val_loss = mean_loss(model.eval(), validation(), device, dtype)
+                model.train()
+                log.validation(step, val_loss)
+                if val_loss < best:
+                    best = val_loss
+                    if first:
+                        weights = {"model": model.state_dict(), "step": step}
+                        saver.save(
+                            "best", weights | {"config": config.as_dict(), "val_loss": val_loss}
+                        )
+            if new and (last or request or step % config.checkpoint_interval == 0):
+                if step and not all(p.isfinite().all() for p in model.parameters()):
+                    what = "its update left weights that are not finite"
+                    stop_diverged(config, step, what, batch_location(step))
                 if first:
-                    save("best", val_loss=val_loss)
-        if (last or halt or step % config.checkpoint_interval == 0) and not resumed:
-            if step and not all(p.isfinite().all() for p in model.parameters()):
-                stop_diverged(
-                    config, step, "its update left weights that are not finite", batch_location
-                )
-            if first:
-                save_ms = save_all()
-                log.say(f"step {step}/{config.max_iters}: saving, {save_ms:.0f} ms of the loop")
-        if last or halt:
-            break
+                    started = time.perf_counter()
+                    log.sync()
+                    whole = checkpoint.training_state(model, optimizers, scaler, step, config)
+                    saver.save("step", whole | {"best_val_loss": best, "skipped": skipped})
+                    # what the loop waits for; the file is written while the training goes on
+                    save_ms = 1000 * (time.perf_counter() - started)
+                    log.print(
+                        f"step {step}/{config.max_iters}: saving, {save_ms:.0f} ms of the loop"
+                    )
+            if last or request:
+                break
 
-        started = time.perf_counter()
-        lr = learning_rate(step, config)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        report_progress(f"reading the batch of step {step + 1}")
-        x, y = loader.batch(step)
-        report_progress(f"computing step {step + 1}")
-        seed_randomness(config.seed, step, rank)
-        loss = torch.zeros((), device=device)
-        micro = zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)
-        for i, (xs, ys) in enumerate(micro):
-            # DDP decides in the forward pass whether this backward will synchronise gradients
-            final = i == micro_batches - 1
-            sync_context = (
-                trained.no_sync() if world_size > 1 and not final else contextlib.nullcontext()
+            started, lr = time.perf_counter(), learning_rate(step, config)
+            report_progress(f"reading the batch of step {step + 1}")
+            x, y = loader.batch(step)
+            report_progress(f"computing step {step + 1}")
+            seed_randomness(config.seed, step, rank)
+            loss, grad_norm = train_step(
+                lambda x, y: trained(x, y) / accumulation,
+                list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)),
+                trained, optimizers, scaler, lr, config.grad_clip, dtype,
+            )  # fmt: skip
+            step += 1
+            # with float16 a gradient that overflows only costs the step: the scale is lowered
+            overflow = scaler.is_enabled() and math.isfinite(loss)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not overflow:
+                what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                if config.on_nonfinite == "stop":
+                    stop_diverged(config, step, what, batch_location(step))
+                skipped += 1
+                log.print(f"step {step}: {what}: skipped; the batch begins {batch_location(step)}")
+            seconds = time.perf_counter() - started
+            flops_per_s = config.total_batch_size / seconds * model.flops_per_token()
+            log.step(
+                step=step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                seconds=seconds,
+                tokens=config.total_batch_size,
+                mfu=flops_per_s / (world_size * peak) if peak else None,
+                memory_mb=memory_mb(device),
+                skipped=skipped or None,
+                save_ms=save_ms,
             )
-            with sync_context:
-                with autocast(device, dtype):
-                    micro_loss = trained(xs, ys) / micro_batches
-                scaler.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        clip = config.grad_clip if config.grad_clip > 0 else math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
-        if world_size > 1:
-            dist.all_reduce(loss, dist.ReduceOp.SUM)
-        loss = loss.item() / world_size
-        # both numbers are those of all processes, so all do the same
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        # with float16 a gradient that overflows only costs the step: the scaler lowers its scale
-        if not finite and not (scaler.is_enabled() and math.isfinite(loss)):
-            what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-            if config.on_nonfinite == "stop":
-                stop_diverged(config, step + 1, what, batch_location)
-            skipped += 1
-            log.say(
-                f"step {step + 1}: {what}: skipped; the batch begins {batch_location(step + 1)}"
-            )
-        for optimizer in optimizers:
-            if finite:
-                scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        scaler.update()
-        step += 1
-
-        seconds = time.perf_counter() - started
-        # the first step compiles and allocates: it says nothing about the rest
-        if step <= (resumed_at or 0) + 2:
-            seconds_a_step = seconds
-        seconds_a_step += 0.1 * (seconds - seconds_a_step)
-        tokens_per_s = config.total_batch_size / seconds
-        log.step(
-            step=step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            ms=1000 * seconds,
-            tokens_per_s=tokens_per_s,
-            mfu=tokens_per_s * model.flops_per_token() / (world_size * peak) if peak else None,
-            memory_mb=memory_mb(device),
-            skipped=skipped or None,
-            save_ms=save_ms,
-            left_s=seconds_a_step * (config.max_iters - step),
-        )
-        save_ms = None
-    saver.wait()
-    if halt and not last:
-        log.say(f"stopped after step {step}, which is saved; --resume goes on from it")
-        return True
-    return False
+            save_ms = None
+        saver.wait()
+        if request and not last:
+            log.print(f"stopped after step {step}, which is saved; --resume goes on from it")
+        return bool(request) and not last
 
 
-def resumed_state(run: Path, config: Config, quiet: bool) -> dict:
-    """The latest checkpoint of a run that this config continues."""
-    state = checkpoint.load(checkpoint.find(run, quiet=quiet))
-    for key, saved in state["config"].items():
-        if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
-            raise UserError(
-                f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{getattr(config, key)!r}; give the settings that it began with (its config.json "
-                f"has them), or start a new run from its weights: --init_from={run}"
-            )
-    if state["step"] > config.max_iters:
-        raise UserError(f"{run} has {state['step']} steps, max_iters = {config.max_iters} is less")
-    return state
+def train_step(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    lr: float,
+    grad_clip: float,
+    dtype: torch.dtype,
+) -> tuple[float, float]:
+    """One update of the model, by the gradient of the sum of `loss_of(x, y)` over micro-batches.
+
+    Returns that sum, as the mean over ranks, and the gradient's norm before it is clipped (0: not
+    clipped). Both are the same on all ranks; where one is not finite, the weights stay as they are.
+    """
+    device = micro_batches[0][0].device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    total = torch.zeros((), device=device)
+    for i, (x, y) in enumerate(micro_batches):
+        # DDP decides in the forward pass whether this backward will synchronise gradients
+        sync_context: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if isinstance(model, DistributedDataParallel) and i < len(micro_batches) - 1:
+            sync_context = model.no_sync()
+        with sync_context:
+            with autocast(device, dtype):
+                micro_loss = loss_of(x, y)
+            scaler.scale(micro_loss).backward()
+        total += micro_loss.detach()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    ranks = 1
+    if dist.is_initialized():
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+        ranks = dist.get_world_size()
+    loss, grad_norm = total.item() / ranks, norm.item()
+    for optimizer in optimizers:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return loss, grad_norm
 
 
 def seed_randomness(seed: int, step: int, rank: int) -> None:
-    """Make what is random in a step, should a variant be, a function of (seed, step, process).
+    """Make what is random in a step, should a variant be, a function of (seed, step, rank).
 
-    So it is the same after a resume, as the batches are, and there is no state of it to save.
+    So it is the same after a resume, as the batches are, and needs no state in the checkpoint.
     """
     state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0]))
 
 
-def stop_diverged(config: Config, step: int, what: str, batch_location) -> None:
+def stop_diverged(config: Config, step: int, what: str, location: str) -> None:
     """End the run without a save, so that the newest checkpoint is a good one."""
     print(
-        f"error: step {step}: {what}; the batch begins {batch_location(step)}. The run's last "
-        f"checkpoint in {config.out_dir} is good. Try a lower learning_rate (now "
+        f"error: step {step}: {what}; the batch begins {location}. The run's last checkpoint in "
+        f"{config.out_dir} is good. Try a lower learning_rate (now "
         f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
         "dtype = float32 or on_nonfinite = skip.",
         file=sys.stderr,

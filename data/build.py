@@ -1,17 +1,17 @@
-"""Documents to shards: tokenise on all cores, write whole shards, go on where a kill stopped it.
+"""Documents to shards: tokenise on all cores, write whole shards, resume after a kill.
 
 The tokens of a stream of documents, each with end-of-text before it, are cut into shards of exactly
-`shard_size`, the last one shorter. With each shard `progress.json` notes at which token of which
-document the next one starts. Nothing else decides what follows, neither timing nor how the work was
-shared, so a set made in many attempts equals, bit for bit, one made in a single run.
+`shard_size`, the last one shorter. With each shard `progress.json` records at which token of which
+document the next one starts. What follows depends on nothing else, neither on timing nor on the
+number of workers, so a set made in many attempts equals, bit for bit, one made in a single run.
 """
 
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,50 +21,55 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import shards
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError
-from runtime.files import check_writable, lock_folder
+from runtime.files import check_writable, lock_folder, read_json, write_json
 
 SHARD_SIZE = 100_000_000
-# Text sent to a worker at once: some 0.1 s of work, against well under 1 ms to send it.
+# Characters sent to a worker at once: about 0.1 s of work, and well under 1 ms to send.
 TASK_CHARS = 1 << 19
-# Tasks that wait for each worker: enough that writing a shard leaves none idle.
+# Queue length per worker: enough that none is idle while a shard is written.
 TASKS_PER_WORKER = 4
+
+# Pieces of documents, each with whether it is the first of its document.
+Task = list[tuple[bool, str]]
+# A task's tokens [n], and where in them documents start [documents].
+Encoded = tuple[NDArray[np.uint16], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents in a fixed order, and the splits that their shards belong to.
+    """Documents in a fixed order, and the split that each of their shards belongs to."""
 
-    documents: `documents(start)` gives the texts from document number `start` on.
-    count: how many documents there are.
-    split: `split(k)` is the split of the stream's shard number k, "train" or "val".
-    """
-
-    documents: Callable[[int], Iterable[str]]
-    count: int
-    split: Callable[[int], str]
+    documents: Callable[[int], Iterable[str]]  # start -> texts from document number `start` on
+    count: int  # number of documents
+    split: Callable[[int], str]  # number of a shard within this stream -> "train" or "val"
 
 
-def build(out_dir, prefix, streams, tokenizer, shard_size, workers, source, fingerprint):
+def build(
+    out_dir: str | Path,
+    prefix: str,
+    streams: list[Stream],
+    tokenizer: str,
+    shard_size: int,
+    workers: int,
+    source: str,
+    fingerprint: str,
+) -> None:
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
-    Called again it goes on from the last whole shard, or says that all is done.
+    Called again it resumes after the last whole shard, or says that all is done. The streams are
+    written in order; a shard has `shard_size` tokens of one stream, that stream's last one perhaps
+    fewer. `workers` processes tokenise; 1 means this process itself. In meta.json, `source` says
+    where the documents come from, and `fingerprint` is a string that differs when they do.
 
-    Args:
-        streams: list of `Stream`, one after another; a shard never holds two of them.
-        tokenizer: name of the tokenizer.
-        shard_size: tokens of a shard.
-        workers: processes that tokenise; 1 does it in this one.
-        source: words for meta.json that say where the documents come from.
-        fingerprint: a string that differs when the documents do.
-
-    Raises:
-        UserError: the folder holds a set, whole or begun, of other documents or settings, or shards
-            of unknown origin; another process is making it; or the tokens leave a split empty.
+    Raises UserError where a number is out of range; where the folder holds shards of other
+    documents or settings, or of unknown origin; where another process is making them; or where the
+    documents have too few tokens for both splits.
     """
     if not 0 < shard_size < 2**31:
         raise UserError(f"shard_size {shard_size}: a shard holds 1 to {2**31 - 1} tokens")
@@ -92,42 +97,45 @@ def build(out_dir, prefix, streams, tokenizer, shard_size, workers, source, fing
 
 
 @contextmanager
-def claim(out_dir, settings):
-    """Hold the folder alone while making the set of these settings; gives its meta.json or None.
+def claim(out_dir: Path, settings: dict) -> Iterator[dict | None]:
+    """Lock the folder while shards are made with these settings; gives its meta.json, or None.
 
-    Args:
-        settings: dict of `tokenizer`, `shard_size`, `fingerprint` and `source`, as in meta.json.
-
-    Raises:
-        UserError: the folder cannot be written to, another process holds it, or there are shards
-            in it of another origin.
+    `settings` are `tokenizer`, `shard_size`, `fingerprint` and `source`, as in meta.json. Raises
+    UserError where the folder cannot be written to, another process holds its lock, or it has
+    shards made from other settings.
     """
     check_writable(out_dir)
     with lock_folder(out_dir, "making this set"):
         meta = shards.read_meta(out_dir)
         if any(out_dir.glob("*.bin")):
-            _require_same(out_dir, meta or shards.read_json(out_dir / shards.PROGRESS), settings)
+            _require_same(out_dir, meta or read_json(out_dir / shards.PROGRESS), settings)
         yield meta
 
 
-def all_cores():
+def all_cores() -> int:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+    return os.cpu_count() or 1
 
 
 class _Writer:
-    """The shards of a folder that are whole, and progress.json that lists them."""
+    """Adds shards to a folder and lists those that are whole, `done`, in its progress.json."""
 
-    def __init__(self, out_dir, prefix, settings):
+    def __init__(self, out_dir: Path, prefix: str, settings: dict):
         self.out_dir, self.prefix, self.settings = out_dir, prefix, settings
-        progress = shards.read_json(out_dir / shards.PROGRESS)
-        self.done = list(takewhile(self._is_whole, progress["shards"] if progress else []))
+        progress = read_json(out_dir / shards.PROGRESS)
+        listed: list[dict] = progress["shards"] if progress else []
+        self.done = list(takewhile(self._is_whole, listed))
         self._save()
 
-    def add(self, stream, split, tokens, following):
-        """Write one more shard. `following`: stream, document and token in it that come next."""
+    def add(
+        self, stream: int, split: str, tokens: NDArray[np.uint16], following: tuple[int, int, int]
+    ) -> None:
+        """Write a shard of stream number `stream`.
+
+        `following` is where the next one starts: stream, document and token of that document.
+        """
         name = f"{self.prefix}_{split}_{len(self.done):06d}.bin"
         sha256 = shards.write_shard(self.out_dir / name, tokens)
         self.done.append(
@@ -142,24 +150,24 @@ class _Writer:
         )
         self._save()
 
-    def discard(self):
+    def discard(self) -> None:
         """Delete all shards and progress.json."""
         for shard in self.done:
             (self.out_dir / shard["name"]).unlink()
         (self.out_dir / shards.PROGRESS).unlink()
 
-    def _is_whole(self, shard):
+    def _is_whole(self, shard: dict) -> bool:
         try:
             return len(shards.read_shard(self.out_dir / shard["name"])) == shard["tokens"]
         except UserError:
             return False
 
-    def _save(self):
-        shards.write_json(self.out_dir / shards.PROGRESS, self.settings | {"shards": self.done})
+    def _save(self) -> None:
+        write_json(self.out_dir / shards.PROGRESS, self.settings | {"shards": self.done})
 
 
-def _make(out_dir, prefix, streams, settings, workers):
-    """Write all shards that are missing; returns the content of meta.json."""
+def _make(out_dir: Path, prefix: str, streams: list[Stream], settings: dict, workers: int) -> dict:
+    """Write the shards that are missing; returns the content of meta.json."""
     writer = _Writer(out_dir, prefix, settings)
     documents = sum(stream.count for stream in streams)
     written = sum(shard["tokens"] for shard in writer.done)
@@ -170,9 +178,9 @@ def _make(out_dir, prefix, streams, settings, workers):
         for number in range(first, len(streams)):
             before = sum(stream.count for stream in streams[:number])
 
-            def show(n, at, before=before):
+            def show(n: int, at: int, before: int = before) -> None:
                 bar.update(n)
-                # The tokens to come are not known, but the documents are.
+                # an estimate: only the number of documents is known in advance
                 bar.total = int(bar.n * documents / (before + at))
 
             _write_stream(writer, number, streams[number], document, offset, workers, show)
@@ -197,12 +205,23 @@ def _make(out_dir, prefix, streams, settings, workers):
     }
 
 
-def _write_stream(writer, number, stream, document, offset, workers, show):
-    """Write a stream's shards, from token `offset` of its document number `document` on."""
+def _write_stream(
+    writer: _Writer,
+    number: int,
+    stream: Stream,
+    document: int,
+    offset: int,
+    workers: int,
+    show: Callable[[int, int], None],
+) -> None:
+    """Write the shards of stream `number`, from token `offset` of document number `document` on.
+
+    `show` is called with the number of new tokens, and that of the documents begun so far.
+    """
     shard_size = writer.settings["shard_size"]
     buffer, filled = np.empty(shard_size, dtype=np.uint16), 0
     index = sum(shard["stream"] == number for shard in writer.done)
-    # The document in progress, and how many of its tokens have come by.
+    # The number of the current document, and how many of its tokens have been read.
     at, into = document - 1, 0
     tasks = _tasks(stream.documents(document))
     for tokens, starts in _tokenise(tasks, writer.settings["tokenizer"], workers):
@@ -225,9 +244,10 @@ def _write_stream(writer, number, stream, document, offset, workers, show):
         writer.add(number, stream.split(index), buffer[:filled], (number + 1, 0, 0))
 
 
-def _tasks(texts):
-    """Group texts into tasks of about TASK_CHARS: lists of (starts a document, piece of text)."""
-    task, chars = [], 0
+def _tasks(texts: Iterable[str]) -> Iterator[Task]:
+    """Split and group texts into tasks of about TASK_CHARS characters."""
+    task: Task = []
+    chars = 0
     for text in texts:
         for number, piece in enumerate(split_text(text, TASK_CHARS)):
             task.append((number == 0, piece))
@@ -239,10 +259,12 @@ def _tasks(texts):
         yield task
 
 
-def _encode(tokenizer, task):
-    """A task's tokens, uint16 [n], and where in them documents start, int64 [documents]."""
-    tokenizer = get_tokenizer(tokenizer)
-    parts, starts, n = [], [], 0
+def _encode(name: str, task: Task) -> Encoded:
+    """Tokenise a task with the tokenizer called `name`."""
+    tokenizer = get_tokenizer(name)
+    parts: list[NDArray[np.uint16]] = []
+    starts: list[int] = []
+    n = 0
     for starts_document, text in task:
         if starts_document:
             starts.append(n)
@@ -253,14 +275,14 @@ def _encode(tokenizer, task):
     return np.concatenate(parts), np.array(starts, dtype=np.int64)
 
 
-def _tokenise(tasks, tokenizer, workers):
-    """`_encode` of each task, in order; at most TASKS_PER_WORKER a worker are in memory."""
+def _tokenise(tasks: Iterable[Task], tokenizer: str, workers: int) -> Iterator[Encoded]:
+    """`_encode` of each task, in order; at most TASKS_PER_WORKER per worker are in memory."""
     encode = partial(_encode, tokenizer)
     if workers == 1:
         yield from map(encode, tasks)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
-    pending = deque()
+    pending: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
             pending.append(pool.submit(encode, task))
@@ -270,26 +292,28 @@ def _tokenise(tasks, tokenizer, workers):
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a tokenising process was killed, perhaps for want of memory: run the same command "
+            "a tokenising process was killed, perhaps for lack of memory: run the same command "
             f"again to go on, if need be with --workers less than {workers}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker():
-    """Leave Ctrl-C to the parent, and do not outlive it, even if it is killed."""
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent process, and exit when it ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
 
-    def follow():
-        parent_process().join()
+    def exit_with_parent() -> None:
+        parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _require_same(out_dir, found, settings):
-    """Refuse to go on with a set of other documents or settings; `source` is only words."""
+def _require_same(out_dir: Path, found: dict | None, settings: dict) -> None:
+    """Raise UserError where `found` is of other documents or settings; `source` may differ."""
     remedy = "use another --out_dir, or delete the folder to make it anew"
     if found is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")

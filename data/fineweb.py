@@ -2,64 +2,64 @@
 
 GPT-2 BPE, end-of-text before every document, shards of 100M tokens: number 0 for validation, the
 others for training. Documents are downloaded first (the default), read over the network as they
-are needed (--streaming), or read from parquet files that are there already (--parquet): the shards
-are the same. --ready takes published shards of FineWeb's sample-10BT, tokenised in the same way.
-Stopped at any point, the same command goes on after the last whole shard.
+are needed (--streaming), or read from parquet files on disk (--parquet): the shards are the same.
+--ready downloads published shards of FineWeb's sample-10BT, tokenised in the same way. Stopped at
+any point, the same command resumes after the last whole shard.
 """
 
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data import shards
 from data.build import SHARD_SIZE, Stream, all_cores, build, claim
-from data.parquet import count_documents, read_documents
+from data.parquet import OpenFile, count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from runtime.files import sha256_of
+from runtime.files import sha256_of, write_json
 
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 # Each sample's folder in the dataset's repository.
 SAMPLES = {f"sample-{size}": f"sample/{size}" for size in ("10BT", "100BT", "350BT")}
 READY = "kjj0/fineweb10B-gpt2"
 READY_TRAIN_SHARDS = 103
-# Bytes of one request when reading over the network: the text is most of what a file holds.
+# Bytes of a request over the network: large, as the text is most of what a file holds.
 NETWORK_BLOCK = 1 << 25
 
+# Parquet files: the name and size in bytes of each, their paths, and how to open one.
+Files = tuple[list[tuple[str, int]], Sequence[str | Path], OpenFile]
 
-def local_files(paths):
-    """The parquet files of the given files and folders, folders in order of name.
 
-    Raises:
-        UserError: a path is missing, or a folder has no parquet file.
+def local_files(given: list[str]) -> Files:
+    """The given parquet files, and those in the given folders in order of name.
+
+    Raises UserError where a path is missing, or a folder has no parquet file.
     """
-    files = []
-    for path in map(Path, paths):
+    files: list[Path] = []
+    for path in map(Path, given):
         found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not path.exists() or not found:
             raise UserError(f"{path}: no parquet file there")
         files += found
-    return files
+    return [(path.name, path.stat().st_size) for path in files], files, open
 
 
-def hub_files(repo, folder, streaming):
-    """A dataset's parquet files, downloaded or to be read over the network.
+def hub_files(repo: str, folder: str, streaming: bool) -> Files:
+    """The parquet files in a folder of a dataset, downloaded, or to be read over the network.
 
-    Returns:
-        Their names and sizes, a list of (str, int); their paths; and how to open a path.
-
-    Raises:
-        UserError: the hub cannot be reached, or it fails.
+    Raises UserError where the hub cannot be reached, or a request to it fails.
     """
     import huggingface_hub
 
     reach_hub()
     try:
         tree = huggingface_hub.HfApi().list_repo_tree(repo, folder, repo_type="dataset")
-        listed = sorted((f.path, f.size) for f in tree if f.path.endswith(".parquet"))
+        files = (entry for entry in tree if isinstance(entry, huggingface_hub.hf_api.RepoFile))
+        listed = sorted((f.path, f.size) for f in files if f.path.endswith(".parquet"))
         names = [(Path(path).name, size) for path, size in listed]
         if streaming:
             system = huggingface_hub.HfFileSystem(block_size=NETWORK_BLOCK)
@@ -67,30 +67,29 @@ def hub_files(repo, folder, streaming):
         root = huggingface_hub.snapshot_download(
             repo, repo_type="dataset", allow_patterns=[path for path, _ in listed]
         )
-    except Exception as error:  # of several HTTP libraries
+    except Exception as error:  # from one of several HTTP libraries
         raise UserError(f"{repo}: {error}; run the same command again to go on") from error
     return names, [Path(root, path) for path, _ in listed], open
 
 
-def reach_hub():
-    """Refuse at once, not after minutes of retries, if the Hugging Face hub cannot be reached."""
+def reach_hub() -> None:
+    """Raise UserError at once, not after minutes of retries, if the hub cannot be reached."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # of several HTTP libraries
+    except Exception as error:  # from one of several HTTP libraries
         raise UserError(
             f"cannot reach {constants.ENDPOINT} ({error}): check the network, or give files that "
             "are on disk with --parquet"
         ) from error
 
 
-def download_ready(out_dir, n_train):
+def download_ready(out_dir: Path, n_train: int) -> None:
     """Download the published validation shard and the first `n_train` training shards.
 
-    Raises:
-        UserError: the hub cannot be reached or fails, or a shard arrived damaged.
+    Raises UserError where the hub cannot be reached, a download fails, or a shard is damaged.
     """
     settings = {
         "tokenizer": "gpt2",
@@ -109,7 +108,7 @@ def download_ready(out_dir, n_train):
             return
         if missing:
             reach_hub()
-        shards.write_json(out_dir / shards.PROGRESS, settings | {"shards": []})
+        write_json(out_dir / shards.PROGRESS, settings | {"shards": []})
         for name in tqdm(missing, desc=READY, unit="shard"):
             _download(out_dir, name)
         entries = []
@@ -124,7 +123,7 @@ def download_ready(out_dir, n_train):
     print(f"{out_dir}: done, {total:,} tokens in {len(entries)} shards")
 
 
-def _is_whole(path):
+def _is_whole(path: Path) -> bool:
     try:
         shards.read_shard(path)
     except UserError:
@@ -132,21 +131,24 @@ def _is_whole(path):
     return True
 
 
-def _download(out_dir, name):
-    """One ready shard, going on with what an earlier attempt left of it."""
+def _download(out_dir: Path, name: str) -> None:
+    """Download one published shard, resuming an earlier attempt."""
     from huggingface_hub import hf_hub_download
 
-    # A damaged file would pass for one that is there.
+    # a damaged file would count as downloaded
     (out_dir / name).unlink(missing_ok=True)
     try:
         hf_hub_download(READY, name, repo_type="dataset", local_dir=out_dir)
-    except Exception as error:  # of several HTTP libraries
+    except Exception as error:  # from one of several HTTP libraries
         raise UserError(f"{READY}: {name}: {error}; run the same command again") from error
     shards.read_shard(out_dir / name)
 
 
-def make(out_dir, prefix, source, names, paths, open_file, shard_size, workers):
-    """Tokenise parquet files, of the given names and sizes, into shards."""
+def make(
+    out_dir: Path, prefix: str, source: str, files: Files, shard_size: int, workers: int
+) -> None:
+    """Tokenise parquet files into shards."""
+    names, paths, open_file = files
     counting = tqdm(paths, desc="counting documents", unit="file", delay=2)
     count = sum(count_documents(path, open_file) for path in counting)
     stream = Stream(
@@ -159,7 +161,7 @@ def make(out_dir, prefix, source, names, paths, open_file, shard_size, workers):
 
 
 @command
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.fineweb",
         description=__doc__,
@@ -192,17 +194,16 @@ def main(argv=None):
         return
     if args.parquet:
         source = " ".join(args.parquet)
-        paths = local_files(args.parquet)
-        names, open_file = [(path.name, path.stat().st_size) for path in paths], open
+        files = local_files(args.parquet)
     else:
         source = f"{repo} {args.name}"
         meta = shards.read_meta(out_dir)
-        if meta and meta["source"] == source:  # the network is not needed to say that it is done
+        if meta and meta["source"] == source:  # done: checking it needs no network
             same = meta["fingerprint"]
             build(out_dir, prefix, [], "gpt2", args.shard_size, args.workers, source, same)
             return
-        names, paths, open_file = hub_files(repo, SAMPLES[args.name], args.streaming)
-    make(out_dir, prefix, source, names, paths, open_file, args.shard_size, args.workers)
+        files = hub_files(repo, SAMPLES[args.name], args.streaming)
+    make(out_dir, prefix, source, files, args.shard_size, args.workers)
 
 
 if __name__ == "__main__":

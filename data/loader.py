@@ -1,16 +1,20 @@
 """Batches of tokens as a pure function of (seed, step), the same for any number of processes.
 
-A window w of a shard holds its tokens [w T, w T + T]: T inputs and, shifted by one, T targets.
-Sequence i of step s is number g = s B + i of an endless order: epoch g // n takes each of the n
-whole windows once, in an order of its own. Nothing is kept from step to step, so resuming needs
-only the step, and each process takes its slice of the same global batch.
+With block size T, window w of a shard is its tokens w T to w T + T inclusive: T inputs and, shifted
+by one, T targets. With B sequences a step and n whole windows in all shards, sequence i of step s
+has the number g = s B + i: epoch g // n visits each window once, in an order of its own. There is
+no state from step to step, so resuming needs only the step, and each process takes its slice of the
+same global batch.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from data.shards import list_shards, read_shard
 from errors import UserError
@@ -19,26 +23,27 @@ FEISTEL_ROUNDS = 8
 
 
 class TrainLoader:
-    """Shuffled training batches of a folder of shards.
+    """Shuffled training batches of the shards `*_train_*.bin` in a folder.
 
-    Args:
-        data_dir: folder with `*_train_*.bin`.
-        block_size: T, tokens of a sequence.
-        batch_size: sequences of a step over all processes together.
-        seed: picks the order of the windows.
-        rank, world_size: which of how many processes this is.
-        device: where the batches go; the copy to a GPU is asynchronous.
+    A step takes `batch_size` sequences of `block_size` tokens over all `world_size` processes
+    together. `seed` decides the order of the windows. Batches are copied to `device`,
+    asynchronously if that is a GPU. `n_windows`, the number of whole windows, is the length of an
+    epoch; `tokens` is the number of training tokens.
 
-    Attributes:
-        n_windows: whole windows of the set, the sequences of an epoch.
-        tokens: tokens of the set.
-
-    Raises:
-        UserError: no shards, a damaged one, fewer windows than one batch, or a batch that cannot be
-            shared equally among the processes.
+    Raises UserError where there are no shards, one is damaged, they have fewer windows than one
+    batch takes, or the batch does not divide equally among the processes.
     """
 
-    def __init__(self, data_dir, block_size, batch_size, seed, rank=0, world_size=1, device="cpu"):
+    def __init__(
+        self,
+        data_dir: str | Path,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str | torch.device = "cpu",
+    ):
         if batch_size % world_size:
             raise UserError(
                 f"a batch of {batch_size} sequences cannot be shared equally by {world_size} "
@@ -47,7 +52,7 @@ class TrainLoader:
         self.paths = list_shards(data_dir, "train")
         self.shards = [read_shard(path) for path in self.paths]
         self.tokens = sum(len(shard) for shard in self.shards)
-        # Number of the first window of each shard, and after them the number of all windows.
+        # Number of the first window of each shard, then the number of all windows.
         windows = [(len(shard) - 1) // block_size for shard in self.shards]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
         self.n_windows = int(self.first_window[-1])
@@ -66,30 +71,31 @@ class TrainLoader:
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
-        self._next_step, self._next_batch = None, None
+        self._next_step: int | None = None
+        self._next_batch: Future[tuple[Tensor, Tensor]] | None = None
 
-    def batch(self, step):
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This process's share of a step: x, y, int64 [batch_size / world_size, block_size].
 
-        y is x shifted by one token. Any step may be asked for at any time; the batch of the step
-        that follows is read in the background.
+        y is x shifted by one token. Steps may be asked for in any order; that of the following step
+        is read in the background.
         """
-        if step == self._next_step:
+        if self._next_batch is not None and step == self._next_step:
             x, y = self._next_batch.result()
         else:
             x, y = self._read(step)
         self._next_step, self._next_batch = step + 1, self._reader.submit(self._read, step + 1)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    def batch_location(self, step):
-        """Where this process's sequences of a step lie: a list of (shard path, token offset)."""
+    def batch_location(self, step: int) -> list[tuple[Path, int]]:
+        """Shard and token offset at which each of this process's sequences of a step begins."""
         return [
             (self.paths[shard], int(offset))
             for shard, offset in zip(*self._locate(step), strict=True)
         ]
 
-    def _locate(self, step):
-        """Shard number and token offset of each sequence of this process: two int64 arrays [b]."""
+    def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Shard number and token offset of each sequence of this process: two arrays [b]."""
         first = step * self.batch_size + self.rank * self.local_batch_size
         number = np.arange(first, first + self.local_batch_size)
         epoch, index = np.divmod(number, self.n_windows)
@@ -99,8 +105,8 @@ class TrainLoader:
         shard = np.searchsorted(self.first_window, window, side="right") - 1
         return shard, (window - self.first_window[shard]) * self.block_size
 
-    def _read(self, step):
-        """x and y of a step in (for a GPU: pinned) host memory."""
+    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+        """x and y of a step in host memory, pinned if they go to a GPU."""
         sequences = [
             self.shards[shard][offset : offset + self.block_size + 1]
             for shard, offset in zip(*self._locate(step), strict=True)
@@ -108,18 +114,12 @@ class TrainLoader:
         return _inputs_and_targets(np.stack(sequences), self.device)
 
 
-def shuffled(index, n, seed, epoch):
-    """Where a random order of n things, chosen by (seed, epoch), puts its places `index`.
+def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Entries `index` [k], each in 0..n-1, of the permutation of 0..n-1 that (seed, epoch) selects.
 
-    A bijection of 0..n-1 in constant memory: a Feistel network permutes the numbers of as many bits
-    as n - 1 has, keyed by seed and epoch; what lands at n or above is sent through again until it
-    lands below ("cycle walking", on average less than twice).
-
-    Args:
-        index: integer array [k], each 0 <= index < n.
-
-    Returns:
-        int64 array [k].
+    It takes constant memory: a Feistel network keyed by seed and epoch permutes the numbers that
+    have no more bits than n - 1; a result of n or more goes through it again until it is below n
+    ("cycle walking", less than two passes on average).
     """
     bits = (n - 1).bit_length()
     low_bits = np.uint64((bits + 1) // 2)
@@ -139,10 +139,10 @@ def shuffled(index, n, seed, epoch):
     return out.astype(np.int64)
 
 
-def validation_tokens(data_dir, max_tokens):
-    """The first max_tokens + 1 validation tokens, or all if there are fewer: uint16 [n].
+def validation_tokens(data_dir: str | Path, max_tokens: int) -> NDArray[np.uint16]:
+    """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
 
-    The one more is the last token's target. Shards follow one another without a gap.
+    The extra one is the target of the last. Shards are joined without a gap.
     """
     parts, wanted = [], max_tokens + 1
     for path in list_shards(data_dir, "val"):
@@ -154,23 +154,20 @@ def validation_tokens(data_dir, max_tokens):
 
 
 def validation_batches(
-    data_dir, block_size, max_tokens, batch_size, rank=0, world_size=1, device="cpu"
-):
-    """The first max_tokens validation tokens in whole windows, in order, shared by the processes.
+    data_dir: str | Path,
+    block_size: int,
+    max_tokens: int,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `max_tokens` validation tokens, or all, as whole windows divided among processes.
 
-    Process r gets the windows r, r + world_size, ...; so the sum over the processes is the same for
-    any number of them, though some may have one window more than others.
-
-    Args:
-        block_size: tokens of a window.
-        max_tokens: tokens to predict over all processes; all there are if there are fewer.
-        batch_size: sequences of a batch of this process; its last batch may be smaller.
-
-    Returns:
-        An iterator of x, y, int64 [<= batch_size, block_size], y shifted by one token.
-
-    Raises:
-        UserError: not even one window.
+    Gives x, y, int64 [<= batch_size, block_size], y being x shifted by one token; only the last
+    batch may be smaller. Process r gets windows r, r + world_size, ..., so the sum over all
+    processes is the same for any number of them, though some may have one window more than others.
+    Raises UserError where there is not one whole window.
     """
     tokens = validation_tokens(data_dir, max_tokens)
     n_windows = (len(tokens) - 1) // block_size
@@ -182,7 +179,7 @@ def validation_batches(
     device = torch.device(device)
     starts = np.arange(rank, n_windows, world_size) * block_size
 
-    def batches():
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(starts), batch_size):
             rows = starts[first : first + batch_size, None] + np.arange(block_size + 1)
             x, y = _inputs_and_targets(tokens[rows], device)
@@ -191,21 +188,23 @@ def validation_batches(
     return batches()
 
 
-def _use_gpu(device):
-    """Let this thread work for `device`: a new thread would open a context on GPU 0."""
+def _use_gpu(device: torch.device) -> None:
+    """Make `device` this thread's GPU: a new thread would open a context on GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _inputs_and_targets(sequences, device):
-    """uint16 [b, T + 1] -> x, y: int64 [b, T] each, contiguous, pinned if they go to a GPU."""
-    sequences = torch.from_numpy(sequences.astype(np.int64))
-    x, y = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+def _inputs_and_targets(
+    sequences: NDArray[np.uint16], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """[b, T + 1] -> x, y: int64 [b, T] each, contiguous, pinned if they go to a GPU."""
+    tokens = torch.from_numpy(sequences.astype(np.int64))
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
 
 
-def _hash(x):
-    """A uint64 array, each number mixed beyond recognition (the finaliser of SplitMix64)."""
+def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64, a hash of each number."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

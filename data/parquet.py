@@ -1,6 +1,9 @@
-"""Documents of parquet files with a column `text`, from any one on without reading the others."""
+"""Documents of parquet files, the strings of a column `text`, from any document number on."""
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,28 +12,28 @@ from errors import UserError
 
 COLUMN = "text"
 ROWS_AT_ONCE = 64
+# How to open a path for reading bytes: `open`, or the method of a file system.
+OpenFile = Callable[[str | Path, str], IO]
 
 
-def count_documents(file, open_file=open):
-    """Number of rows of a file, as its footer tells. Arguments and errors as `read_documents`."""
+def count_documents(file: str | Path, open_file: OpenFile = open) -> int:
+    """Number of rows of a file, from its footer. Raises what `read_documents` raises."""
     with _open(file, open_file) as parquet:
         return parquet.metadata.num_rows
 
 
-def read_documents(files, start=0, open_file=open):
-    """The texts of all rows of `files` in order, from row `start` (counted over all files) on.
+def read_documents(
+    files: Iterable[str | Path], start: int = 0, open_file: OpenFile = open
+) -> Iterator[str]:
+    """The texts of all rows of `files` in order, from row `start`, counted over all files, on.
 
-    Args:
-        files: paths.
-        open_file: how to open a path for reading bytes: `open`, or a file system's.
-
-    Raises:
-        UserError: a file cannot be read as parquet, has no column of strings called `text`, or has
-            a row without text.
+    Row groups that end before `start` are not read. Raises UserError where a file cannot be read as
+    parquet, has no column of strings called `text`, or has a row without text.
     """
     for file in files:
         with _open(file, open_file) as parquet:
-            row, groups = 0, []
+            row = 0
+            groups: list[int] = []
             for group in range(parquet.num_row_groups):
                 rows = parquet.metadata.row_group(group).num_rows
                 if not groups and row + rows <= start:
@@ -48,8 +51,8 @@ def read_documents(files, start=0, open_file=open):
 
 
 @contextmanager
-def _open(path, open_file):
-    """The pyarrow file; whatever goes wrong while reading it names the path."""
+def _open(path: str | Path, open_file: OpenFile) -> Iterator[pq.ParquetFile]:
+    """Open a file for pyarrow; any error while it is read becomes a UserError that names it."""
     try:
         with open_file(path, "rb") as raw:
             parquet = pq.ParquetFile(raw)

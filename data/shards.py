@@ -1,15 +1,17 @@
-"""Token shards on disk, in the format of llm.c and modded-nanogpt, and the folder they live in.
+"""Token shards on disk, in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
-that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, when our
-own commands made it, `meta.json`; `progress.json` is there only while the set is being made.
+that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
+repository made it, `meta.json`; `progress.json` is there only while the set is being made.
 """
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from errors import UserError
@@ -26,11 +28,10 @@ META = "meta.json"
 PROGRESS = "progress.json"
 
 
-def write_shard(path, tokens):
-    """Write tokens [n] (uint16, n >= 1) as one shard, whole or not at all; returns its sha256.
+def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> str:
+    """Write tokens [n], n >= 1, as one shard, whole or not at all; returns its sha256.
 
-    Raises:
-        ValueError: the tokens are no non-empty one-dimensional uint16 array.
+    Raises ValueError where the tokens are not a non-empty one-dimensional uint16 array.
     """
     tokens = np.asarray(tokens)
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or not 0 < len(tokens) < 2**31:
@@ -38,20 +39,19 @@ def write_shard(path, tokens):
     header = np.zeros(HEADER_INTS, dtype=HEADER)
     header[:3] = MAGIC, VERSION, len(tokens)
     digest = hashlib.sha256()
-    # while it is being written its name is hidden and ends in .tmp: no search for shards finds it
+    # until it is whole its name is hidden and ends in .tmp, so that no glob for shards matches it
     with atomic_write(path) as file:
-        for part in (header, np.ascontiguousarray(tokens, dtype=TOKEN)):
+        for part in (header.data, np.ascontiguousarray(tokens, dtype=TOKEN).data):
             file.write(part)
             digest.update(part)
     return digest.hexdigest()
 
 
-def read_shard(path):
-    """The tokens of a shard: a read-only memory map, uint16 [n].
+def read_shard(path: str | Path) -> NDArray[np.uint16]:
+    """The tokens of a shard [n], as a read-only memory map.
 
-    Raises:
-        UserError: the file is missing, is no shard of this version, or has not exactly the size
-            that its header tells.
+    Raises UserError where the file is missing, is not a shard of this version, or does not have
+    exactly the size that follows from its header.
     """
     path = Path(path)
     try:
@@ -63,7 +63,7 @@ def read_shard(path):
         raise UserError(f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}")
     magic, version, n = (int(value) for value in header)
     if magic != MAGIC:
-        raise UserError(f"{path}: no token shard: it starts with {magic}, a shard with {MAGIC}")
+        raise UserError(f"{path}: not a token shard: it starts with {magic}, a shard with {MAGIC}")
     if version != VERSION:
         raise UserError(f"{path}: shard version {version}, only version {VERSION} can be read")
     expected = HEADER_BYTES + n * TOKEN.itemsize
@@ -75,11 +75,10 @@ def read_shard(path):
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
 
 
-def list_shards(data_dir, split):
+def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises:
-        UserError: there is no such folder, it is still being made, or it has no shard of the split.
+    Raises UserError where the folder does not exist, is unfinished, or has no shard of the split.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
@@ -92,11 +91,10 @@ def list_shards(data_dir, split):
     return shards
 
 
-def check_shards(paths, vocab_size):
-    """Open every shard and look at every token.
+def check_shards(paths: Iterable[Path], vocab_size: int) -> None:
+    """Read every token of these shards.
 
-    Raises:
-        UserError: a shard cannot be read, or holds a token that is not below `vocab_size`.
+    Raises UserError where a shard cannot be read, or holds a token that is not below `vocab_size`.
     """
     shards = [(path, read_shard(path)) for path in paths]
     total = sum(len(tokens) for _, tokens in shards)
@@ -114,11 +112,20 @@ def check_shards(paths, vocab_size):
                 bar.update(len(part))
 
 
-def read_meta(data_dir):
-    """What meta.json says of a folder of shards, or None: published shards come without one.
+def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
+    """Raise UserError where meta.json says that another tokenizer made these shards."""
+    meta = read_meta(data_dir)
+    if meta is not None and meta.get("tokenizer") != tokenizer:
+        raise UserError(
+            f"{data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
+            f"but tokenizer = {tokenizer!r}"
+        )
 
-    Raises:
-        UserError: the file is there and is no JSON object.
+
+def read_meta(data_dir: str | Path) -> dict | None:
+    """The meta.json of a folder of shards, or None: published shards come without one.
+
+    Raises UserError where the file is there but is not a JSON object.
     """
     meta = read_json(Path(data_dir) / META)
     if meta is not None and not isinstance(meta, dict):
@@ -128,14 +135,17 @@ def read_meta(data_dir):
     return meta
 
 
-def write_meta(data_dir, meta):
-    """Write meta.json, whole or not at all. `meta` is a dict with `tokenizer`, `vocab_size`,
-    `source`, `documents`, `tokens` and `shards` (a list of `name`, `tokens`, `sha256`)."""
+def write_meta(data_dir: str | Path, meta: dict) -> None:
+    """Write meta.json, whole or not at all.
+
+    Its keys are `tokenizer`, `vocab_size`, `shard_size`, `source`, `fingerprint`, `documents`,
+    `tokens` and `shards`, a list of `name`, `tokens` and `sha256`.
+    """
     write_json(Path(data_dir) / META, meta)
 
 
-def _how_to_make(data_dir):
-    """The end of a sentence: the command that makes this folder."""
+def _how_to_make(data_dir: Path) -> str:
+    """The end of an error message: the command that makes this folder."""
     command = f"python -m data.text --out_dir {data_dir}"
     if fineweb := re.match(r"fineweb(_edu)?(\d+B)?", data_dir.name):
         edu, size = fineweb.groups()

@@ -1,9 +1,9 @@
 """Make token shards of any text files: `python -m data.text [PATHS...]`.
 
-Reads .txt, .md and .py (a file is a document), .jsonl (a line's field "text" is one) and .parquet
-(a row's column `text` is one); a folder stands for all such files in it, save in hidden folders.
-Without paths it takes the sources of Python's standard library, which every machine has.
-A tenth of the files, chosen by a hash of their names, is for validation, or those named by --val.
+Reads .txt, .md and .py (each file is a document), .jsonl (field "text" of each line is one) and
+.parquet (column `text` of each row is one); a folder stands for all such files in it that are not
+hidden. Without paths it takes the source code of Python's standard library, which every machine
+has. For validation it uses the files named by --val, or a tenth, chosen by a hash of their names.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sysconfig
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,30 +27,30 @@ from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")
-# Packages that the user installed, and tests: no library code.
+# Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, the name by which it is sorted and chosen, its content's hash, its documents."""
+    """A file of documents."""
 
     path: Path
-    name: str
-    sha256: str
-    documents: int
+    name: str  # decides its place in the order, and whether it is for validation
+    sha256: str  # of its content
+    documents: int  # number of documents
 
 
-def list_files(paths, without=frozenset()):
-    """All readable files of the given files and folders: a list of (name, path), by name.
+def list_files(
+    paths: Iterable[str | Path], without: Collection[str] = ()
+) -> list[tuple[str, Path]]:
+    """All files of the kinds in SUFFIXES among the given files and folders: (name, path), by name.
 
-    A name is relative to the folder that was given. Hidden files and folders, and folders called
-    as one of `without`, are left out.
-
-    Raises:
-        UserError: a path is missing, or is a file of another kind.
+    The name is relative to the folder that was given. Hidden files and folders are left out, and so
+    are folders whose name is in `without`. Raises UserError where a path is missing, or is a file
+    of another kind.
     """
-    found = {}
+    found: dict[Path, str] = {}
     for path in map(Path, paths):
         if path.is_dir():
             for folder, inner, files in os.walk(path):
@@ -66,17 +67,16 @@ def list_files(paths, without=frozenset()):
     return sorted((name, path) for path, name in found.items())
 
 
-def list_stdlib():
+def list_stdlib() -> list[tuple[str, Path]]:
     """The standard library's Python files, as `list_files` gives them."""
     files = list_files([sysconfig.get_path("stdlib")], without=NOT_STDLIB)
     return [(name, path) for name, path in files if path.suffix == ".py"]
 
 
-def read_file(path):
+def read_file(path: Path) -> Iterator[str]:
     """The documents of one file, without empty ones.
 
-    Raises:
-        UserError: the file cannot be read or understood.
+    Raises UserError where the file cannot be read or parsed.
     """
     if path.suffix == ".parquet":
         yield from filter(None, read_documents([path]))
@@ -102,11 +102,10 @@ def read_file(path):
                 yield document
 
 
-def inspect(files, skip_unreadable=False):
-    """Read (name, path) pairs once: a list of `Source`, without files that have no document.
+def inspect(files: list[tuple[str, Path]], skip_unreadable: bool = False) -> list[Source]:
+    """Read every (name, path) once and count its documents; files without any are left out.
 
-    Raises:
-        UserError: a file cannot be read or understood, unless those are to be skipped.
+    Raises UserError where a file cannot be read or parsed, unless `skip_unreadable`.
     """
     sources, skipped = [], 0
     for name, path in tqdm(files, desc="reading", unit="file", delay=2):
@@ -124,17 +123,17 @@ def inspect(files, skip_unreadable=False):
     return sources
 
 
-def choose_validation(sources):
-    """Split sources into (train, val): a tenth, at least one, by the hash of the name, is val."""
+def choose_validation(sources: list[Source]) -> tuple[list[Source], list[Source]]:
+    """Split sources into (train, val): val is a tenth, at least one, by the hash of the name."""
     ranked = sorted(sources, key=lambda source: hashlib.sha256(source.name.encode()).digest())
     val = set(ranked[: max(1, len(sources) // 10)])
     return [s for s in sources if s not in val], [s for s in sources if s in val]
 
 
-def stream(sources, split):
-    """The documents of sources, all for one split, as `build` takes them."""
+def stream(sources: list[Source], split: str) -> Stream:
+    """The documents of these sources, all for one split."""
 
-    def documents(start):
+    def documents(start: int) -> Iterator[str]:
         for source in sources:
             if start < source.documents:
                 yield from islice(read_file(source.path), start, None)
@@ -144,7 +143,7 @@ def stream(sources, split):
 
 
 @command
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.text",
         description=__doc__,

@@ -6,35 +6,37 @@ modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is 
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-# An id that is no token: a model may have a larger vocabulary than its tokenizer.
+# What an id that is not a token decodes to: a model's vocabulary may exceed its tokenizer's.
 UNKNOWN = "\ufffd".encode()
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 # The hash by which tiktoken itself checks its download of this file.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-# GPT-2's pre-tokeniser, in tiktoken's spelling: merges never cross the pieces that it matches.
+# GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# Whitespace in the sense of the pattern, which is not quite that of Python's \s.
+# Whitespace as the pattern's \s has it, which is not quite that of Python.
 LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 class GPT2Tokenizer:
-    """GPT-2's 50,257 ids; the end-of-text mark in a text is ordinary text."""
+    """GPT-2's 50,257 ids. An end-of-text mark within a text is encoded as ordinary text."""
 
     name = "gpt2"
     n_vocab = 50257
     eot = 50256
 
-    def __init__(self):
+    def __init__(self) -> None:
         import tiktoken
 
         self._encoding = tiktoken.Encoding(
@@ -45,12 +47,11 @@ class GPT2Tokenizer:
             special_tokens={END_OF_TEXT: self.eot},
         )
 
-    def encode(self, text):
-        """str -> list of int."""
+    def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text):
-        """str -> uint16 array [tokens]; the same ids as `encode`, without a Python int for each."""
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
+        """The same ids as `encode`, as an array [tokens], without a Python int for each."""
         try:
             return self._encode(text)
         except UnicodeEncodeError:
@@ -58,21 +59,22 @@ class GPT2Tokenizer:
         except ValueError:
             return self._encode_pieces(text)
 
-    def _encode_pieces(self, text):
-        """The ids of a text with very much whitespace in one place, as uint16 array [tokens].
+    def _encode_pieces(self, text: str) -> NDArray[np.uint16]:
+        """The ids [tokens] of a text with a very long run of whitespace.
 
-        The pattern backtracks through whitespace that comes before a word, and there runs out of
-        stack. It would give the last character of it to the word: cutting before that is the same.
+        The pattern backtracks through whitespace before a word, and a long run exhausts its stack.
+        It would match the run's last character with the word: cutting before that character gives
+        the same ids.
         """
         cuts = [run.end() - 1 for run in LONG_RUN.finditer(text) if run.end() < len(text)]
         pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         return np.concatenate([self._encode(piece) for piece in pieces])
 
-    def _encode(self, text):
+    def _encode(self, text: str) -> NDArray[np.uint16]:
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
-    def decode(self, ids):
-        """ids -> str; `eot` becomes its mark, what is no token or no UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Iterable[int]) -> str:
+        """`eot` becomes its mark, and what is not a token or not UTF-8 becomes U+FFFD."""
         parts = [
             self._encoding.decode_single_token_bytes(int(i)) if i < self.n_vocab else UNKNOWN
             for i in ids
@@ -81,53 +83,49 @@ class GPT2Tokenizer:
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and an end-of-text id."""
+    """The bytes of UTF-8 as ids 0 to 255, and an end-of-text id."""
 
     name = "bytes"
     n_vocab = 257
     eot = 256
 
-    def encode(self, text):
-        """str -> list of int."""
+    def encode(self, text: str) -> list[int]:
         return list(_utf8(text))
 
-    def encode_array(self, text):
-        """str -> uint16 array [tokens]."""
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
+        """The same ids as `encode`, as an array [tokens]."""
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
 
-    def decode(self, ids):
-        """ids -> str; `eot` becomes its mark, what is no token or no UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Iterable[int]) -> str:
+        """`eot` becomes its mark, and what is not a token or not UTF-8 becomes U+FFFD."""
         mark = END_OF_TEXT.encode()
         parts = [bytes([i]) if i < 256 else mark if i == self.eot else UNKNOWN for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
-TOKENIZERS = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
+Tokenizer = GPT2Tokenizer | ByteTokenizer
+TOKENIZERS: dict[str, type[Tokenizer]] = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
 
 
 @cache
-def get_tokenizer(name):
+def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called `name`: "gpt2" or "bytes".
 
-    It has `name`, `n_vocab`, `eot` (the end-of-text id), `encode(text) -> list[int]`,
-    `encode_array(text) -> uint16 array [tokens]` and `decode(ids) -> str`.
-
-    Raises:
-        UserError: the name is unknown, or GPT-2's merges file is missing or altered.
+    Raises UserError where the name is unknown, or GPT-2's merges file is missing or altered.
     """
     if name not in TOKENIZERS:
         raise UserError(f"no tokenizer is called {name!r}; there are: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()
 
 
-def split_text(text, size):
-    """Cut a text into pieces of about `size` characters whose ids, joined, are the text's own.
+def split_text(text: str, size: int) -> Iterator[str]:
+    """Cut a text into parts of about `size` characters whose ids, joined, are those of the text.
 
-    A cut is only made before a space or a line break that follows something other than whitespace.
-    GPT-2's pre-tokeniser always starts a new piece there: whitespace occurs only at the start of a
-    piece or in pieces of nothing else; and as the text before the cut ends in no whitespace, the
-    pattern's look-ahead past whitespace never sees the cut.
-    A text without such places stays whole.
+    Cuts are made only before a space or a line break that follows a non-whitespace character.
+    GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
+    their start or consist of nothing else; and as the text before the cut does not end in
+    whitespace, the pattern's look-ahead past whitespace never reaches the cut. A text without such
+    places stays whole.
     """
     start = 0
     while len(text) - start > size:
@@ -139,16 +137,21 @@ def split_text(text, size):
     yield text[start:]
 
 
-def byte_symbols():
-    """The printable character as which GPT-2's files write each byte {byte: str}: printable Latin-1
-    as itself, the others as the characters from 256 on. In the order of the single bytes' ids."""
+def byte_symbols() -> dict[int, str]:
+    """The printable character that stands for each byte in GPT-2's files, in order of token id.
+
+    Printable Latin-1 stands for itself; the other bytes are the characters from 256 on.
+    """
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-def read_ranks(path):
-    """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge."""
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge.
+
+    Raises UserError where the file cannot be read or is not the published one.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -166,14 +169,13 @@ def read_ranks(path):
     return ranks
 
 
-def _utf8(text):
-    """UTF-8 bytes of a text."""
+def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
         return _repair(text).encode("utf-8")
 
 
-def _repair(text):
-    """The text with its surrogates (from JSON escapes) joined, or U+FFFD where they are lone."""
+def _repair(text: str) -> str:
+    """The text with its surrogate pairs (from JSON escapes) joined, and lone ones as U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

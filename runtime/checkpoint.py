@@ -1,32 +1,36 @@
-"""A run's folder: its config, metrics and checkpoints, saved whole or not at all, and read back.
+"""A run's folder: its config and checkpoints, saved whole or not at all, and read back.
 
 config.json        every setting, resolved
 environment.json   versions, machine, commit
+uncommitted.patch  `git diff HEAD` of the repository, where that is not empty
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 wandb.json         the run's id in wandb
 metrics.jsonl      one object a line: a step, or a validation
 step_000200.pt     all that resuming needs, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
-checkpoints.json   bytes and sha256 of each checkpoint; one that is not in it does not count
+checkpoints.json   bytes and sha256 of each checkpoint; an unlisted file does not count
 
-A checkpoint is written aside, synced and renamed before checkpoints.json names it, and what is no
-longer named is deleted only then: at any moment the newest one that is named is whole.
+A checkpoint is written to a temporary file, synced and renamed before checkpoints.json lists it,
+and older ones are deleted only after that: at any moment the newest one listed is whole.
 """
 
 import hashlib
-import json
 import re
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
 
 import torch
+from torch import Tensor
 
-from config import Config
+from config import MAY_CHANGE_ON_RESUME, Config
 from errors import UserError
 from model import GPT
-from runtime.device import environment
+from runtime.device import environment, uncommitted_changes
 from runtime.files import atomic_write, read_json, sha256_of, write_json
 
 INDEX = "checkpoints.json"
@@ -34,26 +38,58 @@ NAME = r"(step|best)_\d{6,}\.pt"
 KINDS = {"latest": "step", "best": "best"}
 
 
-class Saver:
-    """Writes a run's checkpoints beside its training, in one thread, one after another.
+# ---- writing ----
 
-    Args:
-        run: the run's folder.
-        keep_last: how many of the newest step_*.pt are kept.
-        keep_every: those at multiples of so many steps are kept too; 0: none.
+
+def write_header(run: Path, config: Config, job: str | None) -> None:
+    """Write what a run's folder holds before its first step: settings and environment."""
+    write_json(run / "config.json", config.as_dict())
+    write_json(run / "environment.json", environment() | {"job": job})
+    patch = run / "uncommitted.patch"
+    if changes := uncommitted_changes():
+        with atomic_write(patch) as file:
+            file.write(changes)
+    else:
+        patch.unlink(missing_ok=True)
+
+
+def training_state(
+    model: GPT,
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    step: int,
+    config: Config,
+) -> dict[str, Any]:
+    """What a step_*.pt holds; `restore` puts it back."""
+    return {
+        "model": model.state_dict(),
+        "step": step,
+        "config": config.as_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "scaler": scaler.state_dict(),
+    }
+
+
+class Saver:
+    """Writes a run's checkpoints in a background thread, one after another.
+
+    Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
+    `keep_every` steps (0: none). The best_*.pt is one.
     """
 
     def __init__(self, run: Path, keep_last: int, keep_every: int):
         self.run, self.keep_last, self.keep_every = run, keep_last, keep_every
-        self.thread, self.writing = ThreadPoolExecutor(1), None
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future[None] | None = None
 
-    def save(self, kind: str, state: dict) -> None:
+    def save(self, kind: str, state: dict[str, Any]) -> None:
         """Copy the state to host memory, then write `<kind>_<step>.pt` in the background.
 
         Waits until the checkpoint before is written. Raises UserError if that failed.
         """
         self.wait()
-        name, copies = f"{kind}_{state['step']:06d}.pt", {}
+        name = f"{kind}_{state['step']:06d}.pt"
+        copies: dict[tuple, Tensor] = {}
         state = to_host(state, copies)
         needed = sum(tensor.nbytes for tensor in copies.values())
         self.writing = self.thread.submit(self._write, name, state, needed)
@@ -65,28 +101,34 @@ class Saver:
             writing.result()
 
     def failed(self) -> bool:
-        """Whether the last write has failed by now; `wait` raises its error."""
+        """Whether the last write has already failed; `wait` raises its error."""
         writing = self.writing
         return writing is not None and writing.done() and writing.exception() is not None
 
-    def __enter__(self):
+    def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self.wait()
-        self.thread.shutdown()  # after an error too, what is being written is finished
+        self.thread.shutdown()  # after an error too, a write in progress is finished
 
-    def _write(self, name: str, state: dict, needed: int) -> None:
-        path, index = self.run / name, self._beside(name)
+    def _write(self, name: str, state: dict[str, Any], needed: int) -> None:
+        path, index = self.run / name, self._kept_beside(name)
         try:
             with atomic_write(path) as file:
-                saved = Hashed(file)
+                saved = HashingFile(file)
                 saved.write_state(state)
             index[name] = {"bytes": saved.bytes, "sha256": saved.sha256.hexdigest()}
             write_json(self.run / INDEX, index)
         except UserError as error:
-            free, reason = shutil.disk_usage(self.run).free, error.__cause__.strerror
+            free, cause = shutil.disk_usage(self.run).free, error.__cause__
+            reason = cause.strerror if isinstance(cause, OSError) else cause
             raise UserError(
                 f"{path}: {reason}; this checkpoint needs {needed:,} bytes, and {free:,} "
                 "are free on its disk. The checkpoints before it are untouched: make room, then "
@@ -94,7 +136,7 @@ class Saver:
             ) from error
         delete_stale(self.run)
 
-    def _beside(self, new: str) -> dict:
+    def _kept_beside(self, new: str) -> dict[str, dict]:
         """The entries that stay beside a new one, which replaces all later ones of its kind."""
         index = read_index(self.run)
         best, steps = newest_first(index, "best"), newest_first(index, "step")
@@ -107,13 +149,14 @@ class Saver:
         return {name: index[name] for name in best + steps}
 
 
-class Hashed:
+class HashingFile:
     """A file that counts and hashes what is written to it."""
 
-    def __init__(self, file):
-        self.file, self.bytes, self.sha256, self.error = file, 0, hashlib.sha256(), None
+    def __init__(self, file: IO[bytes]):
+        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
+        self.error: OSError | None = None
 
-    def write(self, data) -> int:
+    def write(self, data: bytes) -> int:
         try:
             self.file.write(data)
         except OSError as error:
@@ -126,16 +169,16 @@ class Hashed:
     def flush(self) -> None:
         self.file.flush()
 
-    def write_state(self, state: dict) -> None:
+    def write_state(self, state: dict[str, Any]) -> None:
         try:
-            torch.save(state, self)
-        except RuntimeError as error:  # torch's own, in place of the file's
+            torch.save(state, self)  # type: ignore[arg-type]  # it needs write and flush only
+        except RuntimeError as error:  # torch raises its own error for that of the file
             raise self.error or error from None
 
 
-def to_host(value, copies: dict):
-    """A copy of nested dicts and lists, tensors in host memory, tied ones still tied."""
-    if isinstance(value, torch.Tensor):
+def to_host(value: Any, copies: dict[tuple, Tensor]) -> Any:
+    """A copy of nested dicts and lists, with tensors in host memory and tied ones still tied."""
+    if isinstance(value, Tensor):
         key = value.data_ptr(), value.dtype, value.shape
         if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
@@ -147,8 +190,20 @@ def to_host(value, copies: dict):
     return value
 
 
-def read_index(run) -> dict:
-    """Checkpoint name -> its `bytes` and `sha256`, empty where there is none yet.
+def delete_stale(run: Path) -> None:
+    """Delete checkpoints that the index no longer lists, and what a kill left half written."""
+    index = read_index(run)
+    for file in run.iterdir():
+        name = file.name.removeprefix(".").removesuffix(".tmp")
+        if re.fullmatch(NAME, name) and (name not in index or name != file.name):
+            file.unlink()
+
+
+# ---- what is there ----
+
+
+def read_index(run: str | Path) -> dict[str, dict]:
+    """Checkpoint name -> its `bytes` and `sha256`; empty where there is no index yet.
 
     Raises UserError where the file is damaged.
     """
@@ -156,7 +211,7 @@ def read_index(run) -> dict:
     index = read_json(path)
     if index is None:
         return {}
-    # a name is only ever a file of this folder
+    # a name must be that of a file of this folder
     if not isinstance(index, dict) or not all(
         re.fullmatch(NAME, name)
         and isinstance(entry, dict)
@@ -172,48 +227,62 @@ def step_of(name: str) -> int:
     return int(name[5:-3])
 
 
-def newest_first(index: dict, kind: str) -> list[str]:
+def newest_first(index: dict[str, dict], kind: str) -> list[str]:
     return sorted((name for name in index if name.startswith(kind)), key=step_of, reverse=True)
 
 
-def step(run) -> int | None:
+def step(run: str | Path) -> int | None:
     """The step of a run's newest checkpoint, None where there is none."""
     names = newest_first(read_index(run), "step")
     return step_of(names[0]) if names else None
 
 
-def exists(run) -> bool:
+def exists(run: str | Path) -> bool:
     """Whether the folder holds a run that can be resumed.
 
-    Raises UserError where it has checkpoints but not the index that goes with them.
+    Raises UserError where it has checkpoints but not the index that belongs to them.
     """
     index = read_index(run)
-    there = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
-    # a kill before the very first save is done leaves files of step 0
-    if not index and any(step_of(name) for name in there):
-        raise UserError(f"{run}: holds {max(there)}, but its {INDEX} is missing; put it back")
+    found = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
+    # a kill during the very first save leaves files of step 0 without an index
+    if not index and any(step_of(name) for name in found):
+        raise UserError(f"{run}: holds {max(found)}, but its {INDEX} is missing; put it back")
     return bool(newest_first(index, "step"))
 
 
-def delete_stale(run: Path) -> None:
-    """Delete the checkpoints that are no longer named, and what a kill left half written."""
-    index = read_index(run)
-    for file in run.iterdir():
-        name = file.name.removeprefix(".").removesuffix(".tmp")
-        if re.fullmatch(NAME, name) and (name not in index or name != file.name):
-            file.unlink()
-
-
-def made_by(run, job: str | None) -> bool:
-    """Whether a run was started, or last continued, by this job."""
+def made_by(run: str | Path, job: str | None) -> bool:
+    """Whether this job started the run, or was the last to continue it."""
     made = read_json(Path(run) / "environment.json")
     return isinstance(made, dict) and made.get("job") == job
 
 
-def find(run, which: str = "latest", quiet: bool = False) -> Path:
-    """The newest whole checkpoint of a run, or its best one; its checksum has been verified.
+def require_unused_folder(run: Path, job: str | None) -> None:
+    """Raise UserError for a folder that holds a run, or files that a new run would overwrite.
 
-    A damaged one is named on standard error, and the one before is taken. A `run` may also be one
+    A restarted job may overwrite what it wrote itself before its first checkpoint.
+    """
+    if exists(run):
+        raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
+    config, metrics = run / "config.json", run / "metrics.jsonl"
+    lost = None
+    if "attention" not in (read_json(config) or {"attention": ""}):  # not a config of train.py
+        lost = config
+    elif metrics.is_file() and metrics.stat().st_size and not (job and made_by(run, job)):
+        lost = metrics
+    if lost:
+        raise UserError(
+            f"{lost} is of no run that can be continued, and a new one would replace it; move it "
+            "away, or give another --out_dir"
+        )
+
+
+# ---- reading ----
+
+
+def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
+    """The newest whole checkpoint of a run, or its best one, with its checksum verified.
+
+    A damaged one is named on standard error, and the one before it is taken. `run` may also be one
     of a run's checkpoints: that one. Raises UserError where none is left.
     """
     run = Path(run)
@@ -237,9 +306,11 @@ def find(run, which: str = "latest", quiet: bool = False) -> Path:
     raise UserError(f"{run}: all its checkpoints ({which}) are damaged: {', '.join(names)}")
 
 
-def checkpoint_id(run, which: str = "latest") -> dict:
-    """What tells the weights that `load_weights` takes from all others, those of a run of the same
-    name included."""
+def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
+    """Step and sha256 of the checkpoint that `load_weights` would read.
+
+    They identify its weights even among runs of the same name.
+    """
     path = find(run, which, quiet=True)
     return {"step": step_of(path.name), "sha256": read_index(path.parent)[path.name]["sha256"]}
 
@@ -255,8 +326,8 @@ def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
     return None if found == sha256 else "its checksum is not the one it was saved with"
 
 
-def load(path) -> dict:
-    """A checkpoint's content, its tensors on the CPU, where they are read when first used.
+def load(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
     Nothing in the file is run as code. Raises UserError where it is missing or damaged.
     """
@@ -264,7 +335,7 @@ def load(path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
-    except Exception as error:  # whatever a damaged file makes of torch.load
+    except Exception as error:  # whatever torch.load raises for a damaged file
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
     if not isinstance(state, dict) or not {"model", "step", "config"} <= state.keys():
         raise UserError(f"{path}: no checkpoint of train.py: it has no model, step and config")
@@ -275,8 +346,43 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def read_config(run) -> Config:
-    """The Config saved with a run; UserError where there is none or it is no longer valid."""
+def load_to_resume(run: Path, config: Config, quiet: bool) -> dict[str, Any]:
+    """The latest checkpoint of a run that this config continues.
+
+    Raises UserError where the run was trained with settings that a resumed one may not change, or
+    has more steps than this config asks for.
+    """
+    state = load(find(run, quiet=quiet))
+    for key, saved in state["config"].items():
+        if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
+            raise UserError(
+                f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
+                f"{getattr(config, key)!r}; give the settings that it began with (its config.json "
+                f"has them), or start a new run from its weights: --init_from={run}"
+            )
+    if state["step"] > config.max_iters:
+        raise UserError(f"{run} has {state['step']} steps, max_iters = {config.max_iters} is less")
+    return state
+
+
+def restore(
+    state: dict[str, Any],
+    model: GPT,
+    optimizers: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Copy a `training_state` into the model, its optimizers and the loss scaler."""
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    scaler.load_state_dict(state["scaler"])
+
+
+def read_config(run: str | Path) -> Config:
+    """The Config saved with a run.
+
+    Raises UserError where there is none or it is no longer valid.
+    """
     path = Path(run) / "config.json"
     if Path(run).is_file():
         raise UserError(f"{run} is a file; a run is a folder that train.py made")
@@ -289,10 +395,10 @@ def read_config(run) -> Config:
         raise UserError(f"{path}: {error}") from error
 
 
-def load_weights(model: GPT, run, which: str = "latest") -> int:
-    """Copy a run's weights into the model; returns the step they are from.
+def load_weights(model: GPT, run: str | Path, which: str = "latest") -> int:
+    """Copy a run's weights into the model; returns their step.
 
-    The attention variant may be another one: its learnable scalars then keep their first values.
+    The attention variant may be another one: its learnable scalars then keep their initial values.
     Raises UserError where the run has no checkpoint or its shapes do not fit.
     """
     path = find(run, which)
@@ -304,7 +410,7 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
     for name in sorted(mine.keys() & saved.keys()):
         if mine[name].shape != saved[name].shape:
             missing.append(f"{name} {list(saved[name].shape)} for {list(mine[name].shape)}")
-    for key in ("n_head", "norm", "tie_embeddings"):  # no shape shows these
+    for key in ("n_head", "norm", "tie_embeddings"):  # which no shape shows
         theirs, ours = state["config"][key], getattr(model.config, key)
         if theirs != ours:
             missing.append(f"{key} {theirs} for {ours}")
@@ -315,47 +421,3 @@ def load_weights(model: GPT, run, which: str = "latest") -> int:
         )
     model.load_state_dict(saved, strict=False)
     return state["step"]
-
-
-def start_metrics(path: Path, step: int | None) -> list[dict]:
-    """Keep the metrics up to the step that a run is resumed from: what follows comes again.
-
-    Returns the lines that are kept: none where it starts from the beginning, with step None.
-    """
-    kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-            if step is not None and values["step"] <= step:
-                kept.append(values)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # the line that a kill cut short
-    with atomic_write(path, "w") as file:
-        file.writelines(json.dumps(values) + "\n" for values in kept)
-    return kept
-
-
-def require_unused_folder(run: Path, job: str | None) -> None:
-    """Raise UserError for a folder that holds a run, or what a run begun there would replace.
-
-    A job that was started again may replace what it left before its first checkpoint.
-    """
-    if exists(run):
-        raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
-    config, metrics = run / "config.json", run / "metrics.jsonl"
-    lost = None
-    if "attention" not in (read_json(config) or {"attention": ""}):  # not a config of ours
-        lost = config
-    elif metrics.is_file() and metrics.stat().st_size and not (job and made_by(run, job)):
-        lost = metrics
-    if lost:
-        raise UserError(
-            f"{lost} is of no run that can be continued, and a new one would replace it; move it "
-            "away, or give another --out_dir"
-        )
-
-
-def write_header(run: Path, config: Config, job: str | None) -> None:
-    """What a run's folder holds before its first step."""
-    write_json(run / "config.json", config.as_dict())
-    write_json(run / "environment.json", environment() | {"job": job})

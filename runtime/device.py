@@ -1,17 +1,20 @@
 """The device that a model runs on: its choice, precision, peak speed, memory and description."""
 
-import contextlib
 import os
 import platform
 import re
 import resource
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from errors import UserError
+
+ROOT = Path(__file__).parent.parent
 
 # Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
 PEAK_FLOPS = {
@@ -23,7 +26,10 @@ PEAK_FLOPS = {
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device of a setting; 'auto' is cuda, else mps, else cpu. UserError if it is not there."""
+    """The device that a setting names; 'auto' is cuda, else mps, else cpu.
+
+    Raises UserError for a device that this machine does not have.
+    """
     if name == "auto":
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         return torch.device("cuda:0" if torch.cuda.is_available() else mps)
@@ -33,18 +39,18 @@ def pick_device(name: str = "auto") -> torch.device:
         device = None
     if device is None or device.type not in ("cuda", "mps", "cpu"):
         raise UserError(f"device = {name!r}; it is 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    there = {
+    available = {
         "cuda": (device.index or 0) < torch.cuda.device_count(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    if not there[device.type]:
+    if not available[device.type]:
         raise UserError(f"device = {name!r} is not on this machine; device = 'auto' takes what is")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: 'auto' is bfloat16 (or else float16) on CUDA, else float32."""
+    """The dtype of matrix products; 'auto' is bfloat16 (or else float16) on CUDA, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type != "cuda":
@@ -52,10 +58,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def autocast(device: torch.device, dtype: torch.dtype):
-    """Matrix products in dtype; nothing to do for float32."""
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """A context in which matrix products are computed in dtype."""
     if dtype == torch.float32:
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast(device.type, dtype)
 
 
@@ -65,6 +71,7 @@ def pick_compile(asked: bool | None, device: torch.device) -> bool:
 
 
 def peak_flops(device: torch.device) -> float | None:
+    """The device's peak in FLOP/s, None where it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -81,28 +88,39 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def environment() -> dict:
-    """Versions, machine and commit, as they are saved with every run and result."""
-    here = Path(__file__).parent.parent
+# ---- what is recorded with every run and result ----
 
-    def git(*arguments):
-        try:
-            run = subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True)
-        except OSError:
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
 
+def environment() -> dict[str, Any]:
+    """Versions, machine and commit."""
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    commit = git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
         "processors": os.cpu_count(),
-        "commit": git("rev-parse", "HEAD"),
-        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": None if commit is None else commit.decode().strip(),
+        "modified": bool(changes),
     }
 
 
+def uncommitted_changes() -> bytes:
+    """What the working tree differs in from its commit, as `git apply` takes it."""
+    return git("diff", "HEAD", "--binary") or b""
+
+
+def git(*arguments: str) -> bytes | None:
+    """What git prints of this repository, None where it fails, as in a copy without a history."""
+    try:
+        run = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True)
+    except OSError:
+        return None
+    return run.stdout if run.returncode == 0 else None
+
+
 def processor() -> str:
+    """The CPU's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

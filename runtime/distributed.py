@@ -14,43 +14,48 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Slurm signals the workers and torchrun, and torchrun passes it on: one request comes twice.
 SAME_REQUEST_S = 3
-BEAT_S = 1  # between two signs of life
-# The backend's own timeout comes later: it is for a wait in which nobody is behind.
+HEARTBEAT_S = 1
+# The backend's own timeout comes later: it is for a wait in which every process is alive.
 BACKEND_GRACE_S = 30
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, device: torch.device, timeout: float):
-    """The processes that torchrun started, connected while the block runs; gives their Watchdog.
+def process_group(
+    rank: int, world_size: int, device: torch.device, timeout: float
+) -> Iterator[Callable[[str], None]]:
+    """Connect the processes that torchrun started while the block runs.
 
-    If one of them dies, or keeps the others waiting for `timeout` seconds, they end with exit code
-    1 and a message that names it.
+    Gives a function by which a process reports what it does next, `Watchdog.report_progress`. If a
+    process dies, or keeps the others waiting for `timeout` seconds, they end with exit code 1 and a
+    message that names it.
     """
     if world_size == 1:
-        yield None
+        yield lambda doing: None
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout + BACKEND_GRACE_S)
     attempt, store = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), None
     if attempt != "0" and os.environ["LOCAL_WORLD_SIZE"] == str(world_size):
-        # torchrun keeps one store for all attempts: without a prefix, processes would look for the
+        # torchrun keeps one store for all attempts: without a prefix, processes would find the
         # addresses of dead ones in it. Several nodes count differently; see train_slurm.sh.
         store = dist.PrefixStore(attempt, store_client(wait))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     try:
         with Watchdog(rank, world_size, device, timeout) as watchdog:
-            yield watchdog
-            dist.barrier()  # nobody leaves while another still needs it
+            yield watchdog.report_progress
+            dist.barrier()  # no process leaves while another still needs it
     finally:
         # A gloo thread takes the GIL to drop the last collective's tensors. Let it: closing the
         # group joins that thread with the GIL held, and would wait for ever.
@@ -59,93 +64,104 @@ def process_group(rank: int, world_size: int, device: torch.device, timeout: flo
 
 
 def store_client(wait: timedelta) -> dist.TCPStore:
-    """The store that torchrun, or else the first process, keeps for all processes."""
+    """A client of the store that torchrun, or else the first process, keeps for all processes."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=wait)
 
 
 class Watchdog:
-    """Looks after the other processes from a thread, as the main one may be stuck with them.
+    """Watches the other processes from a thread, because the main one may be blocked by them.
 
-    Every second each process writes a sign of life, and what it is doing, into a store that all
-    can read. One whose signs stop is dead; one that has come less far than this one keeps it
-    waiting.
+    Every second each process writes a heartbeat, with its progress and what it is doing, to a store
+    that all can read. A process whose heartbeat stops is dead; one whose progress is behind this
+    one's keeps it waiting.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.beat, self.progress, self.doing = 0, 0, "starting"
-        self.who = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
-        self.left = threading.Event()
+        self.name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
+        self.closed = threading.Event()
         token = torch.tensor(time.time_ns(), device=device)  # a restarted job has keys of its own
         dist.broadcast(token, 0)
         store = store_client(timedelta(seconds=timeout))
         self.store = dist.PrefixStore(f"watchdog/{token.item()}", store)
         self._write()
         dist.barrier()
-        self.seen = {}  # rank -> its last sign, when that came, since when it is in its place
+        # rank -> its last heartbeat, when that came, when its progress last changed
+        self.seen: dict[int, tuple[dict, float, float]] = {}
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "Watchdog":
         self.thread.start()
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if isinstance(error, RuntimeError):
-            # perhaps a collective whose peer is gone; if so, the watch soon sees it and ends us,
-            # unless torchrun, which sees it too, is faster
+            # Perhaps a collective failed because a process is gone. Then the thread notices soon
+            # and ends this process with a message, unless torchrun, which notices too, is faster.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.timeout = 3 * BEAT_S
-            self.thread.join(6 * BEAT_S)
-        self.left.set()
+            self.timeout = 3 * HEARTBEAT_S
+            self.thread.join(6 * HEARTBEAT_S)
+        self.closed.set()
         self.thread.join()
 
     def report_progress(self, doing: str) -> None:
-        """Say that this process has come to the next place of the loop, and what it does there."""
+        """Report that this process goes on to its next task, and which one that is."""
         self.progress, self.doing = self.progress + 1, doing
 
     def _write(self) -> None:
         self.beat += 1
-        sign = {"beat": self.beat, "progress": self.progress, "doing": self.doing, "who": self.who}
-        self.store.set(str(self.rank), json.dumps(sign))
+        heartbeat = {
+            "beat": self.beat,
+            "progress": self.progress,
+            "doing": self.doing,
+            "name": self.name,
+        }
+        self.store.set(str(self.rank), json.dumps(heartbeat))
 
     def _watch(self) -> None:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        while not self.left.wait(BEAT_S):
+        while not self.closed.wait(HEARTBEAT_S):
             try:
                 self._write()
-                signs = self.store.multi_get([str(rank) for rank in others])
+                heartbeats = self.store.multi_get([str(rank) for rank in others])
             except RuntimeError:
                 self._end("the first process, which keeps their store, does not answer")
                 return
             now = time.monotonic()
-            for rank, sign in zip(others, map(json.loads, signs), strict=True):
+            for rank, heartbeat in zip(others, map(json.loads, heartbeats), strict=True):
                 before, beat_at, progress_at = self.seen.get(rank, (None, now, now))
-                if before and sign["beat"] != before["beat"]:
+                if before and heartbeat["beat"] != before["beat"]:
                     beat_at = now
-                if before and sign["progress"] != before["progress"]:
+                if before and heartbeat["progress"] != before["progress"]:
                     progress_at = now
-                self.seen[rank] = sign, beat_at, progress_at
+                self.seen[rank] = heartbeat, beat_at, progress_at
             late = now - self.timeout
-            dead = [sign for sign, beat_at, _ in self.seen.values() if beat_at < late]
+            dead = [heartbeat for heartbeat, beat_at, _ in self.seen.values() if beat_at < late]
             behind = [
-                sign
-                for sign, _, progress_at in self.seen.values()
-                if progress_at < late and sign["progress"] < self.progress
+                heartbeat
+                for heartbeat, _, progress_at in self.seen.values()
+                if progress_at < late and heartbeat["progress"] < self.progress
             ]
             if dead:
-                names = ", ".join(sign["who"] for sign in dead)
+                names = ", ".join(heartbeat["name"] for heartbeat in dead)
                 self._end(f"{names} has ended or hangs; last seen {dead[0]['doing']}")
             elif behind:
-                names = ", ".join(sign["who"] for sign in behind)
+                names = ", ".join(heartbeat["name"] for heartbeat in behind)
                 self._end(f"{names} keeps the others waiting, {behind[0]['doing']}")
 
     def _end(self, what: str) -> None:
-        """End this process, and the main thread with it, which may never come back by itself."""
-        if self.left.is_set():
+        """End the whole process, whose main thread may be blocked for good."""
+        if self.closed.is_set():
             return
         try:
-            first = self.store.add("told", 1) == 1
+            first = self.store.add("reported", 1) == 1  # one process prints for all
         except RuntimeError:
             first = True
         if first:
@@ -160,37 +176,39 @@ class Watchdog:
 
 
 class Stop:
-    """Notices the signals that ask the run to stop, while its block runs.
+    """Receives the signals that ask a run to stop, while its block runs.
 
-    After the first one `asked` is its name; the loop finishes its step and saves. A second one, 3
-    seconds later or more, ends the process at once, also when its main thread is stuck.
+    After the first one `asked` is its name, and the training loop is to finish its step and save. A
+    second one, 3 seconds later or more, ends the process at once, even if its main thread is stuck:
+    that is why the signals are handled in a thread.
     """
 
     def __init__(self, quiet: bool):
-        self.asked, self.quiet = None, quiet
+        self.asked: str | None = None
+        self.quiet = quiet
 
-    def __enter__(self):
-        self.heard, told = socket.socketpair()
-        told.setblocking(False)
-        self.told = told
-        self.handlers = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
-        self.wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    def __enter__(self) -> "Stop":
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self.wakeup_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
         return self
 
-    def __exit__(self, *_):
-        signal.set_wakeup_fd(self.wakeup)
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self.wakeup_fd)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        self.told.close()  # ends the thread
+        self.writer.close()  # ends the thread
         self.thread.join()
-        self.heard.close()
+        self.reader.close()
 
     def _listen(self) -> None:
-        while received := self.heard.recv(1):
+        since = 0.0
+        while received := self.reader.recv(1):
             number, now = received[0], time.monotonic()
-            if number not in STOPPING:
+            if number not in STOP_SIGNALS:
                 continue
             if self.asked is None:
                 self.asked, since = signal.Signals(number).name, now
@@ -201,7 +219,7 @@ class Stop:
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """The largest of all processes' values, which they all get."""
+    """The largest value of all processes."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value, device=device)
@@ -210,9 +228,9 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 def job() -> str | None:
-    """What torchrun, or else Slurm, calls this job; the same when it is restarted."""
+    """The name that torchrun, or else Slurm, has for this job; a restart does not change it."""
     run_id, slurm = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
-    if run_id == "none":  # torchrun's default, every job's: its own process stands for it
+    if run_id == "none":  # torchrun's default for every job: its own process stands for it
         return slurm or f"{socket.gethostname()} {os.getppid()}"
     return run_id or slurm
 

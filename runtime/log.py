@@ -1,39 +1,53 @@
-"""What a run says: printed lines, metrics.jsonl, wandb."""
+"""The log of a run: printed lines, metrics.jsonl, wandb."""
 
 import json
 import math
 import netrc
 import os
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint
-from runtime.files import read_json, write_json
+from runtime.checkpoint import first_line
+from runtime.files import atomic_write, read_json, write_json
 
 # A spike: a loss so many standard deviations above the mean of so many steps before it, at least.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
 
 
 class Log:
-    """Printed lines, metrics.jsonl and wandb; on processes other than the first it does nothing.
+    """Printed lines, metrics.jsonl and wandb; none of these with `quiet`, as on all ranks but 0.
 
-    Goes on after the step `resumed_at`, if any; `batch_location(step)` says where the batch of a
-    step, counted from 1, begins.
+    Goes on after the step `resumed_at`, if any. `batch_location(step)` describes where the batch of
+    a step, counted from 1, begins.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None, batch_location, quiet):
-        self.config, self.quiet, self.wandb, self.row = config, quiet, None, {}
-        self.batch_location, self.losses = batch_location, deque(maxlen=SPIKE_STEPS)
+    def __init__(
+        self,
+        run: Path,
+        config: Config,
+        resumed_at: int | None,
+        batch_location: Callable[[int], str],
+        quiet: bool,
+    ):
+        self.config, self.quiet, self.batch_location = config, quiet, batch_location
+        self.losses: deque[float] = deque(maxlen=SPIKE_STEPS)
+        self.wandb: Any = None  # a wandb.Run
+        self.row: dict[str, float] = {}
+        self.first_step = resumed_at or 0
+        self.seconds_a_step = 0.0
         if quiet:
             return
         path = run / "metrics.jsonl"
-        kept = checkpoint.start_metrics(path, resumed_at)
+        kept = truncate_metrics(path, resumed_at)
         for line in kept:
             if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
@@ -41,12 +55,17 @@ class Log:
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
         if self.wandb:
             for line in kept:  # a kill may have come before wandb had sent them
-                self.to_wandb(line)
+                self.add_to_row(line)
 
-    def __enter__(self):
+    def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if not self.quiet:
             self.file.close()
             if self.wandb:
@@ -54,62 +73,86 @@ class Log:
                     self.send_row()
                 self.wandb.finish(exit_code=0 if error is None else 1)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if not self.quiet:
             print(text, flush=True)
 
-    def write(self, values: dict) -> None:
+    def write(self, values: dict[str, float | None]) -> None:
         if self.quiet:
             return
-        # what is unknown, or no number that JSON has, is left out
-        values = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        self.file.write(json.dumps(values) + "\n")
+        # values that are unknown or not finite, which JSON cannot hold, are left out
+        known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
+        self.file.write(json.dumps(known) + "\n")
         self.file.flush()
         if self.wandb:
-            self.to_wandb(values)
+            self.add_to_row(known)
 
-    def to_wandb(self, values: dict) -> None:
-        """Send whole rows, a step with its validation: wandb never adds to one that it has."""
+    def add_to_row(self, values: dict[str, float]) -> None:
+        """Collect a step and its validation in one row: wandb never adds to a row that it has."""
         if self.row and self.row["step"] != values["step"]:
             self.send_row()
         self.row |= values
 
     def send_row(self) -> None:
         row, self.row = self.row, {}
-        if row and row["step"] >= self.wandb.starting_step:  # the steps before are in wandb
+        if row and row["step"] >= self.wandb.starting_step:  # wandb has the steps before
             self.wandb.log(row, step=row["step"], commit=True)
 
     def sync(self) -> None:
-        """Bring metrics.jsonl to the disk, so that it never ends before a checkpoint does."""
+        """Sync metrics.jsonl to disk, so that it never ends before a checkpoint does."""
         if not self.quiet:
             os.fsync(self.file.fileno())
 
     def validation(self, step: int, val_loss: float) -> None:
-        self.say(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
+        self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
         self.write({"step": step, "val_loss": val_loss})
 
-    def step(self, *, left_s: float, **values) -> None:
+    def step(
+        self,
+        *,
+        step: int,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        seconds: float,
+        tokens: int,
+        mfu: float | None,
+        memory_mb: float,
+        skipped: int | None = None,
+        save_ms: float | None = None,
+    ) -> None:
+        """Log an update that took so many seconds for so many tokens."""
         if self.quiet:
             return
-        spike = self.spike(values["loss"])
-        self.write(values | {"spike": spike})
+        # the first step compiles and allocates: it says nothing about those that follow
+        if step <= self.first_step + 2:
+            self.seconds_a_step = seconds
+        self.seconds_a_step += 0.1 * (seconds - self.seconds_a_step)
+        left = timedelta(seconds=round(self.seconds_a_step * (self.config.max_iters - step)))
+        ms, tokens_per_s = 1000 * seconds, tokens / seconds
+        spike = self.spike(loss)
+        self.write(
+            {
+                "step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
+                "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_mb": memory_mb,
+                "skipped": skipped, "save_ms": save_ms, "spike": spike,
+            }
+        )  # fmt: skip
         if spike:
-            self.say(
-                f"step {values['step']}: loss spike, {values['loss']:.4f} is {spike:.1f} standard "
-                f"deviations above the steps before; the batch begins "
-                f"{self.batch_location(values['step'])}"
+            self.print(
+                f"step {step}: loss spike, {loss:.4f} is {spike:.1f} standard deviations above "
+                f"the steps before; the batch begins {self.batch_location(step)}"
             )
-        if values["step"] % self.config.log_interval == 0:
-            mfu = f", MFU {100 * values['mfu']:.1f}%" if values["mfu"] else ""
-            self.say(
-                f"step {values['step']}/{self.config.max_iters}: loss {values['loss']:.4f}, "
-                f"lr {values['lr']:.2e}, gradient {values['grad_norm']:.2f}, "
-                f"{values['ms']:.0f} ms, {values['tokens_per_s']:,.0f} tokens/s{mfu}, "
-                f"{values['memory_mb']:,.0f} MB, {timedelta(seconds=round(left_s))} left"
+        if step % self.config.log_interval == 0:
+            self.print(
+                f"step {step}/{self.config.max_iters}: loss {loss:.4f}, lr {lr:.2e}, "
+                f"gradient {grad_norm:.2f}, {ms:.0f} ms, {tokens_per_s:,.0f} tokens/s"
+                + (f", MFU {100 * mfu:.1f}%" if mfu else "")
+                + f", {memory_mb:,.0f} MB, {left} left"
             )
 
     def spike(self, loss: float) -> float | None:
-        """How many standard deviations a loss is above the steps before it, if that is a spike."""
+        """By how many standard deviations a loss exceeds the steps before, if it is a spike."""
         if not math.isfinite(loss):
             return None
         before = np.array(self.losses)
@@ -118,6 +161,24 @@ class Log:
             return None
         above = float((loss - before.mean()) / before.std())
         return above if above >= SPIKE else None
+
+
+def truncate_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl after the step that a run is resumed from: later steps come again.
+
+    Returns the lines that are kept: none where the run starts anew, with step None.
+    """
+    kept = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            if step is not None and values["step"] <= step:
+                kept.append(values)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass  # the line that a kill cut short
+    with atomic_write(path, "w") as file:
+        file.writelines(json.dumps(values) + "\n" for values in kept)
+    return kept
 
 
 def wandb_key(url: str) -> bool:
@@ -131,10 +192,10 @@ def wandb_key(url: str) -> bool:
     return bool(os.environ.get("WANDB_API_KEY") or stored)
 
 
-def start_wandb(run: Path, config: Config, resumed: bool):
-    """A wandb run, or None where it is disabled or not installed; waits 8 s for a network.
+def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
+    """A wandb run, or None where wandb is disabled or not installed; waits 8 s for a network.
 
-    Its id is kept in wandb.json of the run's folder, for the run to go on under it.
+    Its id is kept in wandb.json of the run's folder, so that a resumed run continues it.
     """
     if config.wandb_mode == "disabled":
         return None
@@ -147,46 +208,46 @@ def start_wandb(run: Path, config: Config, resumed: bool):
             ) from None
         print("wandb is not installed: this run is logged in metrics.jsonl only")
         return None
-    mode = config.wandb_mode
-    if mode == "auto":
-        mode = "online" if wandb_key(wandb.Settings().base_url) else "offline"
+    online = config.wandb_mode == "online"
+    if config.wandb_mode == "auto":
+        online = wandb_key(wandb.Settings().base_url)
     settings = wandb.Settings(init_timeout=8, silent=True)
     file = run / "wandb.json"
     kept = read_json(file) if resumed else None
     wandb_id = kept.get("id") if isinstance(kept, dict) else None
-    uploaded = set_aside(run, wandb_id)
+    uploaded = supersede_offline_parts(run, wandb_id)
 
-    def start(mode: str):
-        # an offline part is whole; wandb would not join it to one that its server has
-        new = mode == "offline" and uploaded
+    def start(online: bool) -> Any:
+        # an offline part holds the whole run; wandb would not join it to one that its server has
+        new = uploaded and not online
         return wandb.init(
-            mode=mode, project=config.wandb_project, name=run.name, dir=run,
-            id=None if new else wandb_id, resume="allow", config=config.as_dict(),
+            mode="online" if online else "offline", project=config.wandb_project, name=run.name,
+            dir=run, id=None if new else wandb_id, resume="allow", config=config.as_dict(),
             settings=settings,
         )  # fmt: skip
 
     try:
-        started = start(mode)
+        started = start(online)
     except wandb.errors.Error as error:
-        print(f"wandb does not answer ({checkpoint.first_line(error)}): this run is kept offline")
-        mode, started = "offline", start("offline")
+        print(f"wandb does not answer ({first_line(error)}): this run is kept offline")
+        online, started = False, start(False)
     write_json(file, {"id": started.id})
-    if mode == "offline":
+    if not online:
         print(
             f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
         )
     return started
 
 
-def set_aside(run: Path, wandb_id: str | None) -> bool:
-    """Rename what wandb kept offline of a resumed run, if not uploaded: the next part has it all.
+def supersede_offline_parts(run: Path, wandb_id: str | None) -> bool:
+    """Rename what wandb kept offline of a resumed run and did not upload: the next part has it all.
 
-    Says whether wandb's server may have another part of it.
+    Returns whether wandb's server may have another part of the run.
     """
     uploaded, folder = False, run / "wandb"
     for part in list(folder.iterdir()) if wandb_id and folder.exists() else []:
-        kind, _, of = part.name.rpartition("-")
-        if of == wandb_id and kind.startswith(("run", "offline-run")):
+        kind, _, run_id = part.name.rpartition("-")
+        if run_id == wandb_id and kind.startswith(("run", "offline-run")):
             if kind.startswith("run") or list(part.glob("*.synced")):
                 uploaded = True
             else:

@@ -1,13 +1,12 @@
-"""What a training step and an evaluation step cost, as ratios to softmax in the same run.
+"""The cost of a training step and of an evaluation step, as ratios to softmax in the same run.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark configs/lssar_p15.py --impls auto,reference --lengths 1024,4096
 python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
-python -m scripts.benchmark --suite gpu      see scripts/suite_gpu.py
 
-The columns are those of the LSSAR paper's Table A7, whose figures are printed beside. Every row is
-a process of its own, so that its peak memory is its own; the rows take turns, round by round, so
-that a machine that drifts does so for all. Times are the median over rounds.
+The columns are those of the LSSAR paper's Table A7, whose figures are printed below each row. Every
+row runs in its own process, to measure its own peak memory; the rows take turns, round by round, so
+that a drift of the machine's speed affects all alike. Times are the median over rounds.
 """
 
 import argparse
@@ -17,18 +16,19 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from config import load_config
+from config import Config, load_config
 from errors import UserError, command
 from model import GPT
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
-from scripts.benchmark_kernels import PARTS, run_suite
 from scripts.common.papers import LSSAR
 
 PAPER = LSSAR["table_a7"]
@@ -45,31 +45,19 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all"
     )
     parser.add_argument(
-        "--impls", default="auto", help="paths of attention: auto,triton,blocked,reference"
+        "--impls", default="auto", help="attention paths: auto,triton,blocked,reference"
     )
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
-    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--suite", choices=("gpu", *PARTS), help="what the kernels are held to, or a part of it"
-    )
     parser.add_argument("--out", help="write the figures to this JSON file")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
-    if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
-        raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
     for pair in arguments.set:
         if "=" not in pair:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
-    out = arguments.out or ("results/benchmark_gpu.json" if arguments.suite else None)
-    if out:
-        if Path(out).is_dir():
-            raise UserError(f"--out {out} is a folder; name a file in it")
-        check_writable(Path(out).parent)
-    if arguments.suite:
-        run_suite(arguments.suite, out, arguments.nanogpt)
-        return
+    check_paths(arguments.out, arguments.nanogpt)
     if not arguments.configs:
         raise UserError("which configs? For example: configs/softmax.py configs/lssar_p15.py")
     rows, baselines = parse_rows(arguments)
@@ -85,24 +73,35 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
     print_table(figures, baselines, rows)
-    if out:
+    if arguments.out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": made, "settings": settings}
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, result | {"baselines": baselines, "rows": figures})
-        print(f"written: {out}")
+        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+        write_json(arguments.out, result | {"baselines": baselines, "rows": figures})
+        print(f"written: {arguments.out}")
 
 
-def parse_rows(arguments) -> tuple[dict, dict]:
-    """The Config of every row, and the row that each is compared with: the first of its length."""
+def check_paths(out: str | None, nanogpt: str | None) -> None:
+    """Raise UserError where `out` cannot be written, or `nanogpt` is not a checkout of nanoGPT."""
+    if nanogpt and not (Path(nanogpt) / "model.py").is_file():
+        raise UserError(f"--nanogpt {nanogpt}: no model.py there")
+    if out:
+        if Path(out).is_dir():
+            raise UserError(f"--out {out} is a folder; name a file in it")
+        check_writable(Path(out).parent)
+
+
+def parse_rows(arguments: argparse.Namespace) -> tuple[dict[str, Config], dict[str, str]]:
+    """The Config of every row, and the baseline of each: the first row of the same length."""
     impls = arguments.impls.split(",")
     lengths = (arguments.lengths or "").split(",")
     common = [arguments.scale] if arguments.scale else []
     common += ["--batch_size=4"] + [f"--{pair}" for pair in arguments.set]
-    rows, baselines = {}, {}
+    rows: dict[str, Config] = {}
+    baselines: dict[str, str] = {}
     for length in lengths:
         size = [f"--block_size={length}"] if length else []
-        baseline = None
+        names: list[str] = []
         for path in arguments.configs:
             for impl in impls:
                 config = load_config([path, *common, *size, f"--attention_impl={impl}"])
@@ -114,29 +113,32 @@ def parse_rows(arguments) -> tuple[dict, dict]:
                     + ([impl] if len(impls) > 1 else [])
                     + ([f"at {length}"] if len(lengths) > 1 else [])
                 )
-                rows[name], baseline = config, baseline or name
-                baselines[name] = baseline
+                names.append(name)
+                rows[name], baselines[name] = config, names[0]
         if arguments.nanogpt:
             name = "nanoGPT" + (f" at {length}" if len(lengths) > 1 else "")
-            rows[name], baselines[name] = rows[baseline], baseline
+            rows[name], baselines[name] = rows[names[0]], names[0]
     return rows, baselines
 
 
 def measure(
-    rows: dict, rounds: int, nanogpt: str | None = None, phases: tuple = ("train", "eval")
-) -> dict:
+    rows: dict[str, Config],
+    rounds: int,
+    nanogpt: str | None = None,
+    phases: tuple[str, ...] = ("train", "eval"),
+) -> dict[str, dict]:
     """Milliseconds and MB of a training and an evaluation step of every row.
 
-    Each row is a process of its own; they take turns, round by round.
+    Each row and phase is a process of its own; they take turns, round by round.
     """
     workers = {
         (name, phase): Worker(row, phase, nanogpt if name.startswith("nanoGPT") else None)
         for name, row in rows.items()
         for phase in phases
     }
-    times = {key: [] for key in workers}
-    # the first round of each is warm-up: it allocates, compiles and fills caches
-    if torch.cuda.is_available():  # a GPU waits for compilers: let all run at once
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in workers}
+    # the first round is warm-up: it allocates, compiles and fills caches
+    if torch.cuda.is_available():  # let all of them compile at once, while the GPU is idle anyway
         for worker in workers.values():
             worker.send("step")
         for worker in workers.values():
@@ -144,7 +146,7 @@ def measure(
     for _ in tqdm(range(rounds + 1), desc="rounds"):
         for key, worker in workers.items():
             times[key].append(worker.step())
-    figures = {}
+    figures: dict[str, dict] = {}
     for name in rows:
         figures[name] = {}
         for phase in phases:
@@ -158,7 +160,7 @@ def measure(
 class Worker:
     """A process that takes one step each time it is asked."""
 
-    def __init__(self, config, phase: str, nanogpt: str | None):
+    def __init__(self, config: Config, phase: str, nanogpt: str | None):
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         work = (config, phase, nanogpt, torch.get_num_threads(), theirs)
@@ -180,7 +182,7 @@ class Worker:
         return self.answer()
 
     def stop(self) -> float:
-        """End the process; its peak memory in MB."""
+        """End the process; returns its peak memory in MB."""
         self.send("stop")
         memory = self.answer()
         self.process.join()
@@ -188,14 +190,15 @@ class Worker:
 
 
 @command
-def serve(config, phase: str, nanogpt: str | None, threads: int, pipe) -> None:
+def serve(config: Config, phase: str, nanogpt: str | None, threads: int, pipe: Connection) -> None:
+    """What a Worker's process runs: a step, timed, for every "step" received."""
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     step = build_step(config, phase, nanogpt, device)
     warm = False
-    with contextlib.suppress(EOFError, BrokenPipeError):  # whoever asked has ended
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent process has ended
         while pipe.recv() == "step":
-            if warm and device.type == "cuda":  # what the first measures and compiles needs more
+            if warm and device.type == "cuda":  # not the first step, which autotunes and compiles
                 torch.cuda.reset_peak_memory_stats()
             warm = True
             synchronise(device)
@@ -206,8 +209,10 @@ def serve(config, phase: str, nanogpt: str | None, threads: int, pipe) -> None:
         pipe.send(memory_mb(device))
 
 
-def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
-    """A function that takes one training or evaluation step of this config, or of nanoGPT's."""
+def build_step(
+    config: Config, phase: str, nanogpt: str | None, device: torch.device
+) -> Callable[[], None]:
+    """A function that takes one training or evaluation step of the config's model, or nanoGPT's."""
     torch.manual_seed(config.seed)
     dtype = pick_dtype(config.dtype, device)
     shape = (config.batch_size, config.block_size + 1)
@@ -215,9 +220,10 @@ def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if nanogpt:
         spec = importlib.util.spec_from_file_location("nanogpt", Path(nanogpt) / "model.py")
+        assert spec is not None and spec.loader is not None
         sys.modules["nanogpt"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        # its own padded vocabulary, and no dropout, which the recipe here has not
+        # with its padded vocabulary, and no dropout, as here
         sizes = dict(
             n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, dropout=0.0,
             block_size=config.block_size, bias=config.bias,
@@ -234,7 +240,7 @@ def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
         optimizers = build_optimizers(model, config)
     called = torch.compile(model) if pick_compile(config.compile, device) else model
 
-    def train():
+    def train() -> None:
         with autocast(device, dtype):
             out = called(x, y)
         loss = out[1] if nanogpt else out
@@ -245,7 +251,7 @@ def build_step(config, phase: str, nanogpt: str | None, device: torch.device):
             optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def evaluate():
+    def evaluate() -> None:
         with autocast(device, dtype):
             model(x, y) if nanogpt else model.token_losses(x, y)
 
@@ -258,8 +264,10 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def print_table(figures: dict, baselines: dict, rows: dict) -> None:
-    """Figures of `measure`, each beside the paper's of the same variant, on whichever path."""
+def print_table(
+    figures: dict[str, dict], baselines: dict[str, str], rows: dict[str, Config]
+) -> None:
+    """Print the figures of `measure`, and below each row the paper's for the same variant."""
     paper = {
         name: PAPER["rows"].get(config.variant_name)
         for name, config in rows.items()

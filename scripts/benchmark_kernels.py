@@ -1,51 +1,58 @@
-"""What the fused kernels are held to, on an NVIDIA GPU: python -m scripts.benchmark --suite gpu
+"""The speed of the fused kernels on an NVIDIA GPU, beside alternatives and targets.
 
-Runs the GPU tests, then measures attention alone, decoding, and training steps of GPT-2 124M, each
-beside what a user would take instead, in the same run and on the same tensors. Every figure is
-written to the JSON file as soon as it is there; --suite attention, decoding, steps or tests takes
-one part, and leaves the others in the file as they are.
+python -m scripts.benchmark_kernels
+python -m scripts.benchmark_kernels --part steps --nanogpt PATH_TO_A_CHECKOUT
 
-The time of attention alone is the GPU's: the queue is kept full, and its L2 cache cold.
+Measures attention alone, decoding, and training steps of GPT-2 124M, each beside what a user would
+use instead, in the same run and on the same tensors, then runs the GPU tests. Every figure is
+written to the JSON file as soon as it is measured; --part measures one part anew and leaves the
+others in the file as they are.
 
-Floors are counted, not measured: the share of FlashAttention's work that a row cannot do without,
-in matrix products of [L, d] x [d, L]. Softmax has 2 forward and 5 backward; two stages have 4 (3
-without gradients) and 5, or 7 without atomics. Special functions of a score: softmax takes one exp
-forward and one backward; softplus an exp in each pass, and its slope one more. Instructions of a
-score, which may weigh more than either, are counted by python -m tests.compile_kernels.
+Attention alone is timed on the GPU itself, its queue kept full and its L2 cache cold.
+
+Floors are counted, not measured: the least work as a ratio to FlashAttention's, in matrix products
+of [L, d] x [d, L]. Softmax needs 2 forward and 5 backward; two-stage attention needs 4 forward (3
+without gradients) and 5 backward, or 7 without atomics. Special functions per score: softmax takes
+one exp forward and one backward; softplus one exp in each pass, and its slope one more. The
+instructions per score, which may cost more than either, are counted by
+python -m tests.compile_kernels.
 """
 
+import argparse
 import gc
 import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from tqdm import tqdm
 
 from attention import Attention
-from config import load_config
-from errors import UserError
+from config import Config, load_config
+from errors import UserError, command
 from model import build_attention
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json, write_json
+from scripts.benchmark import check_paths, measure, print_table
 
 HEADS, HEAD_SIZE = 12, 64
 TOKENS = 32768  # of a batch, at every length
 LENGTHS = (1024, 4096, 16384)
 CACHES = (16384, 65536)
 PARTS = ("attention", "decoding", "steps", "tests")
-# Before each timed call: bytes to clear, more than any L2 cache, and cycles of the GPU to wait,
-# about a millisecond, in which the CPU gets ahead of it.
+# Before each timed call: bytes to clear, more than any L2 cache holds, and GPU cycles to wait,
+# about 1 ms, in which the CPU fills the queue.
 FLUSH, AHEAD = 256 * 2**20, 2_000_000
-# what -> largest ratio to FlashAttention that it should reach, and its floor in matrix products
+# (variant, pass) -> target, the largest ratio to FlashAttention's time, and floor, the least
 TARGETS = {
     ("lssar_p15", "training"): (1.5, 9 / 7),
     ("lssar_p15", "forward"): (1.6, 3 / 2),
@@ -56,27 +63,32 @@ TARGETS = {
 }
 
 
-def run_suite(asked: str, path: str, nanogpt: str | None) -> None:
-    """All parts ("gpu"), or one, into the JSON file `path`.
-
-    Raises UserError where there is no NVIDIA GPU.
-    """
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="default: all")
+    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
+    default = "results/benchmark_gpu.json"
+    parser.add_argument("--out", metavar="FILE", default=default, help="default: %(default)s")
+    arguments = parser.parse_args()
+    check_paths(arguments.out, arguments.nanogpt)
     if not torch.cuda.is_available():
-        raise UserError("--suite measures on an NVIDIA GPU, and there is none on this machine")
+        raise UserError("this measures on an NVIDIA GPU, and there is none on this machine")
     device = torch.device("cuda", torch.cuda.current_device())
-    parts = {
+    parts: dict[str, Callable[[], Iterable[dict]]] = {
         "attention": lambda: attention_alone(device, torch.bfloat16, LENGTHS, TOKENS),
         "decoding": lambda: decoding(device, torch.bfloat16, CACHES),
-        "steps": lambda: training_steps(nanogpt),
+        "steps": lambda: training_steps(arguments.nanogpt),
         "tests": gpu_tests,
     }
-    result = read_json(path) or {}
-    for name in PARTS if asked == "gpu" else [asked]:
+    result = read_json(arguments.out) or {}
+    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    for name in PARTS if arguments.part == "all" else [arguments.part]:
         result[name] = {"environment": environment(), "figures": []}
         for figure in parts[name]():
             result[name]["figures"].append(figure)
-            write_json(path, result)
-    print(f"written: {path}")
+            write_json(arguments.out, result)
+    print(f"written: {arguments.out}")
 
 
 # ---- attention alone ----
@@ -87,8 +99,13 @@ def layer(name: str, *settings: str) -> Attention:
     return build_attention(load_config([f"configs/{name}.py", *sizes, *settings]))
 
 
-def inputs(B: int, Lq: int, Lk: int, device, dtype) -> list[torch.Tensor]:
-    """q, k, v as the model has them, slices of one projection, and the gradient of the output."""
+def inputs(
+    B: int, Lq: int, Lk: int, device: torch.device | str, dtype: torch.dtype
+) -> list[Tensor]:
+    """q, k, v as in the model, slices of one projection, and a gradient of the output.
+
+    Their shapes are [B, HEADS, Lq or Lk, HEAD_SIZE].
+    """
     generator = torch.Generator(device).manual_seed(0)
     packed = torch.randn(
         B, Lk, 3, HEADS, HEAD_SIZE, device=device, dtype=dtype, generator=generator
@@ -99,42 +116,45 @@ def inputs(B: int, Lq: int, Lk: int, device, dtype) -> list[torch.Tensor]:
     return [q, k, v, gradient]
 
 
-def flash(q, k, v):
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax through FlashAttention."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def default_sdpa(q, k, v):
+def default_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax through whichever backend torch picks."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def flex_lssar(p: float, L: int, device) -> Callable:
+def flex_lssar(p: float, L: int, device: torch.device | str) -> Callable[..., Tensor]:
     """LSSAR of L x L as two calls of FlexAttention: one for each row's sum, one for its weights.
 
     The first has log softplus(z) as its score, so that its log-sum-exp is the log of the row's sum;
-    the second p log(n A - o). It has no rule for tied rows.
+    the second has p log(n A - o). Tied rows are not treated specially.
     """
 
-    def causal(b, h, i, j):
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i >= j
 
     mask = create_block_mask(causal, None, None, L, L, device=device)
 
-    def log_softplus(score, b, h, i, j):
+    def log_softplus(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         z = score * torch.log(i + 1.0)
         return torch.log(F.softplus(z))
 
-    def attend(q, k, v):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (F.normalize(x.float(), dim=-1).to(v.dtype) for x in (q, k))
         log_d = math.log(q.shape[-1])
-        _, rows = flex_attention(
+        _, aux = flex_attention(
             q, k, v, score_mod=log_softplus, block_mask=mask, scale=log_d,
             return_aux=AuxRequest(lse=True),
         )  # fmt: skip
+        log_sums = aux.lse
+        assert log_sums is not None
 
-        def reweighted(score, b, h, i, j):
-            A = torch.exp(log_softplus(score, b, h, i, j) - rows.lse[b, h, i])
+        def reweighted(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            A = torch.exp(log_softplus(score, b, h, i, j) - log_sums[b, h, i])
             x = (i + 1.0) * A - torch.where(i >= 3, 1.0, 0.0)
             return p * torch.log(torch.relu(x))
 
@@ -143,13 +163,17 @@ def flex_lssar(p: float, L: int, device) -> Callable:
     return attend
 
 
-def attention_alone(device, dtype, lengths, tokens) -> Iterator[dict]:
+def attention_alone(
+    device: torch.device, dtype: torch.dtype, lengths: Sequence[int], tokens: int
+) -> Iterator[dict]:
     """Forward and backward, and forward without gradients, at every length."""
     for L in tqdm(lengths, desc="attention"):
         q, k, v, gradient = inputs(max(1, tokens // L), L, L, device, dtype)
-        rows = {name: layer(name) for name in ("lssar_p15", "lssa", "sigmoid", "relu_li")}
+        rows: dict[str, Callable[..., Tensor]] = {
+            name: layer(name) for name in ("lssar_p15", "lssa", "sigmoid", "relu_li")
+        }
         reference = layer("lssar_p15", "--attention_impl=reference")
-        peers = {
+        peers: dict[str, Callable[..., Tensor]] = {
             "softmax, FlashAttention": flash,
             "softmax, SDPA's choice": default_sdpa,
             "lssar_p15, compiled reference": torch.compile(reference, dynamic=False),
@@ -158,50 +182,58 @@ def attention_alone(device, dtype, lengths, tokens) -> Iterator[dict]:
             ),
         }
         for what in ("training", "forward"):
-            base = None
+            base: list[float] | str | None = None
             for name, function in (peers | rows).items():
-                ms = measure(function, (q, k, v), gradient if what == "training" else None)
+                ms = time_calls(function, (q, k, v), gradient if what == "training" else None)
                 base = base or ms  # FlashAttention comes first
                 figure = row(name, what, tuple(q.shape), ms, base)
                 print_row(figure)
                 yield figure
-        # the next length compiles anew, and other processes need the memory
+        # the next length is compiled anew, and the processes of other parts need the memory
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def decoding(device, dtype, caches) -> Iterator[dict]:
-    """One query against a cache."""
+def decoding(
+    device: torch.device | str, dtype: torch.dtype, caches: Sequence[int]
+) -> Iterator[dict]:
+    """One query against a cache of every length."""
     for L in tqdm(caches, desc="decoding"):
         for B in (1, 8):
             q, k, v, _ = inputs(B, 1, L, device, dtype)
             k, v = k.contiguous(), v.contiguous()  # as a cache holds them
-            base = None
-            functions = {
+            base: list[float] | str | None = None
+            functions: dict[str, Callable[..., Tensor]] = {
                 "softmax, SDPA": F.scaled_dot_product_attention,
                 "lssar_p15": layer("lssar_p15"),
                 "lssa": layer("lssa"),
             }
             for name, function in functions.items():
-                ms = measure(function, (q, k, v), None)
+                ms = time_calls(function, (q, k, v), None)
                 base = base or ms
                 figure = row(name, "decoding", tuple(k.shape), ms, base)
                 print_row(figure)
                 yield figure
 
 
-def measure(function, qkv, gradient) -> list[float] | str:
-    """Milliseconds of 20 calls after warm-up, or why there are none."""
+def time_calls(
+    function: Callable[..., Tensor], qkv: Sequence[Tensor], gradient: Tensor | None
+) -> list[float] | str:
+    """Milliseconds of each of 20 calls after warm-up (2 on a CPU), or why it failed.
+
+    With a gradient of the output, a call is forward and backward.
+    """
     qkv = [x.detach().requires_grad_(gradient is not None) for x in qkv]
     cuda = qkv[0].is_cuda
     flushed = torch.empty(FLUSH if cuda else 0, dtype=torch.uint8, device=qkv[0].device)
 
-    def call():
+    def call() -> None:
         if gradient is None:
             with torch.no_grad():
-                return function(*qkv)
-        torch.autograd.grad(function(*qkv), qkv, gradient)
+                function(*qkv)
+        else:
+            torch.autograd.grad(function(*qkv), qkv, gradient)
 
     def once() -> float:
         if not cuda:
@@ -223,14 +255,22 @@ def measure(function, qkv, gradient) -> list[float] | str:
         return [once() for _ in range(20 if cuda else 2)]
     except torch.cuda.OutOfMemoryError:
         return "out of memory"
-    except Exception as error:  # what a peer cannot do is a result too
+    except Exception as error:  # that an alternative cannot do it is a result too
         return f"{type(error).__name__}: {checkpoint.first_line(error)}"[:200]
 
 
-def row(name: str, what: str, shape, ms, base) -> dict:
-    """A figure as it is saved: median, spread, ratio to the first peer, target, floor."""
+def row(
+    name: str, what: str, shape: Sequence[int], ms: list[float] | str, base: list[float] | str
+) -> dict:
+    """A figure as it is saved: median, spread, ratio to `base`, target, floor; or why it failed."""
     target, floor = TARGETS.get((name, what), (None, None))
-    figure = {"name": name, "what": what, "shape": list(shape), "target": target, "floor": floor}
+    figure: dict = {
+        "name": name,
+        "what": what,
+        "shape": list(shape),
+        "target": target,
+        "floor": floor,
+    }
     if isinstance(ms, str):
         return figure | {"failed": ms}
     figure |= {"ms": statistics.median(ms), "spread": [min(ms), max(ms)]}
@@ -251,15 +291,13 @@ def print_row(figure: dict) -> None:
     )
 
 
-# ---- the model, and the tests ----
+# ---- training steps, and the tests ----
 
 
 def training_steps(nanogpt: str | None) -> Iterator[dict]:
     """Steps of GPT-2 124M, compiled, at 4 x 1024 (LSSAR's Table A7) and 32 x 1024."""
-    from scripts.benchmark import measure as measure_steps
-    from scripts.benchmark import print_table
 
-    def config(name: str, batch: int):
+    def config(name: str, batch: int) -> Config:
         return load_config([f"configs/{name}.py", f"--batch_size={batch}"])
 
     small = {name: config(name, 4) for name in ("softmax", "lssa", "lssar_p15")}
@@ -269,9 +307,9 @@ def training_steps(nanogpt: str | None) -> Iterator[dict]:
     if nanogpt:
         tables["32 x 1024, nanoGPT"] = {"softmax": large["softmax"], "nanoGPT": large["softmax"]}
     for shape, rows in tables.items():
-        # of two rows of the large batch the memory is enough for their training steps
+        # at the large batch, memory allows the training steps of two rows and no more
         phases = ("train", "eval") if rows is small else ("train",)
-        measured = measure_steps(rows, 10, nanogpt, phases)
+        measured = measure(rows, 10, nanogpt, phases)
         print(f"\n{shape} tokens (time of LSSAR's training step: at most 1.10, memory 1.03)")
         print_table(measured, dict.fromkeys(rows, "softmax"), rows)
         yield {"shape": shape, "rows": measured}
@@ -284,3 +322,7 @@ def gpu_tests() -> Iterator[dict]:
     )
     print(done.stdout[-3000:])
     yield {"exit": done.returncode, "printed": done.stdout[-3000:]}
+
+
+if __name__ == "__main__":
+    main()

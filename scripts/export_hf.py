@@ -1,4 +1,4 @@
-"""A trained model as a folder that Hugging Face's transformers load, without this repository.
+"""Export a trained model as a folder that Hugging Face's transformers loads on its own.
 
 python -m scripts.export_hf RUN DIR
 
@@ -6,9 +6,9 @@ python -m scripts.export_hf RUN DIR
     AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)
     lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks arc_easy
 
-DIR gets the weights in float32, the settings, the tokenizer, and this repository's own model code:
-any variant of attention.VARIANTS, any RoPE scaling. It appears whole or not at all. Needs
-pip install safetensors tokenizers; loading needs transformers 5.
+DIR gets the weights in float32, the settings, the tokenizer, and this repository's model code, so
+that every variant of attention.VARIANTS and every RoPE scaling works. It appears whole or not at
+all. Exporting needs pip install safetensors tokenizers; loading needs transformers 5.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from runtime.files import write_json
 from scripts.common.runs import Run, add_options, open_run
 
 ROOT = Path(__file__).parent.parent
+MODELING = ROOT / "scripts/common/hf_modeling.py"
 IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
-# Where a run was made, which its model does not depend on.
+# Settings that say where a run was made, on which its model does not depend.
 PLACES = {"data_dir", "out_dir", "init_from"}
 
 
@@ -68,7 +69,8 @@ def main() -> None:
     print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 
-def write_config(folder: Path, run: Run, arguments) -> None:
+def write_config(folder: Path, run: Run, arguments: argparse.Namespace) -> None:
+    """Write config.json, which SharpAttentionConfig reads, and generation_config.json."""
     config, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     settings = {key: value for key, value in config.as_dict().items() if key not in PLACES}
@@ -100,14 +102,17 @@ def write_config(folder: Path, run: Run, arguments) -> None:
 
 
 def write_tokenizer(folder: Path, config: Config) -> None:
-    """The tokenizers library's files: byte-level BPE with the ids of data/tokenizer.py. Bytes are
-    that without merges. The end-of-text mark in a text is ordinary text, as it is there."""
+    """Write the tokenizers library's files: byte-level BPE with the ids of data/tokenizer.py.
+
+    The byte tokenizer is BPE without merges. An end-of-text mark within a text is ordinary text, as
+    in data/tokenizer.py.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if config.tokenizer == "gpt2":
         ranks = read_ranks(MERGES_FILE)
         lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
-        merges = [tuple(line.split(" ")) for line in lines]
+        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
     else:
         ranks, merges = {bytes([b]): b for b in range(256)}, []
     symbols = byte_symbols()
@@ -129,9 +134,12 @@ def write_tokenizer(folder: Path, config: Config) -> None:
 
 
 def sources() -> dict[str, str]:
-    """File name -> text of hf_modeling.py and of what it needs from this repository, directly or
-    not, with the imports among them made relative, as transformers wants them."""
-    files, todo = {}, [ROOT / "scripts/common/hf_modeling.py"]
+    """File name -> text of hf_modeling.py and of all files of this repository that it depends on.
+
+    Imports among them are made relative, as transformers requires.
+    """
+    files: dict[str, str] = {}
+    todo = [MODELING]
 
     def relative(match: re.Match) -> str:
         space, package, names, module, alias = match.groups()

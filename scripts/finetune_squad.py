@@ -22,7 +22,6 @@ nothing under a causal mask.
 """
 
 import argparse
-import contextlib
 import hashlib
 import math
 import os
@@ -30,6 +29,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,17 +39,17 @@ from tqdm import tqdm
 
 from config import Config, choices
 from data.loader import shuffled
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
-from runtime.device import autocast, environment, memory_mb, pick_device, pick_dtype
+from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
-from runtime.files import check_writable, lock_folder, read_json, write_json
+from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log
 from scripts.common.retrieval import ASK, check_at_least
-from train import resumed_state, stop_diverged
+from train import stop_diverged, train_step
 
 DATASET = "rajpurkar/squad_v2"
 EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
@@ -90,13 +90,19 @@ def main() -> None:
     check_at_least(1, arguments, "epochs", "sequences", "batch_size")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
-    out = Path(arguments.out_dir)
-    check_writable(out)
+    out, device = Path(arguments.out_dir), pick_device(arguments.device)
+    with lock_folder(out, "training this run"):
+        stopped = prepare_and_finetune(out, device, arguments)
+    if stopped:
+        sys.exit(EXIT_STOPPED)
+
+
+def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Namespace) -> bool:
+    """Read the run and the examples, and fine-tune; returns whether a signal stopped it."""
     if not arguments.resume:
         checkpoint.require_unused_folder(out, job())
-    if arguments.resume and not checkpoint.exists(out):
+    elif not checkpoint.exists(out):
         raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
-    device = pick_device(arguments.device)
     base = checkpoint.read_config(arguments.run)
     asked = (arguments.epochs, arguments.learning_rate, arguments.sequences)
     config = base.replace(
@@ -123,13 +129,16 @@ def main() -> None:
         "sha256": digest(examples),
         "began_with": checkpoint.checkpoint_id(arguments.run, arguments.checkpoint),
     }
-    if finetune(config, model, examples, facts, device, arguments.resume):
-        sys.exit(EXIT_STOPPED)
+    return finetune(config, model, examples, facts, device, arguments.resume)
 
 
 def recipe(
-    base: Config, examples: int, epochs=EPOCHS, learning_rate=LEARNING_RATE, sequences=SEQUENCES
-) -> dict:
+    base: Config,
+    examples: int,
+    epochs: int = EPOCHS,
+    learning_rate: float = LEARNING_RATE,
+    sequences: int = SEQUENCES,
+) -> dict[str, Any]:
     """The settings that make a fine-tuning, unless they are the base's own."""
     steps = math.ceil(examples / sequences)  # an epoch's
     return {
@@ -145,7 +154,8 @@ def read_squad(path: str) -> list[Question]:
     content = read_json(path)
     if content is None:
         raise UserError(f"{path}: no such file; --squad takes SQuAD's official train-v2.0.json")
-    questions, where = [], "data"
+    questions: list[Question] = []
+    where = "data"
     try:
         for i, article in enumerate(content["data"]):
             for j, paragraph in enumerate(article["paragraphs"]):
@@ -176,7 +186,7 @@ def download() -> list[Question]:
     except Exception as error:  # of several HTTP libraries
         reason = checkpoint.first_line(error)
         raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
-    questions = []
+    questions: list[Question] = []
     for row in rows:
         answers = row["answers"]
         for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):
@@ -184,8 +194,11 @@ def download() -> list[Question]:
     return questions
 
 
-def keep(questions: list[Question], context, question, answer, start) -> None:
-    """Add a question whose context, question and answer are not empty; TypeError for others."""
+def keep(questions: list[Question], context: Any, question: Any, answer: Any, start: Any) -> None:
+    """Append a question unless its context, question or answer is empty.
+
+    Raises TypeError where one of them is not text, or the start not a number.
+    """
     for value, kind in ((context, str), (question, str), (answer, str), (start, int)):
         if not isinstance(value, kind):
             raise TypeError(f"{value!r} should be {kind.__name__}")
@@ -193,10 +206,13 @@ def keep(questions: list[Question], context, question, answer, start) -> None:
         questions.append(Question(context, question.strip(), answer.strip(), start))
 
 
-def encode_all(questions: list[Question], config: Config, source) -> tuple[list[Example], dict]:
-    """Examples of at most block_size + 1 tokens, and what became of the questions."""
+def encode_all(
+    questions: list[Question], config: Config, source: str
+) -> tuple[list[Example], dict[str, int]]:
+    """Examples of at most block_size + 1 tokens; counts of cut contexts and dropped questions."""
     tokenizer = get_tokenizer(config.tokenizer)
-    examples, cut = [], 0
+    examples: list[Example] = []
+    cut = 0
     for question in tqdm(questions, desc="tokenising", unit="question"):
         example, shortened = encode(tokenizer, question, config.block_size)
         if example is not None:
@@ -215,7 +231,7 @@ def encode_all(questions: list[Question], config: Config, source) -> tuple[list[
     return examples, counts
 
 
-def encode(tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
+def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
     """A question's tokens, None where there is no room, and whether its context was cut."""
     asked, answer = (
         tokenizer.encode(ASK.format(question=q.question)),
@@ -238,7 +254,7 @@ def encode(tokenizer, q: Question, block_size: int) -> tuple[Example | None, boo
 def digest(examples: list[Example]) -> str:
     sha = hashlib.sha256()
     for example in examples:
-        sha.update(example.tokens)
+        sha.update(example.tokens.tobytes())
     return sha.hexdigest()
 
 
@@ -250,7 +266,9 @@ def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> l
     return sorted((examples[k] for k in order), key=lambda example: len(example.tokens))
 
 
-def tensors(batch: list[Example], length: int | None, device) -> tuple[Tensor, Tensor]:
+def tensors(
+    batch: list[Example], length: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Inputs and targets [B, length], padded on the right; targets are the answers' tokens."""
     length = length or max(len(example.tokens) for example in batch) - 1
     x = torch.zeros(len(batch), length, dtype=torch.long)
@@ -269,13 +287,20 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
 
 
-def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: bool) -> bool:
-    """Train until the last step or a signal, and say whether it was a signal; see train.train."""
+def finetune(
+    config: Config,
+    model: GPT,
+    examples: list[Example],
+    facts: dict[str, Any],
+    device: torch.device,
+    resume: bool,
+) -> bool:
+    """Train until the last step or a signal; returns whether it was a signal, as train.train."""
     out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
     sequences = config.total_batch_size // config.block_size
     # with this setting L is the length of the batch, which has to be a fixed one then
     length = config.block_size if config.attention_length == "current" else None
-    state = resumed_state(out, config, quiet=False) if resume else None
+    state = checkpoint.load_to_resume(out, config, quiet=False) if resume else None
     if state is not None and (read_json(out / "squad.json") or {}).get("sha256") != facts["sha256"]:
         raise UserError(f"{out} was trained on other examples than those of {facts['squad']}")
 
@@ -284,92 +309,73 @@ def finetune(config: Config, model: GPT, examples, facts: dict, device, resume: 
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # as in training
     model.to(device).train()
-    if state is not None:
-        model.load_state_dict(state["model"])
-    (optimizer,) = build_optimizers(model, config)
+    optimizers = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step, resumed_at = 0, None
     if state is not None:
-        optimizer.load_state_dict(state["optimizers"][0])
-        scaler.load_state_dict(state["scaler"])
+        checkpoint.restore(state, model, optimizers, scaler)
         step = resumed_at = state["step"]
         del state
+
+    # ---- logs and checkpoints ----
+    checkpoint.write_header(out, config, job())
+    write_json(out / "squad.json", facts | {"environment": environment()})
+
+    batch: list[Example] = []  # of the step in progress
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return answer_loss(model, x, y) / len(batch)
 
     def batch_location(step: int) -> str:
         return f"in epoch {(step - 1) // config.warmup_iters + 1} of {facts['squad']}"
 
-    with contextlib.ExitStack() as stack:
-        # ---- signals, logs, checkpoints ----
-        stop = stack.enter_context(Stop(quiet=False))
-        stack.enter_context(lock_folder(out, "training this run"))
-        checkpoint.write_header(out, config, job())
-        write_json(out / "squad.json", facts | {"environment": environment()})
-        log = stack.enter_context(Log(out, config, step, batch_location, quiet=False))
-        saver = stack.enter_context(checkpoint.Saver(out, config.keep_last, config.keep_every))
-        log.say(
+    with (
+        Stop(quiet=False) as stop,
+        Log(out, config, resumed_at, batch_location, quiet=False) as log,
+        checkpoint.Saver(out, config.keep_last, config.keep_every) as saver,
+    ):
+        log.print(
             f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
             f"contexts cut, {facts['left_out']:,} questions left out), {sequences} a step, "
             f"{config.max_iters:,} steps on {device.type}; run folder {out}"
         )
 
-        def save() -> None:
-            log.sync()
-            state = {
-                "model": model.state_dict(),
-                "step": step,
-                "config": config.as_dict(),
-                "optimizers": [optimizer.state_dict()],
-                "scaler": scaler.state_dict(),
-            }
-            saver.save("step", state)
-
         # ---- loop ----
-        started, first = time.perf_counter(), step
         while True:
             last = step >= config.max_iters
             due = last or stop.asked or step % config.checkpoint_interval == 0
             if due and step != resumed_at:
                 if step and not all(p.isfinite().all() for p in model.parameters()):
                     what = "its update left weights that are not finite"
-                    stop_diverged(config, step, what, batch_location)
-                save()
+                    stop_diverged(config, step, what, batch_location(step))
+                log.sync()
+                state = checkpoint.training_state(model, optimizers, scaler, step, config)
+                saver.save("step", state)
             if last or stop.asked:
                 return not last
-            begun = time.perf_counter()
-            lr = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+
+            started, lr = time.perf_counter(), learning_rate(step, config)
             batch = batch_of(step, examples, sequences, config.seed)
-            loss = torch.zeros((), device=device)
-            for i in range(0, len(batch), config.batch_size):
-                x, y = tensors(batch[i : i + config.batch_size], length, device)
-                with autocast(device, dtype):
-                    micro_loss = answer_loss(model, x, y) / len(batch)
-                scaler.scale(micro_loss).backward()
-                loss += micro_loss.detach()
-            scaler.unscale_(optimizer)
-            clip = config.grad_clip
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
-            loss = loss.item()
-            # with float16 the scaler itself skips a step whose gradients overflow
+            parts = range(0, len(batch), config.batch_size)
+            loss, grad_norm = train_step(
+                loss_of,
+                [tensors(batch[i : i + config.batch_size], length, device) for i in parts],
+                model, optimizers, scaler, lr, config.grad_clip, dtype,
+            )  # fmt: skip
+            step += 1
+            # with float16 the scaler skips a step whose gradients overflow
             if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
                 what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, step + 1, what, batch_location)
-            scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-            scaler.update()
-            step += 1
-            now = time.perf_counter()
+                stop_diverged(config, step, what, batch_location(step))
             log.step(
                 step=step,
                 loss=loss,
                 lr=lr,
                 grad_norm=grad_norm,
-                ms=1000 * (now - begun),
-                tokens_per_s=sum(len(example.tokens) for example in batch) / (now - begun),
+                seconds=time.perf_counter() - started,
+                tokens=sum(len(example.tokens) for example in batch),
                 mfu=None,
                 memory_mb=memory_mb(device),
-                left_s=(now - started) / (step - first) * (config.max_iters - step),
             )
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Lint, formatting and every test. usage: bash scripts/test.sh [PYTEST_ARGUMENT ...]
+# Lint, formatting, types and every test. usage: bash scripts/test.sh [PYTEST_ARGUMENT ...]
 set -euo pipefail
 source "$(dirname "$0")/common/setup.sh"
 setup requirements-dev.txt
 
 ruff check .
 ruff format --check .
+mypy
 python -m pytest "$@"

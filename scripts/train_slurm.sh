@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Several nodes under Slurm, one torchrun a node, that meet at the first node.
+# Train on several nodes under Slurm: one torchrun per node, with the first node as rendezvous.
 # usage: sbatch --nodes=2 scripts/train_slurm.sh configs/lssar_p15.py [--setting=value ...]
-# Five minutes before its time limit the run saves, and the job is queued again; when Slurm starts
-# it again, then or after a node failed, the run goes on from its last checkpoint.
+# Five minutes before its time limit the run saves and the job is requeued. When Slurm restarts it,
+# then or after a node failure, the run continues from its last checkpoint.
 #SBATCH --job-name=train
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -17,10 +17,10 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A store of its own for every attempt: the addresses of dead processes are not found by new ones.
+# Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# The signal comes to this script alone: srun passes it to torchrun and that to its processes, for
-# which it waits as long as the shutdown timeout says.
+# Only this script receives Slurm's signal. It signals srun, which passes it on to torchrun, and that
+# to its processes, for which it waits until the shutdown timeout.
 srun torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \

@@ -1,4 +1,4 @@
-"""Training in a process of its own that can be killed at any point, cheaply: for tests."""
+"""Fault injection: commands in processes of their own that are killed, blocked or starved."""
 
 import multiprocessing
 import os
@@ -19,9 +19,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "data.text", "tests.faults"])
 
 
-def start(arguments, *, module="train", output=None, environment=None, **trouble):
-    """Run a command's main in a new process, and in it get into trouble: see `_child`."""
-    work = (module, list(map(str, arguments)), output, environment or {}, trouble)
+def start(arguments, *, module="train", output=None, environment=None, **faults):
+    """Run a command's main in a new process with these faults, by their names in FAULTS."""
+    work = (module, list(map(str, arguments)), output, environment or {}, faults)
     process = context.Process(target=_child, args=work)
     process.start()
     return process
@@ -45,9 +45,9 @@ def arguments(shards, out, *more):
     return [*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *more]
 
 
-def group(arguments, tmp_path, trouble):
-    """Start two gloo processes; `trouble[rank]` is the trouble of one. Gives them, and the
-    files of their output."""
+def group(arguments, tmp_path, faults):
+    """Start two gloo processes, each with the faults of its rank; returns them and their output's
+    files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,22 +58,22 @@ def group(arguments, tmp_path, trouble):
             [*arguments, "--batch_size=4"],
             output=outputs[rank],
             environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            **trouble.get(rank, {}),
+            **faults.get(rank, {}),
         )
         for rank in range(2)
     ]
     return processes, outputs
 
 
-def _child(module, arguments, output, environment, trouble):
+def _child(module, arguments, output, environment, faults):
     if output:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
     torch.set_num_threads(1)
     os.environ.update(environment)
-    for name, value in trouble.items():
-        TROUBLES[name](value)
+    for name, value in faults.items():
+        FAULTS[name](value)
     sys.argv = [module, *arguments]
     main = __import__(module, fromlist=["main"]).main
     main(arguments) if module.startswith("data") else main()
@@ -117,7 +117,7 @@ def kill_at(point):
     os.fsync = trapped(nothing, os.fsync)
     os.replace = trapped(nothing, os.replace)
     Path.unlink = trapped(nothing, Path.unlink)
-    checkpoint.Hashed.write = trapped(half, checkpoint.Hashed.write, each=40)
+    checkpoint.HashingFile.write = trapped(half, checkpoint.HashingFile.write, each=40)
 
 
 def file_limit(size):
@@ -191,6 +191,6 @@ def same_request_s(seconds):
     distributed.SAME_REQUEST_S = seconds
 
 
-TROUBLES = {
+FAULTS = {
     f.__name__: f for f in (kill_at, file_limit, stuck_at, dead_at, nan_at, slow, same_request_s)
 }

@@ -1,4 +1,4 @@
-"""Batches: every window once an epoch, the same for any number of processes, any step any time."""
+"""Batches: each window once an epoch, the same for any number of processes, steps in any order."""
 
 from collections import Counter
 from itertools import permutations
@@ -48,7 +48,7 @@ def test_shuffled_in_parts_and_for_huge_sets():
 
 
 def test_shuffled_is_fixed_for_ever():
-    """A change of the order would break the resuming of every run begun before it."""
+    """Another order would break resuming for every run started before the change."""
     assert shuffled(np.arange(10), 10, seed=42, epoch=0).tolist() == [6, 1, 3, 2, 7, 4, 5, 9, 8, 0]
 
 
@@ -63,7 +63,7 @@ def test_tiny_orders_are_equally_likely(n):
 
 
 def test_orders_are_well_mixed():
-    """No place keeps its number, its neighbour or its order more often than chance has it."""
+    """No place keeps its number, its neighbour or its order more often than by chance."""
     n, epochs = 1000, 50
     orders = np.stack([shuffled(np.arange(n), n, 7, epoch) for epoch in range(epochs)])
     fixed = (orders == np.arange(n)).sum(axis=1).mean()
@@ -133,7 +133,7 @@ def test_the_next_step_is_read_ahead(data_dir):
     assert reads == [0, 1, 2]
 
 
-def test_where_names_the_shard_and_the_place(data_dir):
+def test_batch_location_is_the_shard_and_the_offset(data_dir):
     loader = TrainLoader(data_dir, T, batch_size=8, seed=0, rank=1, world_size=2)
     x, _ = loader.batch(5)
     places = loader.batch_location(5)

@@ -18,7 +18,7 @@ from data import build, fineweb, shards, text
 from data.parquet import count_documents, read_documents
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from runtime.files import sha256_of
+from runtime.files import read_json, sha256_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,13 +41,19 @@ def expected_tokens(documents, tokenizer="gpt2"):
 
 
 def contents(folder):
-    """Name and content of everything in a folder that matters."""
+    """Name and content of every file in a folder but its lock."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """Thousands of small shards, and no test cuts the power."""
+    monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must refuse: exit code 2 and one sentence, which is returned."""
+    """Run a command that must exit with code 2 and one sentence, which is returned."""
 
     def run(main, *argv):
         capsys.readouterr()
@@ -127,7 +133,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
 
 @pytest.mark.parametrize("shard_size", [1, 97, 1000])
 def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size):
-    """Stopped once after each shard, at whatever place of a document or task that falls."""
+    """Stopped once after each shard, wherever in a document or task it ends."""
     monkeypatch.setattr(build, "TASK_CHARS", 60)  # most documents are split, some share a task
     sizes = {1: (4, 8), 97: (12, 80), 1000: (12, 400)}[shard_size]
     documents = ["", *make_documents(*sizes, seed=shard_size), "", "", "end"]
@@ -172,24 +178,24 @@ def ordered(folder):
     return sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
 
 
-def test_resume_after_a_stop_between_shard_and_note(corpus, tmp_path, monkeypatch):
-    """The shard is there but progress.json knows nothing of it, and a half-written one lies by."""
+def test_resume_after_a_stop_between_shard_and_progress(corpus, tmp_path, monkeypatch):
+    """A shard that progress.json does not list yet, a half-written one, and a damaged one."""
     _, folder = corpus
     whole = run_fineweb(folder, tmp_path / "whole")
-    out, write_json = tmp_path / "out", shards.write_json
+    out, write_json = tmp_path / "out", build.write_json
 
     def stop_at_third(path, value):
         if len(value["shards"]) == 3:
             raise KeyError("stopped")
         write_json(path, value)
 
-    monkeypatch.setattr(shards, "write_json", stop_at_third)
+    monkeypatch.setattr(build, "write_json", stop_at_third)
     with pytest.raises(KeyError):
         run_fineweb(folder, out)
     assert len(list(out.glob("*.bin"))) == 3
     (out / ".fineweb_train_000003.bin.tmp").write_bytes(b"half")
     (out / "fineweb_train_000001.bin").write_bytes(b"damaged since")
-    monkeypatch.setattr(shards, "write_json", write_json)
+    monkeypatch.setattr(build, "write_json", write_json)
     assert run_fineweb(folder, out) == whole
 
 
@@ -197,7 +203,7 @@ def test_killed_and_resumed(tmp_path):
     """kill -9, twice, and then to the end: the same shards, and no process left behind."""
     folder = tmp_path / "parquet"
     folder.mkdir()
-    documents = make_documents(3000, longest=800)
+    documents = make_documents(1000, longest=800)
     write_parquet(folder / "x.parquet", documents, rows=100)
     whole = run_fineweb(folder, tmp_path / "whole", shard_size=8000)
     out = tmp_path / "out"
@@ -218,7 +224,7 @@ def test_killed_and_resumed(tmp_path):
         while (alive := [c for c in children if is_running(c)]) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not alive
-    assert kill_at <= len(shards.read_json(out / shards.PROGRESS)["shards"]) + 1 < len(whole)
+    assert kill_at <= len(read_json(out / shards.PROGRESS)["shards"]) + 1 < len(whole)
     refusal = subprocess.run(
         [*command, "--shard_size=9000"], cwd=ROOT, capture_output=True, text=True
     )
@@ -311,7 +317,7 @@ def test_documents_are_those_of_the_datasets_library(corpus, tmp_path):
 
 
 def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, monkeypatch, capsys):
-    """The hub is played by a folder; what is tested is that all ways read it alike."""
+    """A folder stands in for the hub: all three ways of reading it give the same shards."""
     import huggingface_hub
 
     _, folder = corpus
@@ -418,7 +424,7 @@ def test_no_network_is_said_at_once(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Text of every kind; hidden and other files that are not to be read."""
+    """Text files of every kind, and hidden and other files, which must not be read."""
     root = tmp_path / "texts"
     (root / "deep" / ".hidden").mkdir(parents=True)
     for k in range(21):

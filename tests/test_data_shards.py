@@ -1,5 +1,6 @@
-"""The shard files: the bytes, the refusals, the folder."""
+"""Shard files: their bytes, what is refused, the folder that holds them."""
 
+import re
 import struct
 
 import numpy as np
@@ -128,6 +129,18 @@ def test_check_shards_finds_a_token_outside_the_vocabulary(tmp_path):
     shards.check_shards([good, bad], vocab_size=258)
     with pytest.raises(UserError, match=rf"{bad}: token {len(tokens) - 3} is 257.*0 to 256"):
         shards.check_shards([good, bad], vocab_size=257)
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path):
+    shards.check_tokenizer(tmp_path, "gpt2")  # published shards have no meta.json
+    shards.write_meta(tmp_path, {"tokenizer": "gpt2"})
+    shards.check_tokenizer(tmp_path, "gpt2")
+    message = f"{tmp_path} was made with tokenizer 'gpt2', but tokenizer = 'bytes'"
+    with pytest.raises(UserError, match=re.escape(message)):
+        shards.check_tokenizer(tmp_path, "bytes")
+    shards.write_meta(tmp_path, {})
+    with pytest.raises(UserError, match="tokenizer None, but"):
+        shards.check_tokenizer(tmp_path, "gpt2")
 
 
 def test_meta(tmp_path):

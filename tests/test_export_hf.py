@@ -100,7 +100,7 @@ torch.save(answers, "answers.pt")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the user has: tasks, and all CASES exported; beside it the runs."""
+    """The user's folder, with tasks and all CASES exported, and beside it the runs."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "user/tasks").mkdir(parents=True)
     docs = [
@@ -250,7 +250,7 @@ def test_the_folder_says_what_it_is(folder):
 
 
 def test_its_code_is_this_repositorys(folder):
-    """But for its imports."""
+    """Identical but for the imports."""
     for path in (folder / "user/model0").glob("*.py"):
         here = ROOT / ("scripts/common" if path.stem == "hf_modeling" else "") / path.name
         text = re.sub(
@@ -261,7 +261,7 @@ def test_its_code_is_this_repositorys(folder):
 
 
 def test_a_further_file_comes_along(tmp_path, monkeypatch):
-    """Imported in either way, at the top or where it is used."""
+    """A module imported with `import` or `from`, at the top of a file or inside a function."""
     for name in ("attention", "config", "errors", "model"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     with open(tmp_path / "attention.py", "a") as file:

@@ -247,8 +247,7 @@ def test_metrics_of_anything(tmp_path, lines):
     file.write_text("\n".join([json.dumps(good), *lines]), errors="replace")
     with Log(tmp_path, Config(wandb_mode="disabled"), 3, str, quiet=False) as log:
         log.step(
-            step=4, loss=2.0, lr=0.1, grad_norm=1.0, ms=1.0, tokens_per_s=1.0, mfu=None,
-            memory_mb=1.0, left_s=1.0,
+            step=4, loss=2.0, lr=0.1, grad_norm=1.0, seconds=1.0, tokens=1, mfu=None, memory_mb=1.0
         )  # fmt: skip
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert written[0] == good and written[-1]["step"] == 4

@@ -1,4 +1,5 @@
-# Sourced by quickstart.sh and test.sh: the repository's folder, and .venv with what a file pins.
+# Sourced by quickstart.sh and test.sh: enters the repository's folder and puts a .venv on PATH that
+# has what a requirements file pins.
 # usage: setup REQUIREMENTS_FILE
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1

@@ -1,0 +1,100 @@
+"""What tests read of a run's folder, and how they start one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu", "save_ms"}
+
+
+def metrics(run, key="loss"):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def saved(run, which="latest"):
+    return torch.load(checkpoint.find(run, which), weights_only=True)
+
+
+def weights(run):
+    return saved(run)["model"]
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def launch(processes, *arguments):
+    """train.py as a command: under torchrun for several processes. Returns the finished process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def refused(capsys, call, *parts):
+    """The call exits with 2 and its message has all parts."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert all(part in message for part in parts), message
+    assert "Traceback" not in message
+
+
+def lines(folder):
+    """All of metrics.jsonl but times and memory."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        for line in text.splitlines()
+    ]
+
+
+def identical(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return a == b
+
+
+def assert_same_run(one, other):
+    """Bitwise the same weights, optimizer state, best weights and metrics."""
+    for which in ("latest", "best"):
+        a, b = saved(one, which), saved(other, which)
+        for state in (a, b):
+            del state["config"]["out_dir"], state["config"]["resume"]
+        assert identical(a, b), which
+    assert lines(one) == lines(other)
+
+
+def go_on(folder):
+    """What a user adds to the same command: --resume once there is something to resume."""
+    return ["--resume"] if checkpoint.exists(folder) else []
+
+
+def wait_for(condition, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+def steps_logged(folder):
+    file = folder / "metrics.jsonl"
+    return file.read_text().count('"loss"') if file.exists() else 0

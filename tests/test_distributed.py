@@ -1,0 +1,216 @@
+"""Several processes: signals, lost ones, restarts; all of them real."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
+from tests.faults import arguments, finish, group, run, start
+from tests.runs import (
+    assert_same_run,
+    identical,
+    lines,
+    metrics,
+    refused,
+    saved,
+    steps_logged,
+    wait_for,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, name):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    command = arguments(shards, folder, "--max_iters=40", "--checkpoint_interval=1000")
+    process = start(command, output=tmp_path / "output", slow=0.05)
+    wait_for(lambda: steps_logged(folder) >= 4)
+    for _ in range(2):  # torchrun and Slurm may each send it
+        os.kill(process.pid, getattr(signal, name))
+    assert finish(process) == EXIT_STOPPED == 75
+    output = (tmp_path / "output").read_text()
+    step = saved(folder)["step"]
+    assert f"{name}: saving" in output and f"stopped after step {step}" in output
+    assert 4 <= step < 40 and max(metrics(folder)) == step
+    assert run([*command, "--resume"]) == 0
+    assert run(arguments(shards, whole, "--max_iters=40", "--checkpoint_interval=1000")) == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_second_signal_ends_at_once_even_when_stuck(shards, tmp_path):
+    folder = tmp_path / "run"
+    process = start(arguments(shards, folder), stuck_at=4, same_request_s=0.5)
+    wait_for(lambda: steps_logged(folder) >= 4)
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.8)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process, timeout=5) == 128 + signal.SIGTERM
+    assert checkpoint.find(folder).name == "step_000003.pt"
+
+
+def both(processes):
+    return [finish(process) for process in processes]
+
+
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    more = ("--max_iters=40", "--checkpoint_interval=1000")
+    command = arguments(shards, folder, *more)
+    pair, _ = group(command, tmp_path, {0: {"slow": 0.05}})
+    wait_for(lambda: steps_logged(folder) >= 4)
+    os.kill(pair[1].pid, signal.SIGTERM)
+    assert both(pair) == [EXIT_STOPPED] * 2
+    assert run([*command, "--resume"]) == 0
+    assert run(arguments(shards, whole, *more)) == 0
+    for key in ("loss", "val_loss", "grad_norm"):
+        assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=1e-5)
+    a, b = saved(folder)["model"], saved(whole)["model"]
+    # the keys' biases have no gradient but rounding, of which Adam makes whole steps
+    for bias in (x for state in (a, b) for name, x in state.items() if "c_attn.bias" in name):
+        bias.view(3, -1)[1] = 0
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
+    # and the other way: begun by one process, finished by two
+    back = tmp_path / "back"
+    assert run(arguments(shards, back, *more, "--max_iters=20")) == 0
+    pair, _ = group([*arguments(shards, back, *more), "--resume"], tmp_path, {})
+    assert both(pair) == [0, 0]
+    assert metrics(back) == pytest.approx(metrics(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "faults, says",
+    [
+        ({"dead_at": 4}, "has ended or hangs; last seen"),
+        ({"stuck_at": 4}, "keeps the others waiting, reading the batch of step 5"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
+    pair, outputs = group(
+        arguments(shards, tmp_path / "run", "--timeout=5"), tmp_path, {rank: faults}
+    )
+    started = time.monotonic()
+    assert finish(pair[1 - rank]) == 1
+    assert time.monotonic() - started < 30
+    lost = pair[rank].pid
+    pair[rank].kill()
+    finish(pair[rank])
+    output = outputs[1 - rank].read_text()
+    if rank == 0 and "dead_at" in faults:
+        # here the first process also keeps the store, which torchrun otherwise does
+        assert "the first process, which keeps their store, does not answer" in output
+    else:
+        assert f"error: rank {rank} (" in output and f"process {lost})" in output
+        assert says in output
+    # the first process may have been killed while it still wrote step 3 beside its training
+    whole = {"step_000003.pt"} | ({"step_000000.pt"} if "dead_at" in faults and not rank else set())
+    assert checkpoint.find(tmp_path / "run").name in whole
+
+
+def test_what_is_not_finite_is_skipped_by_all_alike(shards, tmp_path):
+    folder, alone = tmp_path / "two", tmp_path / "one"
+    more = ("--on_nonfinite=skip", "--max_iters=8")
+    pair, outputs = group(arguments(shards, folder, *more), tmp_path, {1: {"nan_at": 4}})
+    assert both(pair) == [0, 0]
+    assert "step 5: loss = nan" in outputs[0].read_text()
+    assert "skipped; the batch begins in " in outputs[0].read_text()
+    assert list(metrics(folder)) == [1, 2, 3, 4, 6, 7, 8]
+    assert metrics(folder, "skipped") == {5: 1, 6: 1, 7: 1, 8: 1}
+    assert run(arguments(shards, alone, *more), nan_at=4) == 0
+    assert metrics(folder) == pytest.approx(metrics(alone), rel=1e-5)
+    # what came before the skipped step is what it was, and the step changed nothing
+    whole = tmp_path / "whole"
+    assert run(arguments(shards, whole, "--max_iters=4")) == 0
+    short = tmp_path / "short"
+    assert run(arguments(shards, short, *more[:1], "--max_iters=5"), nan_at=4) == 0
+    assert identical(saved(short)["model"], saved(whole)["model"])
+    assert saved(short)["skipped"] == 1
+    # resumed, the count goes on
+    assert run([*arguments(shards, short, *more), "--resume"]) == 0
+    assert lines(short)[-2:] == lines(alone)[-2:]
+
+
+def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    more = ("--max_iters=400", "--checkpoint_interval=5", "--eval_interval=100")
+    more += ("--batch_size=4",)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc_per_node=2", "--max_restarts=1", "--shutdown_timeout=20"]
+    log = open(tmp_path / "output", "w+")
+    process = subprocess.Popen(
+        [*torchrun, "train.py", *arguments(shards, folder, *more)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
+    )  # fmt: skip
+
+    def workers():
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return [int(pid) for pid in children]
+
+    try:
+        wait_for(lambda: steps_logged(folder) >= 6)
+        os.kill(workers()[1], signal.SIGKILL)
+        killed_at = steps_logged(folder)
+        wait_for(lambda: steps_logged(folder) > killed_at + 20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1  # torchrun's own code for a signal
+    finally:
+        if process.poll() is None:
+            for pid in [*workers(), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+    output = (tmp_path / "output").read_text()
+    assert "error: rank 1 (" in output and "has ended" in output
+    step = saved(folder)["step"]
+    assert f"stopped after step {step}" in output and step < 400
+    last = str(step)
+    assert run(arguments(shards, whole, *more[1:], f"--max_iters={last}")) == 0
+    assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
+    assert list(metrics(folder)) == list(range(1, step + 1))
+
+
+def test_a_restarted_job_goes_on_with_its_own_run_only(train, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    folder = train("run", "--max_iters=3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train("run")
+    assert list(metrics(folder)) == list(range(1, 7))
+    train("new", "--max_iters=1")  # nothing to resume yet
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    refused(capsys, lambda: train("run"), "holds a run")
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
+    """The script itself, between a Slurm and a torchrun that only note what they are asked."""
+    bin, notes = tmp_path / "bin", tmp_path / "notes"
+    bin.mkdir()
+    for name, body in {
+        "scontrol": f'echo "scontrol $*" >>{notes}; echo node1',
+        "srun": f'echo "srun $*" >>{notes}; trap "echo signalled >>{notes}; exit 1" USR1\n'
+        + ("sleep 30 & wait" if signalled else "exit 3"),
+    }.items():
+        (bin / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (bin / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{bin}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2",
+    }  # fmt: skip
+    script = ROOT / "scripts/train_slurm.sh"
+    process = subprocess.Popen(["bash", script, "configs/softmax.py"], env=environment)
+    if signalled:
+        wait_for(lambda: notes.exists() and "srun" in notes.read_text())
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == (1 if signalled else 3)
+    text = notes.read_text()
+    assert "--nnodes=2" in text and "train.py configs/softmax.py" in text
+    assert ("signalled" in text) == ("scontrol requeue 17" in text) == signalled

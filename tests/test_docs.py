@@ -1,0 +1,45 @@
+"""The documentation: its links, the modules and files that its commands name, the file tree."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/**/*.md")]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python3? -m ([\w.]+)")
+BASH = re.compile(r"```bash\n(.*?)```", re.S)
+FILE = re.compile(r"\b(?:configs|scripts|tests)/[\w/]+\.(?:py|sh|yaml)\b")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page(page):
+    text = page.read_text()
+    for link in LINK.findall(text):
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+    for module in MODULE.findall(text):
+        assert importlib.util.find_spec(module), module
+    for block in BASH.findall(text):
+        for path in FILE.findall(block):
+            assert (ROOT / path).is_file(), path
+
+
+def test_file_tree():
+    section = (ROOT / "README.md").read_text().partition("\n## Files\n")[2]
+    lines = re.search(r"```\n(.*?)```", section, re.S)[1].splitlines()
+    paths = [line.split()[0] for line in lines]
+    assert all((ROOT / path).exists() for path in paths)
+    modules = {path.name for path in ROOT.glob("*.py")}
+    assert modules == {path for path in paths if path.endswith(".py")}
