@@ -1,43 +1,47 @@
-"""The attention family: one table of variants, and the paths that compute any row of it.
+"""The attention family: a table of variants, and four paths that compute any of them.
 
-Three choices make every variant of the papers. For one head, with head size d, row i seeing n_i
-keys, and s_ij = q_i . k_j:
+Every variant in the papers comes from three choices. For one head of size d, with a row (query) i
+that sees n_i keys, and s_ij = q_i . k_j:
 
-    scores      z_ij = scale_i s_ij + bias_i               what enters phi
-    normalise   A_ij = phi(z_ij) / norm_i, j <= n_i        stage 1: l1 or a fixed norm
-    reweight    A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, if p is set
+    scores      z_ij = scale_i s_ij + bias_i               the argument of phi
+    normalise   A_ij = phi(z_ij) / norm_i, j <= n_i        stage 1: the l1 norm or a fixed one
+    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, only if p is set
 
-o_i is 0 in the first three rows and 1 after (LSSAR, Algorithm 1).
+o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1).
 
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
-Nakanishi 2025). A variant of your own is one more row of `VARIANTS`, and one more `Phi` if its
-function is new; nothing outside this table knows variants by name.
+Nakanishi 2025). To add a variant, add a row to `VARIANTS`, and a `Phi` if its function is new; no
+code outside this table refers to a variant by name.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
 
+kernels: ModuleType | None
 try:
     import kernels
 except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     kernels = None
 
-# A row whose sum of |phi| is not above this has nothing to share out: its weights are 0.
+# A row is dead if its normaliser, the sum of |phi|, is at most this, as where relu is 0 for every
+# key: its weights are then all 0, and not 0 / 0.
 DEAD = 1e-30
-# A row whose largest n A - 1 is not above this counts as tied: rounding would pick its winner.
+# A row is tied if its largest n A - 1 is at most this: its weights are equal up to rounding, and
+# re-weighting would let rounding errors pick the winner.
 TIED = 16 * torch.finfo(torch.float32).eps
-# Queries of a block, and scores computed at once, if that many: on a CPU, what stays in its cache.
+# The blocked path takes at most so many queries at a time, and as many heads and sequences as keep
+# the scores below these numbers. On a CPU that many fit into its cache.
 BLOCK_QUERIES = 256
 BLOCK_SCORES = 2**25
 BLOCK_SCORES_CPU = 2**20
@@ -47,29 +51,30 @@ KEEP_SCORES = 2**22
 
 @dataclass(frozen=True)
 class Phi:
-    """What turns a score into a weight before the norm."""
+    """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # A z with phi(z) = 0; the causal mask puts it where a row may not look.
+    # A z with phi(z) = 0: the causal mask sets the scores of hidden keys to it.
     zero: float = -math.inf
-    # Takes negative values: l1 is then of absolute values, and stage 2 is refused.
+    # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
-    # From a row's largest score, what may be added to the whole row without changing phi / l1.
+    # A shift that l1 cancels, computed from a row's largest score and added to all of its scores so
+    # that phi neither overflows nor underflows.
     shift: Callable[[Tensor], Tensor] | None = None
     # Its entry in kernels.PHIS; None: no fused kernel.
     kernel: str | None = None
 
 
-def exp_tail(top: Tensor) -> Tensor:
-    # sigmoid and softplus are exp(z) (1 + O(exp(z))) far below 0, where l1 cancels any shift: a row
-    # that lies there as a whole is lifted to -40, and neither phi nor its sum can underflow.
+def shift_out_of_tail(top: Tensor) -> Tensor:
+    # Far below 0, sigmoid and softplus are exp(z) (1 + O(exp(z))), and l1 cancels any shift: a row
+    # whose scores are all below -40 is lifted to -40, where neither phi nor its sum underflows.
     return (-40 - top).clamp_min(0)
 
 
 EXP = Phi(torch.exp, shift=torch.neg, kernel="exp")
-SIGMOID = Phi(torch.sigmoid, shift=exp_tail, kernel="sigmoid")
+SIGMOID = Phi(torch.sigmoid, shift=shift_out_of_tail, kernel="sigmoid")
 # torch's softplus is linear above its threshold: exact in float64 at 40, but not at its default 20.
-SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=exp_tail, kernel="softplus")
+SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=shift_out_of_tail, kernel="softplus")
 RELU = Phi(torch.relu, zero=0.0, kernel="relu")
 RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
@@ -78,17 +83,18 @@ MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowContext:
-    """What the formulas of a variant may use, for the rows (queries) of one call."""
+    """The quantities that a variant's formulas may use, for the rows (queries) of one call."""
 
     n: Tensor  # [Lq, 1] keys that each row sees
     d: int  # head size
-    L: int  # the training run's length, or the current one (setting `attention_length`)
+    L: int  # the training length, or the current one (setting `attention_length`)
     gamma: float
-    s: Tensor | None  # [H, 1, 1], learnable
-    b: Tensor | None  # [H, 1, 1], learnable
-    p_n: Tensor | None  # [Lq, 1], learnable
+    # set only for a variant that names them in `learnable`
+    s: Tensor = field(init=False)  # [H, 1, 1]
+    b: Tensor = field(init=False)  # [H, 1, 1]
+    p_n: Tensor = field(init=False)  # [Lq, 1]
 
 
 @dataclass(frozen=True)
@@ -99,16 +105,16 @@ class Variant:
     scale: Callable[[RowContext], Tensor | float] = lambda rows: rows.d**-0.5
     bias: Callable[[RowContext], Tensor | float] | None = None
     norm: Callable[[RowContext], Tensor | float] | None = None  # None: l1
-    l2_normalise: bool = False  # q and k to unit length first
-    bounded: bool = False  # no score is so far below 0 that a whole row of phi could underflow
-    learnable: tuple[str, ...] = ()  # s and b are per head, p_n one vector for all layers
+    l2_normalise: bool = False  # q and k are scaled to unit length first
+    bounded: bool = False  # scores never get so low that phi underflows for a whole row
+    learnable: tuple[str, ...] = ()  # of s and b (one per head) and p_n (shared by all layers)
     needs_p: bool = False
-    after: Callable[[Tensor, RowContext], Tensor] | None = None  # a last change to the weights
+    after: Callable[[Tensor, RowContext], Tensor] | None = None  # applied to the weights last
 
     @property
-    def shifted(self) -> bool:
-        """Whether rows are shifted by phi.shift, which only l1 cancels."""
-        return self.norm is None and self.phi.shift is not None and not self.bounded
+    def shift(self) -> Callable[[Tensor], Tensor] | None:
+        """phi.shift if rows are to be shifted: where phi may underflow and l1 cancels the shift."""
+        return self.phi.shift if self.norm is None and not self.bounded else None
 
     @property
     def takes_p(self) -> bool:
@@ -120,7 +126,7 @@ class Variant:
         return self.phi is EXP and self.takes_p and self.bias is None and p is None
 
 
-def one(rows: RowContext) -> float:
+def unnormalised(rows: RowContext) -> float:
     return 1.0
 
 
@@ -129,27 +135,32 @@ def log_d_log_n(rows: RowContext) -> Tensor:
 
 
 def recentre(A: Tensor, rows: RowContext) -> Tensor:
-    """A minus its row's mean, the first three rows left as they are (Tab. A4's footnote)."""
+    """A minus the mean of its row, except where n <= 3 (the footnote of LSSAR Table A4)."""
     keys = torch.arange(A.shape[-1], device=A.device)
     return A - ((keys < rows.n) & (rows.n > 3)) / rows.n
 
 
 def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
-    """The same, then l1. A tied row, of which nothing would be left, stays as it is too."""
+    """The same, then l1. A tied row, which recentring would make 0, stays as it is as well."""
     return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows)), signed=True)
 
 
 VARIANTS: dict[str, Variant] = {
-    # LSSAR Table 1. The text's Sigmoid(x - b), b = -log L, is meant as sigmoid(z - log L).
+    # LSSAR Table 1.
     "softmax": Variant(EXP),
-    "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=one),
-    "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=one),
+    # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
+    # adds log L. L is the training length also at other lengths, because Ramapuram et al.'s
+    # published kernel takes the bias as a fixed number.
+    "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=unnormalised),
+    "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=unnormalised),
     "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda rows: -rows.n.log()),
     "sigmoid_l1": Variant(SIGMOID),
-    "relu_wortsman": Variant(RELU, norm=lambda rows: rows.L),
+    "relu_wortsman": Variant(RELU, norm=lambda rows: rows.L),  # L as for sigmoid
     "relu_li": Variant(RELU),
+    # The paper gives no gamma. With 1, normal scores and values of unit variance make an output of
+    # unit variance: relu(z)^2 is 1/2 on average.
     "relu_shen": Variant(RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt()),
-    # scores of unit vectors are within +-log d log n: above -41 at d = 64, n = 16,384
+    # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
     "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
     "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),
     # LSSAR Table A4
@@ -157,8 +168,8 @@ VARIANTS: dict[str, Variant] = {
     "softmax_recentred": Variant(EXP, after=recentre),
     "softmax_recentred_l1": Variant(EXP, after=recentre_l1),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
-    "linear": Variant(IDENTITY, norm=one),
-    "exp": Variant(EXP, norm=one),
+    "linear": Variant(IDENTITY, norm=unnormalised),
+    "exp": Variant(EXP, norm=unnormalised),
     "linear_l1": Variant(IDENTITY),
     # LSSAR Table A6 (its relu, sigmoid and exp are relu_li, sigmoid_l1 and softmax)
     "phi_relu2": Variant(RELU2),
@@ -166,7 +177,8 @@ VARIANTS: dict[str, Variant] = {
     "phi_gelu": Variant(GELU),
     "phi_softplus": Variant(SOFTPLUS),
     "phi_mish": Variant(MISH),
-    # SSMax (b), (c), (d) and the probe of its Eq. 3
+    # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no initial s for (b) and (d):
+    # by default it is 1, as in the probe.
     "ssmax": Variant(
         EXP, scale=lambda rows: rows.s * rows.n.log() * rows.d**-0.5, learnable=("s",)
     ),
@@ -187,77 +199,103 @@ VARIANTS: dict[str, Variant] = {
 class Attention(nn.Module):
     """One layer's attention, for any row of `VARIANTS`.
 
-    Called as `attn(q, k, v)` with q [B, H, Lq, d], k and v [B, H, Lk, d] after RoPE, Lq <= Lk: the
-    queries are the last Lq positions, so that the first of them sees Lk - Lq + 1 keys. Returns
-    [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64 for float64),
-    autocast off.
+    Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, H, Lk, d] after RoPE, Lq <= Lk: the
+    queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys. Returns
+    [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64 for float64
+    inputs), with autocast off.
     """
 
-    def __init__(self, config):
+    s: nn.Parameter | None
+    b: nn.Parameter | None
+    p_n: nn.Parameter | None
+
+    def __init__(
+        self,
+        variant: Variant,
+        *,
+        p: float | None,
+        n_head: int,
+        head_size: int,
+        trained_length: int,
+        follow_length: bool,
+        impl: str,
+        s_init: float,
+        b_init: float,
+        gamma: float,
+    ) -> None:
+        """The arguments are settings of config.py. With `follow_length` L is the current length
+        instead of `trained_length`."""
         super().__init__()
-        self.variant = VARIANTS[config.attention]
-        self.p = config.p
-        self.impl = config.attention_impl
-        self.d = config.n_embd // config.n_head
-        self.gamma = config.gamma
-        self.trained_length = config.block_size
-        self.current_length = config.attention_length == "current"
-        first = {
-            "s": torch.full((config.n_head,), config.s_init),
-            "b": torch.full((config.n_head,), config.b_init),
-            "p_n": torch.ones(config.block_size),
+        self.variant, self.p, self.impl = variant, p, impl
+        self.head_size, self.gamma = head_size, gamma
+        self.trained_length, self.follow_length = trained_length, follow_length
+        initial = {
+            "s": torch.full((n_head,), s_init),
+            "b": torch.full((n_head,), b_init),
+            "p_n": torch.ones(trained_length),
         }
-        for name in ("s", "b", "p_n"):
-            learnable = name in self.variant.learnable
-            self.register_parameter(name, nn.Parameter(first[name]) if learnable else None)
+        for name, value in initial.items():
+            learnable = name in variant.learnable
+            self.register_parameter(name, nn.Parameter(value) if learnable else None)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0, length: int | None = None
     ) -> Tensor:
-        """`score_scale` multiplies every score (YaRN's attention factor, squared); `length` is the
-        current length where it is not that of k: a cache's final one."""
+        """`score_scale` multiplies every score (the square of YaRN's attention factor). `length` is
+        the current length if k does not have it yet: the final length of a cache."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             path = self._path(q)
             if path == "triton":
-                return self._fused(q, k, v, length, score_scale)
+                return self._triton(q, k, v, length, score_scale)
             if path == "sdpa":
-                return self._softmax(q, k, v, length, score_scale)
+                return self._sdpa(q, k, v, length, score_scale)
             q, k, inv_key_norm = self._normalise_qk(q, k)
             if path == "reference":
-                return self._product(q, k, v, inv_key_norm, slice(None), length, score_scale)
+                return self._reference(q, k, v, inv_key_norm, slice(None), length, score_scale)
             return self._blocked(q, k, v, inv_key_norm, length, score_scale)
 
     def weights(
         self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
     ) -> Tensor:
-        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 where a row may not look."""
+        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for keys that are hidden."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
 
     def _path(self, q: Tensor) -> str:
-        """The one place that picks a path."""
+        """'sdpa', 'triton', 'blocked' or 'reference', by `impl` and what the variant, q's device
+        and its dtype allow. Raises UserError where `impl` demands kernels that cannot run."""
         if self.impl == "auto" and self.variant.is_softmax(self.p):
             return "sdpa"
         if self.impl not in ("auto", "triton"):
             return self.impl
-        obstacle = no_kernel(self.variant, self.d)
-        if obstacle is None and kernels is None:
-            obstacle = "Triton is not installed"
-        elif obstacle is None and not (q.is_cuda or kernels.INTERPRETED):
-            obstacle = f"it needs an NVIDIA GPU, and this is {q.device.type}"
-        elif obstacle is None and q.dtype == torch.float64:
-            obstacle = "it does not compute in float64"
+        obstacle = self._triton_obstacle(q)
         if obstacle is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
         return "blocked"
 
+    def _triton_obstacle(self, q: Tensor) -> str | None:
+        """Why the fused kernels cannot take these queries; None if they can."""
+        obstacle = kernel_obstacle(self.variant, self.head_size)
+        if obstacle is not None:
+            return obstacle
+        if kernels is None:
+            return "Triton is not installed"
+        if not (q.is_cuda or kernels.INTERPRETED):
+            return f"it needs an NVIDIA GPU, and this is {q.device.type}"
+        if q.dtype == torch.float64:
+            return "it does not compute in float64"
+        return None
+
     def _normalise_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k as the scores take them, once for all blocks, and what multiplies each key's
-        scores. A single query divides its scores by the keys' lengths, not a cache of keys."""
+        """q and k at unit length if the variant wants them so, computed once for all blocks.
+
+        For a single query, keys stay as they are and 1 / |k| [B, H, 1, Lk] is returned for its
+        scores: that is less work than normalising a whole cache of keys.
+        """
         if not self.variant.l2_normalise:
             return q, k, None
         if q.shape[2] > 1:
@@ -266,7 +304,15 @@ class Attention(nn.Module):
         squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
         return l2_normalise(q), k, torch.rsqrt(squared + 1e-12)[:, :, None]
 
-    def _weights(self, q, k, inv_key_norm, heads: slice, length: int, score_scale: float) -> Tensor:
+    def _weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inv_key_norm: Tensor | None,
+        heads: slice,
+        length: int,
+        score_scale: float,
+    ) -> Tensor:
         variant, rows = self.variant, self._rows(q, k, heads, length)
         q, k = q.to(rows.n.dtype), k.to(rows.n.dtype)
         z = (q * (score_scale * variant.scale(rows))) @ k.mT  # [B, H, Lq, Lk]
@@ -276,76 +322,92 @@ class Attention(nn.Module):
             z = z + variant.bias(rows)
         hidden = torch.arange(k.shape[2], device=k.device) >= rows.n  # [Lq, Lk]
         z = z.masked_fill(hidden, variant.phi.zero)
-        if variant.shifted:
-            z = z + variant.phi.shift(z.detach().amax(-1, keepdim=True))
+        if variant.shift is not None:
+            z = z + variant.shift(z.detach().amax(-1, keepdim=True))
         A = variant.phi.function(z)
         A = l1_normalise(A, variant.phi.signed) if variant.norm is None else A / variant.norm(rows)
         if self.p is not None:
             A = reweight(A, rows.n, self.p)
         return A if variant.after is None else variant.after(A, rows)
 
-    def _rows(self, q, k, heads: slice, length: int) -> RowContext:
+    def _rows(self, q: Tensor, k: Tensor, heads: slice, length: int) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
-        seen = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
-        return RowContext(
-            # bfloat16 could not count past 256
-            n=seen.to(torch.promote_types(q.dtype, torch.float32)),
-            d=self.d,
-            L=length,
-            gamma=self.gamma,
-            s=None if self.s is None else self.s[heads, None, None],
-            b=None if self.b is None else self.b[heads, None, None],
-            # beyond the training length the last learned value holds
-            p_n=None if self.p_n is None else self.p_n[(seen - 1).clamp_max(len(self.p_n) - 1)],
-        )
+        n = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
+        # float32 at least: bfloat16 cannot count past 256
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        rows = RowContext(n=n.to(dtype), d=self.head_size, L=length, gamma=self.gamma)
+        if self.s is not None:
+            rows.s = self.s[heads, None, None]
+        if self.b is not None:
+            rows.b = self.b[heads, None, None]
+        if self.p_n is not None:  # beyond the training length its last value holds
+            rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1)]
+        return rows
 
     def _length(self, current: int) -> int:
-        return current if self.current_length else self.trained_length
+        return current if self.follow_length else self.trained_length
 
-    def _product(
-        self, q, k, v, inv_key_norm, heads: slice, length: int, score_scale: float
+    def _reference(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inv_key_norm: Tensor | None,
+        heads: slice,
+        length: int,
+        score_scale: float,
     ) -> Tensor:
         return self._weights(q, k, inv_key_norm, heads, length, score_scale).to(v.dtype) @ v
 
-    def _blocked(self, q, k, v, inv_key_norm, length: int, score_scale: float) -> Tensor:
-        """Some queries of some heads of some sequences at a time, so that no more weights than
-        theirs exist at once. A block of queries needs no key after its own last one."""
+    def _blocked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inv_key_norm: Tensor | None,
+        length: int,
+        score_scale: float,
+    ) -> Tensor:
+        """The reference on blocks: some queries of some heads of some sequences at a time, so that
+        only their weights are in memory. A block reads no keys beyond its last query."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
         queries = min(Lq, BLOCK_QUERIES)
         most = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
         heads, sequences = min(H, max(1, most)), max(1, most // H)
         recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
 
-        def product(part, start: int, end: int) -> Tensor:
-            seen = Lk - Lq + end
-            block = q[part][:, :, start:end], k[part][:, :, :seen], v[part][:, :, :seen]
+        def block(part: tuple[slice, slice], start: int, end: int) -> Tensor:
+            n = Lk - Lq + end  # keys that the last of these queries sees
             args = (
-                *block,
+                q[part][:, :, start:end],
+                k[part][:, :, :n],
+                v[part][:, :, :n],
                 None if inv_key_norm is None else inv_key_norm[part],
                 part[1],
                 length,
                 score_scale,
             )
             if recompute:
-                return checkpoint(self._product, *args, use_reentrant=False)
-            return self._product(*args)
+                return checkpoint(self._reference, *args, use_reentrant=False)
+            return self._reference(*args)
 
         out = []
         for b in range(0, B, sequences):
-            across = []
+            out_of_heads = []
             for h in range(0, H, heads):
                 part = slice(b, b + sequences), slice(h, h + heads)
-                # the largest block first: the memory that it leaves holds each of the others
+                # the largest block first: the others then fit into the memory that it frees
                 ends = range(Lq, 0, -queries)
-                blocks = [product(part, max(0, end - queries), end) for end in ends]
-                across.append(torch.cat(blocks[::-1], dim=2))
-            out.append(torch.cat(across, dim=1))
+                blocks = [block(part, max(0, end - queries), end) for end in ends]
+                out_of_heads.append(torch.cat(blocks[::-1], dim=2))
+            out.append(torch.cat(out_of_heads, dim=1))
         return torch.cat(out)
 
-    def _fused(self, q, k, v, length: int, score_scale: float) -> Tensor:
+    def _triton(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
+        assert kernels is not None
         variant, rows = self.variant, self._rows(q, k, slice(None), length)
 
-        def vector(x: Tensor | float) -> Tensor:  # [H, Lq]
+        def per_row(x: Tensor | float) -> Tensor:  # [H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
             return x.expand(1, q.shape[1], q.shape[2], 1)[0, :, :, 0]
 
@@ -353,53 +415,58 @@ class Attention(nn.Module):
             q.to(v.dtype),
             k.to(v.dtype),
             v,
-            scale=vector(score_scale * variant.scale(rows)),
-            bias=None if variant.bias is None else vector(variant.bias(rows)),
-            norm=None if variant.norm is None else vector(variant.norm(rows)),
+            scale=per_row(score_scale * variant.scale(rows)),
+            bias=None if variant.bias is None else per_row(variant.bias(rows)),
+            norm=None if variant.norm is None else per_row(variant.norm(rows)),
             phi=variant.phi.kernel,
-            shifted=variant.shifted,
+            shifted=variant.shift is not None,
             p=self.p,
             unit=variant.l2_normalise,
             signed=variant.phi.signed,
         )
 
-    def _softmax(self, q, k, v, length: int, score_scale: float) -> Tensor:
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
         if self.variant.l2_normalise:
             q, k = l2_normalise(q), l2_normalise(k)
         scale = score_scale * self.variant.scale(self._rows(q, k, slice(None), length))
-        if isinstance(scale, Tensor):  # each row has its own: it goes into the queries
+        if isinstance(scale, Tensor):  # one for each row: torch takes a single number
             q, scale = q * scale, 1.0
         q, k = q.to(v.dtype), k.to(v.dtype)
-        # is_causal would count queries from the first key; with a cache they are the last ones
-        mask = causal_lower_right(Lq, Lk) if 1 < Lq < Lk else None
-        causal = 1 < Lq == Lk
+        mask, causal = None, 1 < Lq == Lk
+        if 1 < Lq < Lk:
+            # is_causal aligns the first query with the first key, but queries behind a cache are
+            # the last positions. Imported here because that takes a second, for all of _dynamo.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(Lq, Lk)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """Unit length along the last dimension, with a bounded gradient at zero; float32 at least."""
+    """x at unit length along the last dimension, in float32 at least; the 1e-12 bounds the gradient
+    of a zero vector."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
 
 
 def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
-    """Rows divided by their sum of absolute values; a dead row becomes 0 and has no gradient."""
+    """Rows over their sum of absolute values; a dead row becomes 0 and gets no gradient."""
     norm = (A.abs() if signed else A).sum(-1, keepdim=True)
     # times the reciprocal: autograd's division takes three more passes over the matrix
     return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
 
 
 def tied(x: Tensor) -> Tensor:
-    """Which rows of x = n A, of mean 1, are equal up to rounding: [.., Lq, 1]."""
+    """Whether each row of x = n A, whose mean is 1, is tied: [.., Lq, 1]."""
     return x.detach().amax(-1, keepdim=True) - 1 <= TIED
 
 
 def reweight(A: Tensor, n: Tensor, p: float) -> Tensor:
     """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk] of row sums 1 or 0, n [Lq, 1].
 
-    The power is of x / max x, which l1 cancels: nothing overflows at any p or n. A tied row gets no
-    offset, as rows 1 to 3 do, and stays uniform.
+    The power is of x / max x, which l1 cancels, so that nothing overflows at any p or n. A tied row
+    gets no offset, as if n were at most 3, and stays uniform.
     """
     x = n * A
     x = (x - ((n > 3) & ~tied(x)).to(x.dtype)).relu()
@@ -407,23 +474,18 @@ def reweight(A: Tensor, n: Tensor, p: float) -> Tensor:
     return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
 
 
-def no_kernel(variant: Variant, d: int) -> str | None:
-    """Why kernels.py has nothing for a variant at head size d; None if it has."""
+def kernel_obstacle(variant: Variant, head_size: int) -> str | None:
+    """Why kernels.py cannot compute a variant at this head size; None if it can."""
     if variant.phi.kernel is None or (kernels and variant.phi.kernel not in kernels.PHIS):
         return "its phi names no entry of kernels.PHIS"
     if variant.after is not None:
         return "no kernel changes the weights after their norm"
-    if d > 128:
-        return f"head size {d} is above 128"
+    if head_size > 128:
+        return f"head size {head_size} is above 128"
     return None
 
 
-def build_attention(config) -> Attention:
-    """One layer's attention module for a `config.Config`."""
-    return Attention(config)
-
-
 def share_parameters(layers: list[Attention]) -> None:
-    """Make SSMax's p_n one vector for all layers."""
+    """Make all layers share SSMax's p_n, as in the paper."""
     for layer in layers[1:]:
         layer.p_n = layers[0].p_n

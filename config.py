@@ -1,4 +1,4 @@
-"""The settings: one frozen dataclass, config files and --key=value over it, and every check."""
+"""Settings: one frozen dataclass, config files and --key=value on top of it, and every check."""
 
 import ast
 import difflib
@@ -9,33 +9,39 @@ import typing
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from attention import VARIANTS, no_kernel
+from attention import VARIANTS, kernel_obstacle
 from errors import UserError
 
 VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
 
+T = TypeVar("T")
+
 
 def setting(
-    default,
+    default: T,
     help: str,
     *,
     at_least: float | None = None,
     choices: Collection[str] | None = None,
     may_change_on_resume: bool = False,
-):
-    """One setting: its default, its line of --help, its range, and whether a resumed run may have
-    another value (any other change would make it another run)."""
-    facts = {"at_least": at_least, "choices": choices, "may_change_on_resume": may_change_on_resume}
-    return field(default=default, metadata={"help": help, **facts})
+) -> T:
+    """A field of Config: its default, its line of --help, the values allowed, and whether a resumed
+    run may change it without becoming a different run."""
+    limits = {"at_least": at_least, "choices": choices}
+    return field(
+        default=default,
+        metadata={"help": help, "may_change_on_resume": may_change_on_resume, **limits},
+    )
 
 
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run.
 
-    The defaults are the 124M recipe of llm.c's run_gpt2_124M.sh, whose step count the LSSAR paper
-    has; the paper gives no learning rate, batch or schedule of its own.
+    The defaults are llm.c's 124M recipe, run_gpt2_124M.sh. The LSSAR paper trains for the same
+    number of steps, and gives no learning rate, batch size or schedule.
     """
 
     # attention
@@ -187,51 +193,59 @@ class Config:
         may_change_on_resume=True,
     )
 
-    def __post_init__(self):
-        check(self)
+    def __post_init__(self) -> None:
+        check_each_setting(self)
+        check_attention(self)
+        check_training(self)
 
     @property
     def n_vocab(self) -> int:
+        """The number of token ids, end-of-text included."""
         return VOCABULARY[self.tokenizer] if self.vocab_size is None else self.vocab_size
 
     @property
     def variant_name(self) -> str:
-        """The attention's name with p, such as lssar_p15."""
+        """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")
 
-    def replace(self, **changes) -> "Config":
+    def replace(self, **changes: Any) -> "Config":
         return replace(self, **changes)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-HINTS = typing.get_type_hints(Config)
 SETTINGS = {f.name: f.metadata for f in fields(Config)}
-MAY_CHANGE_ON_RESUME = {name for name, facts in SETTINGS.items() if facts["may_change_on_resume"]}
+# The types that each setting may have: (float, NoneType) for `float | None`.
+TYPES: dict[str, tuple[type, ...]] = {
+    name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Config).items()
+}
+MAY_CHANGE_ON_RESUME = {name for name, meta in SETTINGS.items() if meta["may_change_on_resume"]}
 
 
 def choices(name: str) -> Collection[str]:
-    """The values that a setting may have, of one that has only a few."""
+    """The values that a setting with a fixed set of them may take."""
     return SETTINGS[name]["choices"]
 
 
 def load_config(arguments: list[str]) -> Config:
-    """The Config of a command line: config files, left to right, then --key=value, over defaults.
+    """The Config of a command line: config files from left to right, then --key=value.
 
     Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`; `--key value` works too,
-    and `--key` alone for a bool. Reads no data. Raises UserError for a file that is not there, an
-    unknown setting (naming the nearest), a wrong type, and values that contradict each other.
+    and `--key` alone for a bool. Raises UserError for a missing file, an unknown setting (naming
+    the nearest one), a wrong type, and values that contradict each other.
     """
-    values, names, overrides = {}, [], {}
+    values: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    names: list[str] = []
     arguments = list(arguments)
     while arguments:
         argument = arguments.pop(0)
         if argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
-            known(key, "the command line")
+            require_known_setting(key, "the command line")
             if not equals:
-                text = take_value(key, arguments)
+                text = pop_value(key, arguments)
             overrides[key] = parse(key, text)
         else:
             values |= read_file(argument)
@@ -240,11 +254,12 @@ def load_config(arguments: list[str]) -> Config:
     config = Config(**values)
     if config.out_dir == "":
         return config.replace(out_dir="out/" + ("_".join(names) or config.variant_name))
-    return config.replace(out_dir=fill(config))
+    return config.replace(out_dir=filled_out_dir(config))
 
 
-def read_file(path: str) -> dict:
-    """The settings a config file assigns; names with a leading underscore are the file's own."""
+def read_file(path: str) -> dict[str, Any]:
+    """The settings that a config file assigns; it may use names that start with an underscore, and
+    modules, for itself."""
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist; settings are written --key=value")
     try:
@@ -254,21 +269,22 @@ def read_file(path: str) -> dict:
     values = {}
     for key, value in names.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            known(key, path)
+            require_known_setting(key, path)
             values[key] = value
     return values
 
 
-def known(key: str, where: str) -> None:
-    if key not in HINTS:
-        near = difflib.get_close_matches(key, HINTS, n=1, cutoff=0.5)
+def require_known_setting(key: str, where: str) -> None:
+    if key not in SETTINGS:
+        near = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; python train.py --help lists them"
         raise UserError(f"{where} sets {key!r}, which is not a setting{hint}")
 
 
-def take_value(key: str, arguments: list[str]) -> str:
-    """The value of a `--key` written without `=`: the next argument, or True for a bool alone."""
-    words = ("True", "False", "None") if bool in kinds(key) else ()
+def pop_value(key: str, arguments: list[str]) -> str:
+    """The value of a `--key` without `=`: the next argument, or True for a bool not followed by
+    one."""
+    words = ("True", "False", "None") if bool in TYPES[key] else ()
     if words and (not arguments or arguments[0].capitalize() not in words):
         return "True"
     if not arguments:
@@ -276,22 +292,19 @@ def take_value(key: str, arguments: list[str]) -> str:
     return arguments.pop(0)
 
 
-def kinds(key: str) -> tuple[type, ...]:
-    """The types a setting may have."""
-    return typing.get_args(HINTS[key]) or (HINTS[key],)
-
-
-def parse(key: str, text: str):
-    """A command line's text as a value; what it cannot be read as is left for the type check."""
-    if str in kinds(key):
+def parse(key: str, text: str) -> Any:
+    """The value that an argument's text stands for; text that cannot be parsed is returned as it
+    is, for the type check to refuse."""
+    if str in TYPES[key]:
         return text
     try:
-        return ast.literal_eval(text.capitalize() if bool in kinds(key) else text)
+        return ast.literal_eval(text.capitalize() if bool in TYPES[key] else text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
-def fill(config: Config) -> str:
+def filled_out_dir(config: Config) -> str:
+    """out_dir with the settings that it names in braces filled in."""
     try:
         return config.out_dir.format(**config.as_dict())
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
@@ -301,16 +314,20 @@ def fill(config: Config) -> str:
         ) from error
 
 
-def check(config: Config) -> None:
-    """Raise UserError unless every value has its type and range and none contradicts another."""
-    for key in HINTS:
+def check_each_setting(config: Config) -> None:
+    """Raises UserError where a value has the wrong type or is out of range.
+
+    An int is stored as a float where the setting is one.
+    """
+    for key in SETTINGS:
         value = getattr(config, key)
-        allowed = kinds(key)
-        if type(value) is int and float in allowed and abs(value) < 2**53:
+        if type(value) is int and float in TYPES[key] and abs(value) < 2**53:
             object.__setattr__(config, key, value := float(value))
-        if type(value) not in allowed:
-            wanted = " or ".join("None" if t is types.NoneType else t.__name__ for t in allowed)
-            raise UserError(f"{key} = {value!r} is {type(value).__name__}; it must be {wanted}")
+        if type(value) not in TYPES[key]:
+            names = ["None" if t is types.NoneType else t.__name__ for t in TYPES[key]]
+            raise UserError(
+                f"{key} = {value!r} is {type(value).__name__}; it must be {' or '.join(names)}"
+            )
         if type(value) is int and abs(value) >= 2**63:
             raise UserError(f"{key} = {value} must be below 2**63")
         if isinstance(value, float) and not math.isfinite(value):
@@ -322,6 +339,10 @@ def check(config: Config) -> None:
             near = difflib.get_close_matches(value, allowed, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(allowed)}")
+
+
+def check_attention(config: Config) -> None:
+    """Raises UserError where the settings of attention contradict each other."""
     variant = VARIANTS[config.attention]
     if variant.needs_p and config.p is None:
         raise UserError(
@@ -340,7 +361,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE turns pairs"
         )
-    obstacle = no_kernel(variant, config.n_embd // config.n_head)
+    obstacle = kernel_obstacle(variant, config.n_embd // config.n_head)
     if config.attention_impl == "triton" and obstacle:
         raise UserError(
             f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
@@ -348,6 +369,10 @@ def check(config: Config) -> None:
         )
     if config.gamma <= 0:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
+
+
+def check_training(config: Config) -> None:
+    """Raises UserError where the settings of the training run contradict each other."""
     if config.n_vocab < VOCABULARY[config.tokenizer]:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {VOCABULARY[config.tokenizer]} ids of "
@@ -377,20 +402,23 @@ def check(config: Config) -> None:
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
-    """Micro-batches a step and process. Raises UserError where they do not make the total batch."""
+    """Micro-batches per step and process.
+
+    Raises UserError where no number of them makes total_batch_size, naming values that work.
+    """
     micro = config.batch_size * config.block_size * world_size
     steps, rest = divmod(config.total_batch_size, micro)
     if rest or not steps:
         raise UserError(
             f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
             f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
-            f"{micro}; {workable(config, world_size)}"
+            f"{micro}; {batches_that_work(config, world_size)}"
         )
     return steps
 
 
-def workable(config: Config, world_size: int) -> str:
-    """What would divide: micro-batches for this total, or else the nearest totals."""
+def batches_that_work(config: Config, world_size: int) -> str:
+    """The nearest values of batch_size that divide the total, or else the nearest totals."""
     sequences, rest = divmod(config.total_batch_size, config.block_size * world_size)
     if sequences and not rest:
         most = min(sequences, 2 * config.batch_size + 1000)
@@ -403,7 +431,7 @@ def workable(config: Config, world_size: int) -> str:
 
 
 def help_text() -> str:
-    """What `python train.py --help` prints."""
+    """The text that `python train.py --help` prints."""
     lines = [
         "usage: train.py [CONFIG.py ...] [--key=value ...]",
         "",

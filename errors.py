@@ -1,18 +1,26 @@
-"""One way to refuse: a sentence for the user, no traceback, exit code 2."""
+"""How every command refuses: with one sentence for the user, no traceback, and exit code 2."""
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong; the message names it, its value and what would be right."""
+    """An error in what the user gave; the message names it, its value and what would be right."""
 
 
-def command(main):
-    """Decorate a command's `main`: a UserError is printed as one sentence and exits with 2."""
+def command(main: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a command's `main`: a UserError is printed as one sentence and exits with 2.
+
+    So does running out of memory; Ctrl-C exits with 130.
+    """
 
     @functools.wraps(main)
-    def run(*args, **kwargs):
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return main(*args, **kwargs)
         except UserError as error:
@@ -20,7 +28,7 @@ def command(main):
             sys.exit(2)
         except (MemoryError, RuntimeError) as error:
             text = str(error) or "more than this machine has"
-            # what both torch on a CPU and torch on a GPU say
+            # the words with which torch reports a failed allocation, on a CPU as on a GPU
             if isinstance(error, RuntimeError) and "to allocate" not in text:
                 raise
             print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)

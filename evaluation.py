@@ -1,21 +1,25 @@
-"""What is measured of a model: its mean loss and its attention weights."""
+"""Measurements of a model: its mean loss and its attention weights."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import BLOCK_QUERIES
+from attention import BLOCK_QUERIES, Attention
 from model import GPT
 from runtime.device import autocast
 
 
 @torch.no_grad()
-def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> float:
-    """Mean loss in nats over batches (x, y) of this and all other processes.
+def mean_loss(
+    model: GPT, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
+) -> float:
+    """Mean loss in nats over the batches (x, y) of all processes.
 
-    Summed in float64 over tokens and processes, so that neither the batches' shape nor the number
-    of processes shows beyond rounding.
+    Summed in float64 over tokens and processes, so that batch size and number of processes change
+    no more than rounding.
     """
     total, count = 0.0, 0
     for x, y in batches:
@@ -32,30 +36,34 @@ def mean_loss(model: GPT, batches, device: torch.device, dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def attention_weights(
-    model: GPT, idx: Tensor, rows: slice, reduce=lambda A: A, layers: slice = slice(None)
+    model: GPT,
+    idx: Tensor,
+    rows: slice,
+    reduce: Callable[[Tensor], Tensor] = lambda A: A,
+    layers: slice = slice(None),
 ) -> list[Tensor]:
     """The attention weights of each layer, [B, H, rows, L], float32 at least, for idx [B, L].
 
-    `rows` are the queries: slice(-1, None) is the last one. What `reduce` makes of a layer's
-    weights is kept in their place; it is given a block of rows at a time, so that memory is
-    O(L), and must leave rows the third dimension.
+    `rows` selects queries: slice(-1, None) is the last one. Of each layer, reduce(weights) is kept.
+    It is called for a block of rows at a time, so that memory is O(L), and must keep rows as the
+    third dimension.
     """
     kept = []
 
-    def keep(attention, inputs, output):
+    def keep(attention: Attention, inputs: tuple, output: Tensor) -> None:
         q, k, _, score_scale, _ = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
         parts = []
         for first in range(start, stop, BLOCK_QUERIES):
             end = min(stop, first + BLOCK_QUERIES)
-            # Attention takes the queries for the last positions: later keys are cut off, then 0
+            # queries must be the last positions: later keys are cut off, and their weight is 0
             A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, L)
             parts.append(reduce(F.pad(A, (0, L - end))))
         kept.append(torch.cat(parts, dim=2))
 
-    blocks = model.trunk.blocks[layers]
-    hooks = [block.attn.attention.register_forward_hook(keep) for block in blocks]
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [attention.register_forward_hook(keep) for attention in attentions[layers]]
     try:
         model.trunk(model.wte(idx))
     finally:

@@ -1,15 +1,15 @@
-"""Fused attention in Triton: forward, backward and decoding, in memory that grows with L alone.
+"""Fused attention in Triton: forward, backward and decoding, in memory linear in L.
 
-For one head, and row i that sees the keys j < n_i (the terms are attention.py's):
+For one head, and row i that sees the keys j < n_i (in attention.py's notation):
 
     z_ij = scale_i s_ij + bias_i + shift_i,   a_ij = phi(z_ij)
 
-one stage     O_i = gain_i sum_j a_ij v_j             gain is 1 / sum_j |a_ij|, or the fixed norm's
+one stage     O_i = gain_i sum_j a_ij v_j             gain is 1 / sum_j |a_ij|, or 1 / norm_i
 two stages    x_ij = gain_i a_ij - offset_i           gain is n_i / sum_j a_ij
               t_ij = relu(x_ij) / max_j x_ij          within 0 to 1, so that no power overflows
               O_i = sum_j t_ij^p v_j / W_i            W_i = sum_j t_ij^p
 
-The second stage needs its row's sum and maximum first: its forward pass reads the keys twice. With
+The second stage needs the row's sum and maximum first: its forward pass reads the keys twice. With
 U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, its backward is
 
     D_i   = dO_i . O_i
@@ -18,16 +18,16 @@ U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, 
     da_ij = gain_i dx_ij - E_i gain_i / n_i
     dz_ij = da_ij phi'(z_ij)
 
-so that U, gathered in the forward pass, saves the backward one a pass of its own for E. Shifts are
-of rows whose phi would underflow or overflow (Phi.shift); l1 cancels them.
+so that accumulating U in the forward pass saves the backward pass from computing E separately.
+shift_i, which l1 cancels, keeps phi from underflowing or overflowing (Phi.shift); else it is 0.
 
-Matrix products: one stage 2 forward, 5 backward as in FlashAttention; two stages 4 and 5 (3 without
-gradients). The backward pass adds up dq by atomics, 5 products, or, where the order of sums must
-not vary (torch.use_deterministic_algorithms) or scale and bias are learnt, in a kernel of its own,
-7 products.
+Matrix products: one stage has 2 forward and 5 backward, as FlashAttention; two stages have 4 (3
+without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
+the order of summation must be fixed (torch.use_deterministic_algorithms) or scale and bias are
+learnt, in a separate kernel, in 7 products.
 
-Products are in the inputs' dtype with float32 sums; all between is float32. float32 inputs are
-multiplied as such, or in TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
+Products are in the inputs' dtype and accumulate in float32; everything else is float32. float32
+inputs are multiplied in full precision, or in TF32 if torch.backends.cuda.matmul.allow_tf32 is set.
 """
 
 import contextlib
@@ -37,24 +37,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# As in attention.py, which cannot be imported from here; a test compares them.
+# The same as in attention.py, which imports this module; a test compares them.
 DEAD = tl.constexpr(1e-30)
 TIED = tl.constexpr(16 * 2.0**-23)
 
-# Triton's interpreter runs the kernels on a CPU: TRITON_INTERPRET=1 in the environment.
+# With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
-MAX_HEAD_SIZE = 128
-# 1 / |k| of a head are kept in rows of multiples of this, which is at least the keys of a block.
+# Each head's 1 / |k| are padded to a multiple of this, which blocks of keys divide.
 PADDING = tl.constexpr(128)
 
 
-def blocks(*shapes) -> list[triton.Config]:
-    """Block shapes (BLOCK_M queries, BLOCK_N keys, warps, stages) to choose from by measuring."""
-    if INTERPRETED:
-        shapes = [(32, 16, 4, 1)]
+def blocks(*shapes: tuple[int, int, int, int]) -> list[triton.Config]:
+    """Block shapes (BLOCK_M queries, BLOCK_N keys, warps, stages) for the autotuner."""
     return [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in shapes
+        for m, n, warps, stages in ([(32, 16, 4, 1)] if INTERPRETED else shapes)
     ]
 
 
@@ -64,30 +61,33 @@ FORWARD_BLOCKS = blocks(
 BACKWARD_BLOCKS = blocks(
     (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)
 )  # fmt: skip
-# Of float32 products as such, which take registers that larger blocks or fewer warps have not.
+# For float32 products in full precision: larger blocks or fewer warps run out of registers.
 FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
-# What a measurement of them holds for, kept on disk as JSON; `size` and `work` are the powers of
-# two of the keys, and of all heads' queries together.
-KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
-# Numbers that no kernel is compiled anew for when they are 1 or multiples of 16.
-COUNTS = ["B", "H", "size", "work"]
+# The autotuner measures once for all calls that agree in these, and caches the result as JSON.
+# `size` and `work` are the bit lengths of the number of keys, and of queries in all heads.
+AUTOTUNE_KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
+# Arguments that Triton would otherwise compile separate kernels for when they are 1 or divisible by
+# 16.
+UNSPECIALISED = ["B", "H", "size", "work"]
 
 
-def measured(shapes: list[triton.Config], **more):
-    """Let a kernel's block shape be chosen by measuring."""
+def autotuned(shapes: list[triton.Config], **options):
+    """Decorate a kernel: its block shape is chosen by measuring."""
 
-    def fitting(shapes, tensors, PRECISION, **rest):
-        exact = tensors["Q"].dtype == torch.float32 and PRECISION == "ieee"
-        return FLOAT32_BLOCKS if exact else shapes
+    def prune(shapes, tensors, PRECISION, **constants):
+        full_precision = tensors["Q"].dtype == torch.float32 and PRECISION == "ieee"
+        return FLOAT32_BLOCKS if full_precision else shapes
 
-    prune = {"early_config_prune": fitting}
-    return triton.autotune(shapes, KEY, prune_configs_by=prune, cache_results=True, **more)
+    prune_by = {"early_config_prune": prune}
+    return triton.autotune(
+        shapes, AUTOTUNE_KEY, prune_configs_by=prune_by, cache_results=True, **options
+    )
 
 
 # ---- phi ----
-# Each phi has a slope, its derivative; the compiler computes what the two share once. The kernels
-# spend most of their instructions here (python -m tests.compile_kernels counts them): tl.exp is 5
-# and a division 9, to be right for numbers that do not occur, where tl.exp2 and tl.rsqrt are 1.
+# Each phi has a slope, its derivative; the compiler computes their common terms once. Most of the
+# kernels' instructions are here (python -m tests.compile_kernels counts them): tl.exp takes 5 and a
+# division 9, to be exact for numbers that do not occur, while tl.exp2 and tl.rsqrt take 1.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -104,7 +104,7 @@ def exp_of_minus_abs(z):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of an x between 1e-18 and 1e18."""
+    """1 / x for x between 1e-18 and 1e18."""
     return tl.rsqrt(x * x)
 
 
@@ -121,8 +121,8 @@ def sigmoid_slope(z):
     return e * r * r
 
 
-# softplus(z) is max(z, 0) + log1p(e), with a polynomial, for log(1 + e) has no digits of a small e:
-# Chebyshev interpolation of log1p(e) / e on [0, 1]. Its slope, sigmoid(z), is taken from it.
+# softplus(z) is max(z, 0) + log1p(e), e = exp(-|z|). log(1 + e) would lose the digits of a small e,
+# so log1p(e) / e is a polynomial: its Chebyshev interpolation on [0, 1]. The slope is sigmoid(z).
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def softplus_slope(z):
 
 @triton.jit
 def softplus16(z):
-    # degree 5: largest relative error 9.5e-6; to the 15th power it is below a rounding to 16 bits
+    # degree 5: largest relative error 9.5e-6; after a 15th power still below rounding to 16 bits
     e = exp_of_minus_abs(z)
     r = -0.023443655804139023 * e + 0.10013973265592804
     r = r * e - 0.20907953599739562
@@ -230,22 +230,22 @@ def identity_slope(z):
 
 
 @triton.jit
-def to_top(top):
+def shift_to_top(top):
     return -top
 
 
 @triton.jit
-def out_of_tail(top):
+def shift_out_of_tail(top):
     return tl.maximum(-40 - top, 0.0)
 
 
-# Phi.kernel names an entry here: phi, its slope, and its shift if it has one. The shift must be one
-# that multiplies phi by exp(shift). If there is an entry NAME16, it is for inputs of 16 bits.
+# Phi.kernel is a key of this table: phi, its slope, and its shift or None. Adding a shift to z must
+# multiply phi by exp(shift). For 16-bit inputs an entry NAME16, if there is one, replaces NAME.
 PHIS = {
-    "exp": (exp, exp, to_top),
-    "sigmoid": (sigmoid, sigmoid_slope, out_of_tail),
-    "softplus": (softplus, softplus_slope, out_of_tail),
-    "softplus16": (softplus16, softplus16_slope, out_of_tail),
+    "exp": (exp, exp, shift_to_top),
+    "sigmoid": (sigmoid, sigmoid_slope, shift_out_of_tail),
+    "softplus": (softplus, softplus_slope, shift_out_of_tail),
+    "softplus16": (softplus16, softplus16_slope, shift_out_of_tail),
     "relu": (relu, relu_slope, None),
     "relu2": (relu2, relu2_slope, None),
     "relu6": (relu6, relu6_slope, None),
@@ -255,18 +255,18 @@ PHIS = {
 }
 
 
-# ---- pieces of all kernels ----
+# ---- shared by the kernels ----
 
 
 @triton.jit
 def _at(X, strides, b, h):
-    """X [B, H, ..] at one head; 64 bits, for a batch may have more than 2^31 numbers."""
+    """A pointer to one head of X [B, H, ..], in 64 bits: a batch may have over 2^31 elements."""
     return X + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
 
 
 @triton.jit
 def _load(X, strides, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of X [L, D] as [rows, BLOCK_D], 0 outside."""
+    """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < L)[:, None]
     if D != BLOCK_D:
@@ -287,33 +287,33 @@ def _store(X, strides, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _activate(
-    s, alpha, beta, highest, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
+    s, alpha, beta, z_max, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """phi of a tile's scores; with a shift also the rows' maximum of z so far, and what sums of phi
-    up to here must be multiplied by, because the maximum has changed the shift."""
+    """phi of a tile's scores. With a shift also each row's running maximum of z, and the factor by
+    which earlier sums of phi are rescaled, because a new maximum changes the shift."""
     z = s * alpha[:, None]
     if BIASED:
         z += beta[:, None]
-    rescale = highest
+    rescale = z_max
     if SHIFT is not None:
         seen = tl.where(visible, z, -float("inf")) if MASKED else z
-        top = tl.maximum(highest, tl.max(seen, 1))
-        rescale = exp(SHIFT(top) - SHIFT(highest))
-        highest = top
+        top = tl.maximum(z_max, tl.max(seen, 1))
+        rescale = exp(SHIFT(top) - SHIFT(z_max))
+        z_max = top
         z += SHIFT(top)[:, None]
     a = PHI(z)
     if MASKED:
         a = tl.where(visible, a, 0.0)
-    return a, highest, rescale
+    return a, z_max, rescale
 
 
 @triton.jit
-def _second_stage(total, most, n):
-    """gain and offset of rows, max_j x_ij divided out, and that maximum, from the sum and maximum
-    of phi."""
+def _second_stage(total, a_max, n):
+    """gain and offset of rows, both divided by max_j x_ij, and that maximum, from phi's sum and
+    maximum."""
     gain = tl.where(total > DEAD, n / total, 0.0)
-    top = gain * most
+    top = gain * a_max
     offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)
     top = top - offset
     inv_top = tl.where(top > 0, 1 / top, 0.0)
@@ -322,13 +322,13 @@ def _second_stage(total, most, n):
 
 @triton.jit
 def _reweighted(a, gain, offset):
-    """t_ij of weights a: within 0 to 1, though the maximum may have been rounded otherwise."""
+    """t_ij of a = phi(z_ij), clamped to 1: recomputed, a may be rounded above its maximum."""
     return tl.clamp(gain * a - offset, 0.0, 1.0)
 
 
 @triton.jit
 def _save(ROWS, index, value, bh, rows, heads, L):
-    """Rows of the vector ROWS[index] of [.., B H, L]."""
+    """Store a row vector: value goes to ROWS[index, bh, rows] of ROWS [.., B H, L]."""
     at = ROWS + (index * heads + bh).to(tl.int64) * L + rows
     tl.store(at, value, mask=rows < L)
 
@@ -364,7 +364,7 @@ def _inverse_norm(x):
 
 @triton.jit
 def _project(dx, x):
-    """A gradient through x / |x|: what is left of it across x."""
+    """The part of a gradient that passes through x / |x|: its component orthogonal to x."""
     inverse = _inverse_norm(x)
     along = tl.sum(dx * x.to(tl.float32), 1) * inverse * inverse
     return dx - along[:, None] * x
@@ -383,13 +383,13 @@ def _inverse_norms(X, OUT, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def _padded(K_INVERSE, bh, Lk):
-    """A head's row of _inverse_norms: every tile can be read from it without a mask."""
+    """One head's 1 / |k| from _inverse_norms, padded so that tiles are read without a mask."""
     return K_INVERSE + bh.to(tl.int64) * (tl.cdiv(Lk, PADDING) * PADDING)
 
 
 @triton.jit
 def _scores(q, k, K_INVERSE, keys, UNIT: tl.constexpr, PRECISION: tl.constexpr):
-    """q_i . k_j, over |k_j| for unit rows: [rows, keys]."""
+    """q_i . k_j, divided by |k_j| if UNIT: [rows, keys]."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if UNIT:
         s = s * tl.load(K_INVERSE + keys)[None, :]
@@ -401,7 +401,7 @@ def _scale_and_bias(
     q, SCALE, BIAS, scale_strides, bias_strides, h, rows, L, BIASED: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """What a block of rows multiplies its scores by, over |q_i| for unit rows, and adds to them."""
+    """The scale of a block's rows, divided by |q_i| if UNIT, and their bias."""
     alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < L, 0.0)
     if UNIT:
         alpha *= _inverse_norm(q)
@@ -413,17 +413,17 @@ def _scale_and_bias(
 
 @triton.jit
 def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tiles end that every row of a block sees whole, and where those that any sees."""
+    """The end of the whole tiles that every row of a block sees, and of the keys that any sees."""
     full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
     return full, tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
 
 
-# The loops over keys run twice: first the tiles that every row of the block sees whole, then those
-# on the diagonal, with the mask.
+# Each loop over keys runs twice: without a mask over the tiles that every row of the block sees
+# whole, then with the mask over those on the diagonal.
 
 
-@measured(FORWARD_BLOCKS)
-@triton.jit(do_not_specialize=COUNTS)
+@autotuned(FORWARD_BLOCKS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
     Q, K, V, SCALE, BIAS, NORM, K_INVERSE, OUT, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
@@ -431,7 +431,7 @@ def _forward_one_stage(
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # the longest rows first, so that no block of them is left alone at the end
+    # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
@@ -445,43 +445,43 @@ def _forward_one_stage(
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    most = tl.full([BLOCK_M], DEAD, tl.float32)
-    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    a_max = tl.full([BLOCK_M], DEAD, tl.float32)
+    z_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for MASKED in tl.static_range(2):
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
-            a, highest, rescale = _activate(
-                s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
+            a, z_max, rescale = _activate(
+                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, MASKED
             )
             if SHIFT is not None:
                 total, acc = total * rescale, acc * rescale[:, None]
             if L1:
                 total += tl.sum(tl.abs(a), 1)
             v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
-            if v.dtype == tl.float16:  # has not the range of weights before their norm
-                before, most = most, tl.maximum(most, tl.max(tl.abs(a), 1))
-                a, acc = a / most[:, None], acc * (before / most)[:, None]
+            if v.dtype == tl.float16:  # its range is too small for unnormalised weights
+                before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
+                a, acc = a / a_max[:, None], acc * (before / a_max)[:, None]
             acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
 
     if L1:
         gain = tl.where(total > DEAD, 1 / total, 0.0)
     else:
         gain = 1 / tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < Lq, 1.0)
-    restored = gain * most if V.dtype.element_ty == tl.float16 else gain
+    restored = gain * a_max if V.dtype.element_ty == tl.float16 else gain
     _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * restored[:, None], D, BLOCK_D)
     if SAVE:
         if SHIFT is not None:
-            beta += SHIFT(highest)
+            beta += SHIFT(z_max)
         _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
         _save(ROWS, 1, beta, bh, rows, B * H, Lq)
         _save(ROWS, 2, gain, bh, rows, B * H, Lq)
 
 
-@measured(FORWARD_BLOCKS)
-@triton.jit(do_not_specialize=COUNTS)
+@autotuned(FORWARD_BLOCKS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
     Q, K, V, SCALE, BIAS, K_INVERSE, OUT, U, ROWS,
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
@@ -501,29 +501,30 @@ def _forward_two_stages(
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     # ---- pass 1: each row's sum and maximum of phi ----
-    # a compensated sum: over a thousand tiles a plain one strays too far to see that a row is tied
-    total, most = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    lost = tl.zeros([BLOCK_M], tl.float32)
-    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    # compensated summation: over a thousand tiles a plain sum is too inexact to see a tied row
+    total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    compensation = tl.zeros([BLOCK_M], tl.float32)
+    z_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for MASKED in tl.static_range(2):
         for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
-            a, highest, rescale = _activate(
-                s, alpha, beta, highest, visible, PHI, SHIFT, BIASED, MASKED
+            a, z_max, rescale = _activate(
+                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, MASKED
             )
             if SHIFT is not None:
-                total, most, lost = total * rescale, most * rescale, lost * rescale
-            part = tl.sum(a, 1) - lost
-            lost = (total + part - total) - part
+                total, a_max = total * rescale, a_max * rescale
+                compensation = compensation * rescale
+            part = tl.sum(a, 1) - compensation
+            compensation = (total + part - total) - part
             total += part
-            most = tl.maximum(most, tl.max(a, 1))
+            a_max = tl.maximum(a_max, tl.max(a, 1))
     if SHIFT is not None:
-        beta += SHIFT(highest)
+        beta += SHIFT(z_max)
     n = (rows + past + 1).to(tl.float32)
-    gain, offset, top = _second_stage(total, most, n)
+    gain, offset, top = _second_stage(total, a_max, n)
 
     # ---- pass 2: the re-weighted weights, times V ----
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -535,7 +536,7 @@ def _forward_two_stages(
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
             visible = keys[None, :] <= rows[:, None] + past
-            a, _, _ = _activate(s, alpha, beta, highest, visible, PHI, None, BIASED, MASKED)
+            a, _, _ = _activate(s, alpha, beta, z_max, visible, PHI, None, BIASED, MASKED)
             t = _reweighted(a, gain[:, None], offset[:, None])
             u = _power_less_one(t, P)
             w = u * t
@@ -556,14 +557,14 @@ def _forward_two_stages(
         _save(ROWS, 2, gain, bh, rows, B * H, Lq)
         _save(ROWS, 3, offset, bh, rows, B * H, Lq)
         _save(ROWS, 4, inv_w, bh, rows, B * H, Lq)
-        # E_i gain_i / n_i over (dO_i . U_i - D_i)
+        # E_i gain_i / n_i without its factor (dO_i . U_i - D_i)
         _save(ROWS, 5, offset * gain * top * P * total_u * inv_w / n, bh, rows, B * H, Lq)
 
 
 # ---- backward ----
 
 
-# A tile's dz from dp_ij = dO_i . v_j, with terms of rows that are computed once:
+# A tile's dz from dp_ij = dO_i . v_j, with per-row terms that are computed once:
 # one stage    A = gain a       dz = (gain dp - delta) phi'(z), delta = gain D_i, times a's sign
 # two stages   A = inv_w t^p    dz = (t^(p-1) (slope dp - delta) - coupling) phi'(z),
 #              slope = p gain inv_w, delta = slope D_i, coupling = E_i gain_i / n_i
@@ -574,7 +575,7 @@ def _backward_rows(
     DOUT, OUT, U, ROWS, TERMS, dout_strides, out_strides, B, H, L, P: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """delta and, of two stages, coupling and slope."""
+    """delta and, for two stages, coupling and slope."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, L, D, BLOCK_D).to(tl.float32)
@@ -592,7 +593,7 @@ def _backward_rows(
 
 @triton.jit
 def _row_terms(ROWS, TERMS, bh, rows, heads, L, P: tl.constexpr):
-    """What the gradients of a tile need of its rows."""
+    """The per-row terms that a tile's gradients need."""
     alpha = _saved(ROWS, 0, bh, rows, heads, L)
     beta = _saved(ROWS, 1, bh, rows, heads, L)
     gain = _saved(ROWS, 2, bh, rows, heads, L)
@@ -613,7 +614,7 @@ def _gradients(
     SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights and dz, from s, dp and the terms of its rows, shaped to fit."""
+    """A tile's weights and dz from s, dp and the per-row terms, which broadcast against them."""
     z = s * alpha
     if BIASED:
         z += beta
@@ -626,7 +627,7 @@ def _gradients(
     else:
         A = a * gain
         da = slope * dp
-        if L1:  # of absolute values
+        if L1:  # the gradient of sum |a|
             da -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
     dz = da * SLOPE(z)
     if MASKED:
@@ -634,8 +635,8 @@ def _gradients(
     return A, dz
 
 
-@measured(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
-@triton.jit(do_not_specialize=COUNTS)
+@autotuned(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
     Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DK, DV,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
@@ -643,7 +644,7 @@ def _backward_keys(
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys; with ATOMIC also its part of dq. Tiles are [keys, rows]."""
+    """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
     bh, block = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     Q, DOUT = _at(Q, q_strides, b, h), _at(DOUT, dout_strides, b, h)
@@ -657,7 +658,7 @@ def _backward_keys(
         unit_k = (k * inverse).to(k.dtype)
     past = Lk - Lq
     begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
-    # the first block of rows that all see all of these keys
+    # the first block of rows each of which sees all of these keys
     full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -699,7 +700,7 @@ def _finish_queries(
     SUM, DQ, Q, sum_strides, dq_strides, q_strides, H, L, UNIT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dq from the float32 sum that the atomics made."""
+    """dq from the float32 sum that the atomics accumulated."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dq = _load(_at(SUM, sum_strides, b, h), sum_strides, rows, L, D, BLOCK_D)
@@ -709,8 +710,8 @@ def _finish_queries(
     _store(_at(DQ, dq_strides, b, h), dq_strides, rows, L, dq, D, BLOCK_D)
 
 
-@measured(BACKWARD_BLOCKS)
-@triton.jit(do_not_specialize=COUNTS)
+@autotuned(BACKWARD_BLOCKS)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_queries(
     Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DSCALE, DBIAS,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
@@ -718,7 +719,7 @@ def _backward_queries(
     BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of rows and, where they are LEARNT, the gradients of scale and bias."""
+    """dq of a block of rows and, if LEARNT, the gradients of scale and bias."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = bh // H, bh % H
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
@@ -771,7 +772,7 @@ def _decode_scores(
     PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """z of a chunk of the cache, and the chunk's maximum of z, sum and maximum of phi."""
+    """z of a chunk of the cache, and the chunk's maximum of z, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     K, Z = _at(K, k_strides, b, h), Z + bh.to(tl.int64) * Lk
@@ -781,8 +782,8 @@ def _decode_scores(
     bias = tl.load(BIAS + h * bias_strides[0] + one) if BIASED else scale * 0
     if UNIT:
         scale *= _inverse_norm(q)
-    total, most = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
-    highest = tl.full([1], -float("inf"), tl.float32)
+    total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    z_max = tl.full([1], -float("inf"), tl.float32)
     for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         k = _load(K, k_strides, keys, Lk, D, BLOCK_D).to(tl.float32)
@@ -791,17 +792,17 @@ def _decode_scores(
             s = s * _inverse_norm(k)
         inside = keys < Lk
         tl.store(Z + keys, s * tl.sum(scale, 0) + tl.sum(bias, 0), mask=inside)
-        a, highest, rescale = _activate(
-            s[None, :], scale, bias, highest, inside[None, :], PHI, SHIFT, BIASED, True
+        a, z_max, rescale = _activate(
+            s[None, :], scale, bias, z_max, inside[None, :], PHI, SHIFT, BIASED, True
         )
         if SHIFT is not None:
-            total, most = total * rescale, most * rescale
+            total, a_max = total * rescale, a_max * rescale
         total += tl.sum(tl.abs(a), 1)
-        most = tl.maximum(most, tl.max(a, 1))
+        a_max = tl.maximum(a_max, tl.max(a, 1))
     at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
-    tl.store(at, highest)
+    tl.store(at, z_max)
     tl.store(at + 1, total)
-    tl.store(at + 2, most)
+    tl.store(at + 2, a_max)
 
 
 @triton.jit(do_not_specialize=["Lk"])
@@ -810,23 +811,23 @@ def _decode_values(
     SHIFT: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's sum of weights times values, and of weights. Values of weight 0 are not read."""
+    """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     V, Z = _at(V, v_strides, b, h), Z + bh.to(tl.int64) * Lk
     parts = tl.arange(0, SPLITS)
-    there = parts < tl.num_programs(1)
+    exists = parts < tl.num_programs(1)
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
-    total = tl.load(PARTS + parts * 3 + 1, mask=there, other=0.0)
-    most = tl.load(PARTS + parts * 3 + 2, mask=there, other=0.0)
+    total = tl.load(PARTS + parts * 3 + 1, mask=exists, other=0.0)
+    a_max = tl.load(PARTS + parts * 3 + 2, mask=exists, other=0.0)
     shift = 0.0
     if SHIFT is not None:
-        highest = tl.load(PARTS + parts * 3, mask=there, other=-float("inf"))
-        shift = SHIFT(tl.max(highest, 0))
-        rescale = exp(shift - SHIFT(highest))
-        total, most = total * rescale, most * rescale
-    total, most = tl.sum(total, 0), tl.max(most, 0)
-    gain, offset, _ = _second_stage(total, most, Lk.to(tl.float32))
+        z_max = tl.load(PARTS + parts * 3, mask=exists, other=-float("inf"))
+        shift = SHIFT(tl.max(z_max, 0))
+        rescale = exp(shift - SHIFT(z_max))
+        total, a_max = total * rescale, a_max * rescale
+    total, a_max = tl.sum(total, 0), tl.max(a_max, 0)
+    gain, offset, _ = _second_stage(total, a_max, Lk.to(tl.float32))
     if not P:
         if L1:
             gain = tl.where(total > DEAD, 1 / total, 0.0)
@@ -839,7 +840,7 @@ def _decode_values(
         if P:
             t = _reweighted(a, gain, offset)
             w = _power_less_one(t, P) * t
-            # the row's sum is at least 1: all that is left out is below its float32 rounding
+            # the row's sum is at least 1, so what is left out is below float32 rounding
             keep = w * Lk > 2.0**-24
         else:
             w = gain * a
@@ -858,6 +859,7 @@ def _decode_values(
 def _decode_sum(
     SUMS, OUT, splits, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
 ):
+    """The output from the sums of all chunks."""
     bh, parts, columns = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     SUMS += bh.to(tl.int64) * splits * (BLOCK_D + 1)
     at = SUMS + parts[:, None] * (BLOCK_D + 1)
@@ -872,12 +874,13 @@ def _decode_sum(
 # ---- the operator ----
 
 
-def _device(x: Tensor):
-    """Kernels start on the current device: make it the tensors'."""
+def _device(x: Tensor) -> contextlib.AbstractContextManager:
+    """A context that launches kernels on x's device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _phi(name: str, dtype: torch.dtype) -> tuple:
+    """The entry of PHIS for inputs of this dtype."""
     return PHIS[name] if dtype.itemsize > 2 else PHIS.get(f"{name}16", PHIS[name])
 
 
@@ -889,26 +892,28 @@ def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _p(p: float):
-    """As a constant of the kernels: 0 for one stage, a whole number as int."""
+def _p(p: float) -> int | float:
+    """p as a kernel constant: 0 for one stage, and an int if it is whole."""
     return int(p) if p == int(p) else p
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty [B, H, L, d] whose heads lie side by side, so that joining them copies nothing."""
+    """An empty [B, H, L, d] laid out as [B, L, H, d], so that joining the heads copies nothing."""
     B, H, L, d = x.shape
     return x.new_empty(B, L, H, d, dtype=dtype).transpose(1, 2)
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
-    """What kernels are told of the shapes of q [B, H, Lq, d] and k [B, H, Lk, d]."""
+    """The kernels' size arguments for q [B, H, Lq, d] and k [B, H, Lk, d]."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     size, work = Lk.bit_length(), (B * H * Lq).bit_length()
     return dict(B=B, H=H, Lq=Lq, Lk=Lk, size=size, work=work)
 
 
-def _outputs(q: Tensor, k: Tensor, p: float, unit: bool, save: bool) -> tuple[Tensor, ...]:
-    """Of _forward, empty."""
+def _outputs(
+    q: Tensor, k: Tensor, p: float, unit: bool, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of _forward, still empty."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     u = _like(q) if save and p else q.new_empty(0)
     rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
@@ -922,7 +927,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     phi: str, shifted: bool, p: float, unit: bool, signed: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output, and what the backward pass needs: U, vectors of rows, 1 / |k|."""
+    """The output and, for the backward pass, U, the row vectors and 1 / |k|."""
     B, H, Lq, d = q.shape
     function, _, shift = _phi(phi, q.dtype)
     l1 = norm is None
@@ -941,7 +946,7 @@ def _forward(
         def grid(meta):
             return B * H, triton.cdiv(Lq, meta["BLOCK_M"])
 
-        # what is not there is not read
+        # kernels need a tensor for an absent argument, and do not read it
         bias, norm = (scale if x is None else x for x in (bias, norm))
         if p:
             _forward_two_stages[grid](
@@ -968,7 +973,7 @@ def _backward(
     k_inverse: Tensor, phi: str, p: float, unit: bool, signed: bool, l1: bool, biased: bool,
     learnt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, if they are learnt, the gradients of scale and bias, [B, H, Lq]."""
+    """dq, dk, dv and, if learnt, the gradients of scale and bias, [B, H, Lq]."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     function, slope, _ = _phi(phi, q.dtype)
     dq, dk, dv = _like(q), _like(k), _like(k)
@@ -1019,13 +1024,13 @@ def _(dout, q, k, v, out, u, rows, k_inverse, phi, p, unit, signed, l1, biased, 
 
 def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:
     shape = q.shape[:3] if learnt else (0,)
-    return tuple(q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
 
 def _save_for_backward(ctx, inputs, output):
     q, k, v, scale, bias, norm, phi, _, p, unit, signed, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.rest = phi, p, unit, signed, norm is None, bias is not None
+    ctx.constants = phi, p, unit, signed, norm is None, bias is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -1033,7 +1038,7 @@ def _save_for_backward(ctx, inputs, output):
 def _call_backward(ctx, dout, *_):
     q, k, v, out, *saved = ctx.saved_tensors
     learnt = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.rest, learnt)
+    dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.constants, learnt)
     dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
     dbias = dbias.sum(0) if ctx.needs_input_grad[4] else None
     return dq, dk, dv, dscale, dbias, *(None,) * 7
@@ -1047,7 +1052,7 @@ def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     phi: str, shifted: bool, p: float, unit: bool,
 ) -> Tensor:  # fmt: skip
-    """The output for one query row, the cache split over as many programs as fill the GPU."""
+    """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk = q.shape, k.shape[2]
     function, _, shift = _phi(phi, q.dtype)
     block_n = 16 if INTERPRETED else 64
@@ -1095,10 +1100,10 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, H, Lk, d], Lq <= Lk.
 
-    The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq], of any strides;
-    no norm is l1. phi names an entry of PHIS, `shifted` uses its shift, p is the power of stage 2
-    or None, `unit` takes q and k at unit length, `signed` says that phi can be negative. Gradients
-    reach q, k, v, scale and bias.
+    The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq] of any strides;
+    without norm it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of
+    stage 2, or None; `unit` normalises q and k to unit length; `signed` means that phi may be
+    negative. Gradients flow to q, k, v, scale and bias.
     """
     p = 0.0 if p is None else float(p)
     if shifted and bias is None:

@@ -1,4 +1,4 @@
-"""GPT-2 with rotary positions and any attention of attention.py: trunk, head, cache, generation."""
+"""GPT-2 with rotary positions and any variant of attention.py: trunk, head, cache, generation."""
 
 import math
 from collections.abc import Callable
@@ -9,29 +9,33 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import build_attention, share_parameters
+from attention import VARIANTS, Attention, share_parameters
+from config import Config
 from errors import UserError
 
-# Rows of logits (tokens) that the chunked training loss and evaluation hold at once; on a CPU these
-# were the fastest of 128 to 1024.
+# Rows of logits (one a token) that the chunked training loss and evaluation hold at once; on a CPU
+# these were the fastest of 128 to 1024.
 TRAINED_ROWS = 1024
 EVALUATED_ROWS = 256
+
+# cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
+Rotation = tuple[Tensor, Tensor, float]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021) and how they are scaled beyond the training length."""
+    """Rotary positions (Su et al. 2021), and how they are scaled beyond the training length."""
 
     head_size: int
     trained_length: int
     theta: float = 10000.0
     scaling: str = "none"
-    # s of 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha of 'dynamic_ntk' (None: 1)
+    # s in 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha in 'dynamic_ntk' (None: 1)
     factor: float | None = None
 
     SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.scaling not in self.SCALINGS:
             raise UserError(
                 f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
@@ -43,29 +47,30 @@ class Rope:
             raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Angles per position [d/2] in float64, and what multiplies every score, at this length."""
+        """At this length: the angle per position of each pair, [d/2] in float64, and the factor on
+        every attention score."""
         d, s = self.head_size, max(1.0, length / self.trained_length)
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
         power = d / max(d - 2, 1)  # with a single pair any base is the same
         factor = s if self.factor is None else self.factor
         if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
             return self.theta**-pairs / factor, 1.0
-        if self.scaling == "ntk":  # bloc97: the slowest pair is interpolated by s, the fastest kept
+        if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
             return (self.theta * factor**power) ** -pairs, 1.0
-        if self.scaling == "dynamic_ntk":  # emozilla: the same with the current length's own s
+        if self.scaling == "dynamic_ntk":  # emozilla: the same with the s of the current length
             alpha = 1.0 if self.factor is None else self.factor
-            grown = alpha * s - (alpha - 1) if s > 1 else 1.0
-            return (self.theta * grown**power) ** -pairs, 1.0
+            growth = alpha * s - (alpha - 1) if s > 1 else 1.0
+            return (self.theta * growth**power) ** -pairs, 1.0
         if self.scaling == "yarn":
             return self._yarn(pairs, factor)
         return self.theta**-pairs, 1.0
 
     def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
-        """YaRN (Peng et al. 2023): pairs that turn more than 32 times (beta_fast) in the training
-        length stay, those below once (beta_slow) are interpolated, with a ramp between. Its factor
-        0.1 ln s + 1 is on q and on k, so its square is on the scores."""
+        """YaRN (Peng et al. 2023): over the training length, pairs that turn more than 32 times
+        (beta_fast) are kept, those that turn less than once (beta_slow) are interpolated, and a
+        ramp lies between. Its factor 0.1 ln s + 1 is on both q and k: squared on the scores."""
 
-        def pair_that_turns(times):
+        def pair_that_turns(times: int) -> float:
             turn = self.trained_length / (times * 2 * math.pi)
             return self.head_size * math.log(turn) / (2 * math.log(self.theta))
 
@@ -92,7 +97,7 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, H, new, d] behind what is there; returns all, [B, H, length + new, d]."""
+        """Append k, v [B, H, new, d]; returns all keys and values, [B, H, length + new, d]."""
         if layer not in self.keys:
             B, H, _, d = k.shape
             self.keys[layer] = k.new_empty(B, H, self.size, d)
@@ -103,23 +108,40 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
-def build_norm(config) -> nn.Module:
+def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
+def build_attention(config: Config) -> Attention:
+    return Attention(
+        VARIANTS[config.attention],
+        p=config.p,
+        n_head=config.n_head,
+        head_size=config.n_embd // config.n_head,
+        trained_length=config.block_size,
+        follow_length=config.attention_length == "current",
+        impl=config.attention_impl,
+        s_init=config.s_init,
+        b_init=config.b_init,
+        gamma=config.gamma,
+    )
+
+
 class SelfAttention(nn.Module):
-    def __init__(self, config):
+    """Attention between its two projections."""
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.attention = build_attention(config)
 
-    def forward(self, x: Tensor, rope, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None, layer: int) -> Tensor:
         B, L, C = x.shape
-        cos, sin, score_scale = rope
+        cos, sin, score_scale = rotation
         q, k, v = self.c_attn(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # [B, H, L, d]
         if cache is not None:
@@ -129,7 +151,9 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    """GPT-2's MLP, or SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
@@ -145,23 +169,29 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.ln_1, self.attn = build_norm(config), SelfAttention(config)
         self.ln_2, self.mlp = build_norm(config), MLP(config)
 
-    def forward(self, x: Tensor, rope, cache: KVCache | None, layer: int) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rope, cache, layer)
+    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None, layer: int) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotation, cache, layer)
         return x + self.mlp(self.ln_2(x))
 
 
 class Trunk(nn.Module):
-    """Blocks and the last norm: embeddings [B, L, n_embd] to hidden states of the same shape."""
+    """Blocks and the final norm: embeddings [B, L, n_embd] to hidden states of the same shape."""
 
-    def __init__(self, config):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        share_parameters([block.attn.attention for block in self.blocks])
+        blocks = [Block(config) for _ in range(config.n_layer)]
+        share_parameters([block.attn.attention for block in blocks])
+        self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
         head_size = config.n_embd // config.n_head
         self.register_buffer("cos", torch.empty(0), persistent=False)
@@ -169,7 +199,7 @@ class Trunk(nn.Module):
         self.set_rope(Rope(head_size, config.block_size, config.rope_theta), config.block_size)
 
     def set_rope(self, rope: Rope, length: int) -> None:
-        """Prepare the rotations of positions 0 to length - 1, scaled as this length needs."""
+        """Compute the rotations of positions 0 to length - 1, scaled for this length."""
         frequencies, self.score_scale = rope.frequencies(length)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
         like = self.ln_f.weight
@@ -178,8 +208,8 @@ class Trunk(nn.Module):
         self.sin = angles.sin().to(dtype).to(like.device)
         self.rope, self.rope_length = rope, length
 
-    def _apply(self, fn, recurse=True):
-        # to another device or dtype: rotations are made anew, not rounded from the old ones
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
+        # called by .to(): rotations are computed again in the new dtype, not cast from the old one
         super()._apply(fn, recurse)
         self.set_rope(self.rope, self.rope_length)
         return self
@@ -190,9 +220,9 @@ class Trunk(nn.Module):
         if length != self.rope_length:
             self.set_rope(self.rope, length)
         end = start + x.shape[1]
-        rope = self.cos[start:end], self.sin[start:end], self.score_scale
+        rotation = self.cos[start:end], self.sin[start:end], self.score_scale
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, cache, layer)
+            x = block(x, rotation, cache, layer)
         if cache:
             cache.length = end
         return self.ln_f(x)
@@ -201,11 +231,11 @@ class Trunk(nn.Module):
 class GPT(nn.Module):
     """Token embedding, trunk and head."""
 
-    def __init__(self, config):
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
-        rows = -(-self.n_vocab // 128) * 128  # padded for speed; the padding is never predicted
+        rows = -(-self.n_vocab // 128) * 128  # padded for speed; padding is never predicted
         self.wte = nn.Embedding(rows, config.n_embd)
         self.trunk = Trunk(config)
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
@@ -215,7 +245,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """GPT-2's: normal(0, 0.02), less on the way into the residual stream; biases are 0."""
+        """GPT-2's initialisation: normal(0, 0.02), with a smaller deviation where a projection adds
+        to the residual stream; biases are 0."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
@@ -223,10 +254,12 @@ class GPT(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.normal_(self.wte.weight, std=0.02)
-        for table in (self.wte, self.lm_head):
-            nn.init.zeros_(table.weight[self.n_vocab :])
+        for weight in (self.wte.weight, self.lm_head.weight):
+            nn.init.zeros_(weight[self.n_vocab :])
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None):
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats."""
         x = self.trunk(self.wte(idx), cache)
         if targets is None:
@@ -235,7 +268,7 @@ class GPT(nn.Module):
         chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
         large = len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
         if chunked and large and x.is_cpu and torch.is_grad_enabled():
-            # Never holds all logits, and on a CPU measured faster than the two steps below.
+            # never holds all logits, and on a CPU is faster than the two steps below
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAINED_ROWS)
             head = self.lm_head.weight[: self.n_vocab]
             return F.linear_cross_entropy(x, head, targets, options=options)
@@ -247,7 +280,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Loss in nats of every target, [B, L] in float32; never holds all logits."""
+        """The loss in nats of every target, [B, L] in float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1).split(EVALUATED_ROWS)
         parts = zip(x, targets.flatten().split(EVALUATED_ROWS), strict=True)
         losses = [F.cross_entropy(self.logits(h).float(), t, reduction="none") for h, t in parts]
@@ -266,10 +299,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
-        Temperature 0 takes the likeliest token; the token `never` is not taken. Ends earlier once
-        `stop` holds for the tokens so far [B, L + new]. A RoPE scaling that depends on the length
-        is fixed by the final one, so that cached keys stay right. Raises UserError for an empty
-        prompt.
+        Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
+        `stop` is true of the tokens so far, [B, L + new]. A RoPE scaling that depends on the length
+        uses the final one from the start, so that cached keys stay valid. Raises UserError for an
+        empty prompt, a negative temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
@@ -285,38 +318,41 @@ class GPT(nn.Module):
                 new = logits.argmax(-1, keepdim=True)
             else:
                 if top_k is not None and top_k < self.n_vocab:
-                    least = logits.topk(top_k).values[:, -1:]
-                    logits = logits.masked_fill(logits < least, -math.inf)
-                chances = (logits / temperature).softmax(-1)
-                new = torch.multinomial(chances, 1, generator=generator)
+                    smallest = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < smallest, -math.inf)
+                probabilities = (logits / temperature).softmax(-1)
+                new = torch.multinomial(probabilities, 1, generator=generator)
             idx = torch.cat((idx, new), dim=1)
             if stop is not None and stop(idx):
                 break
         return idx
 
-    def scale_rope(self, scaling: str, factor: float | None = None, theta: float | None = None):
-        """Use another RoPE scaling from now on (evaluation): see Rope. Returns self."""
+    def scale_rope(
+        self, scaling: str, factor: float | None = None, theta: float | None = None
+    ) -> "GPT":
+        """Switch to another RoPE scaling for evaluation (see Rope) and return self."""
         theta = self.config.rope_theta if theta is None else theta
         rope = replace(self.trunk.rope, scaling=scaling, factor=factor, theta=theta)
         self.trunk.set_rope(rope, self.trunk.rope_length)
         return self
 
     def parameter_groups(self) -> list[dict]:
-        """Parameters with weight decay (2 or more dimensions) and without."""
+        """Parameters with weight decay (two or more dimensions) and those without."""
         return [
             {"params": [p for p in self.parameters() if p.dim() >= 2]},
             {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
 
     def count_parameters(self) -> int:
-        """Learnable numbers, the embedding's padding left out, tied weights counted once."""
+        """Learnable numbers, without the embedding's padding, tied weights counted once."""
         count = sum(p.numel() for p in self.parameters())
         tables = 1 if self.config.tie_embeddings else 2
         return count - tables * (self.wte.num_embeddings - self.n_vocab) * self.config.n_embd
 
     def flops_per_token(self) -> float:
-        """Of a training step: 6 per weight of a matrix product (2 forward, 4 backward), and the
-        causal half of softmax attention's products, whatever the variant, so that runs compare."""
+        """FLOPs of a training step per token: 6 per weight of a matrix product (2 forward, 4
+        backward), and the causal half of softmax attention's products, for every variant, so that
+        runs can be compared."""
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd

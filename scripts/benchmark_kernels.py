@@ -35,9 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from tqdm import tqdm
 
-from attention import Attention, build_attention
+from attention import Attention
 from config import Config, load_config
 from errors import UserError, command
+from model import build_attention
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json, write_json

@@ -1,14 +1,18 @@
 """Compile the kernels for NVIDIA's A100 and H100 without a GPU, each block shape at least once.
 
-Run by tests/test_kernels.py as a process of its own, where Triton's interpreter is off. Prints
-registers, bytes spilled and shared memory of every kernel, and how many instructions each of its
-loops over tiles, those without a mask first, has for a score: python -m tests.compile_kernels
+tests/test_kernels.py runs this in a separate process, with Triton's interpreter off. Prints
+registers, bytes spilled and shared memory of every kernel, and the instructions per score of each
+loop over tiles, those without a mask first: python -m tests.compile_kernels
 """
 
 import itertools
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,11 +32,13 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
 def compile_for(
-    capability: int, kernel, constants: dict, options: dict, *, atomic=False, ones=False,
-    dtype="bf16",
-):  # fmt: skip
-    """A kernel for inputs whose rows are contiguous; with `ones` for sizes of 1, each of which
-    Triton makes a constant unless it is told not to."""
+    capability: int, kernel, constants: dict, options: dict, *, atomic: bool = False,
+    ones: bool = False, dtype: str = "bf16",
+) -> str:  # fmt: skip
+    """Compile a kernel for inputs whose rows are contiguous; returns a line of what it takes.
+
+    With `ones` for sizes of 1, each of which Triton makes a constant unless it is told not to.
+    """
     while not isinstance(kernel, triton.JITFunction):
         kernel = kernel.fn
     signature, values, alignment = {}, {}, {}
@@ -63,7 +69,7 @@ def compile_for(
         scores = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * compiled.metadata.num_warps)
         counts = ", ".join(f"{n / scores:.1f}" for n in loops(dump(cubin, "-sass")))
         instructions = f"; instructions a score: {counts}"
-    print(
+    return (
         f"sm_{capability} {kernel.__name__:20} {constants.get('BLOCK_M', '')} x "
         f"{constants.get('BLOCK_N', '')}: {registers} registers, {spilled} bytes spilled, "
         f"{compiled.metadata.shared} bytes shared{instructions}"
@@ -79,7 +85,7 @@ def dump(cubin: bytes, what: str) -> str:
 
 
 def loops(sass: str) -> list[int]:
-    """Instructions of the innermost loops of at least 100."""
+    """The number of instructions in each innermost loop that has at least 100."""
     code = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
     places = {int(address, 16): place for place, (address, _) in enumerate(code)}
     found = []
@@ -94,6 +100,7 @@ def loops(sass: str) -> list[int]:
 def main() -> None:
     capabilities = itertools.cycle((90, 80))
     sizes = dict(D=64, BLOCK_D=64)
+    jobs: list[Callable[[], str]] = []
 
     def compile_row(kernel, config, phi, *, forward=False, atomic=False, dtype="bf16", **constants):
         inputs = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -104,7 +111,10 @@ def main() -> None:
         constants |= last
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         constants |= config.kwargs | sizes
-        compile_for(next(capabilities), kernel, constants, options, atomic=atomic, dtype=dtype)
+        target = next(capabilities)
+        jobs.append(
+            partial(compile_for, target, kernel, constants, options, atomic=atomic, dtype=dtype)
+        )
 
     for config in kernels.FORWARD_BLOCKS:
         compile_row(kernels._forward_two_stages, config, "softplus", forward=True, P=15, SAVE=True)
@@ -133,9 +143,12 @@ def main() -> None:
         (kernels._decode_sum, dict(P=15, SPLITS=64)),
     ]
     for kernel, constants in small:
-        compile_for(next(capabilities), kernel, sizes | constants, {})
-        if "decode" in kernel.__name__:
-            compile_for(next(capabilities), kernel, sizes | constants, {}, ones=True)
+        for ones in [False, True] if "decode" in kernel.__name__ else [False]:
+            target = next(capabilities)
+            jobs.append(partial(compile_for, target, kernel, sizes | constants, {}, ones=ones))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(lambda job: job(), jobs):
+            print(line)
 
 
 if __name__ == "__main__":

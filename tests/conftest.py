@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-# without a GPU the kernels run in Triton's interpreter, which it decides when it is imported
+# Without a GPU the kernels run in Triton's interpreter, which Triton looks up when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from data.shards import write_meta, write_shard
 from data.tokenizer import get_tokenizer
-
-# A model that trains in a second; tests add what they need.
-SMALL = [
-    "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
-    "--total_batch_size=128", "--batch_size=8", "--max_iters=6", "--warmup_iters=2",
-    "--learning_rate=1e-2", "--eval_interval=3", "--checkpoint_interval=3", "--val_tokens=256",
-    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant",
-]  # fmt: skip
+from tests.helpers import SMALL
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +53,7 @@ def train(shards, tmp_path, monkeypatch):
 
 @pytest.fixture
 def poisoned_buffers(monkeypatch):
-    """What kernels are given to write to holds NaN, so that nothing unwritten can pass."""
+    """Fills the kernels' output buffers with NaN, so that a test sees what is left unwritten."""
     empty = torch.Tensor.new_empty
 
     def poisoned(self, *args, **kwargs):
@@ -115,5 +108,5 @@ def text(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Sums in the same order whatever the machine's load, and no fight over two cores."""
+    """One thread: sums have the same order at any load, and tests leave the other cores alone."""
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from runtime import checkpoint
-from tests.conftest import SMALL
+from tests.helpers import SMALL
 
 # Children are forked from a process that has imported torch and does nothing else.
 context = multiprocessing.get_context("forkserver")

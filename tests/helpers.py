@@ -19,16 +19,21 @@ ROWS = [
     for folder in (CONFIGS, CONFIGS / "ablations")
     for path in sorted(folder.glob("*.py"))
 ]
-SMALL = (
-    "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --tokenizer=bytes "
-    "--batch_size=1 --total_batch_size=16"
-).split()
+# A run of a second.
+SMALL = [
+    "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
+    "--total_batch_size=128", "--batch_size=8", "--max_iters=6", "--warmup_iters=2",
+    "--learning_rate=1e-2", "--eval_interval=3", "--checkpoint_interval=3", "--val_tokens=256",
+    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant",
+]  # fmt: skip
+# Narrower, for references that are loops in Python; batches that go with any block size.
+SMALLER = ["--n_embd=16", "--batch_size=1", "--total_batch_size=16"]
 
 
 def small_config(case: str, *more: str) -> Config:
-    """A config file of configs/, with settings behind it if any ('relu_li.py --p=3'), small."""
+    """A small model of a config file, with settings behind it if any ('relu_li.py --p=3')."""
     name, *settings = case.split()
-    return load_config([str(CONFIGS / name), *SMALL, *settings, *more])
+    return load_config([str(CONFIGS / name), *SMALL, *SMALLER, *settings, *more])
 
 
 def small_model(case: str, *more: str) -> GPT:
@@ -45,7 +50,7 @@ def small_model(case: str, *more: str) -> GPT:
 
 
 def saved_run(folder: Path, model: GPT) -> Path:
-    """A run's folder, as train.py leaves it, for a model that nothing has trained."""
+    """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config, job=None)
     state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}

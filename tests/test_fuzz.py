@@ -1,5 +1,5 @@
-"""Whatever a user gives: it works, or it is refused in one sentence; never a traceback, and never a
-file that was changed by what was refused.
+"""Whatever a user gives works, or is refused in one sentence without a traceback; what is refused
+changes no file.
 """
 
 import json
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from config import HINTS, Config, load_config
+from config import SETTINGS, Config, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, list_shards, read_meta, read_shard, write_shard
 from errors import UserError
@@ -23,7 +23,7 @@ from scripts import sample
 
 
 def fuzz(examples):
-    """So many examples, the same ones in every run: what fails in CI fails everywhere."""
+    """Run so many examples, the same ones every time: what fails in CI fails everywhere."""
     return settings(
         max_examples=examples,
         deadline=None,
@@ -40,7 +40,7 @@ values = st.one_of(
     texts, numbers.map(str), st.floats().map(repr),
     st.sampled_from(["None", "True", "[]", "{}", "()", "1e999", "-1", "0x10", "1_000", "'a'", ""]),
 )  # fmt: skip
-keys = st.one_of(st.sampled_from(sorted(HINTS)), texts)
+keys = st.one_of(st.sampled_from(sorted(SETTINGS)), texts)
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.floats(), texts),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
@@ -49,7 +49,7 @@ json_values = st.recursive(
 
 
 def valid_or_refused(make):
-    """The config that comes out, if any, is one that Config takes back unchanged."""
+    """Asserts that make() gives a config whose values Config accepts unchanged, or a UserError."""
     try:
         config = make()
     except UserError as error:
@@ -77,7 +77,7 @@ def test_any_arguments(arguments):
 
 
 @fuzz(200)
-@given(st.lists(st.tuples(st.sampled_from(sorted(HINTS)), st.one_of(json_values, texts))))
+@given(st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.one_of(json_values, texts))))
 def test_config_files_of_settings(tmp_path, pairs):
     file = tmp_path / "config.py"
     lines = [f"{key} = {value!r}" for key, value in pairs]
@@ -105,7 +105,7 @@ def test_a_config_file_cannot_end_the_program_in_silence(tmp_path, text):
 
 
 def mutated(draw, data):
-    """These bytes with some changed, cut or added."""
+    """These bytes with some of them changed, cut off or added."""
     data = bytearray(data)
     for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
         data[at] = value
@@ -189,13 +189,13 @@ def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
 
 @pytest.fixture
 def run(train, tmp_path):
-    """A finished run to break, and a function that puts it back."""
+    """A finished run to break, and a copy of it to restore it from."""
     folder = train("run", "--max_iters=2", "--vocab_size=400")
     return folder, shutil.copytree(folder, tmp_path / "good")
 
 
 def opened(folder):
-    """Its config and the weights of both checkpoints, as every script opens a run."""
+    """Read a run as the scripts do: its config, last and best weights; returns the best."""
     model = GPT(checkpoint.read_config(folder))
     checkpoint.load_weights(model, folder)
     checkpoint.load_weights(model, folder, "best")
@@ -205,7 +205,7 @@ def opened(folder):
 @fuzz(60)
 @given(st.data())
 def test_damaged_runs(run, data):
-    """Any file of a run changed in any way: loaded as it was, or refused; nothing else happens."""
+    """A run with a damaged file is loaded as it was before, or refused, and left as it is."""
     folder, good = run
     before = opened(good)
     names = [path.name for path in good.iterdir() if path.suffix in (".pt", ".json")]

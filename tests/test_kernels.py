@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import attention
-from attention import VARIANTS, Phi, Variant, build_attention
+from attention import VARIANTS, Phi, Variant
 from config import load_config
 from errors import UserError
-from model import GPT
+from model import GPT, build_attention
 from tests.helpers import ROWS, SMALL, small_config
 from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
 
@@ -32,13 +32,15 @@ LEARNABLE = ("ds", "db", "dp_n")
 LENGTHS = [1, 3, 4, 5, 31, 33, 64, 100]
 # interpreted blocks are 32 queries and 16 keys: 100 is several of both, and a part of one
 FUSED = [
-    row for row in ROWS if attention.no_kernel(VARIANTS[small_config(row).attention], 16) is None
+    row
+    for row in ROWS
+    if attention.kernel_obstacle(VARIANTS[small_config(row).attention], 16) is None
 ]
 
 
 def compare(case, tensors, *settings, formula=None):
-    """The kernels within twice the error that the formula has in the same dtype, or where that
-    overflows, the reference path; and some roundings more, each multiplied by the power."""
+    """Asserts that the kernels' error is at most twice the formula's in the same dtype (or the
+    reference path's, where the formula overflows), plus some roundings, which p multiplies."""
     d, dtype, L = tensors[0].shape[-1], tensors[0].dtype, tensors[1].shape[2]
     fused, reference = (build(case, d, *settings, impl) for impl in (TRITON, REFERENCE))
     exactly = build(case, d, *settings, REFERENCE).double()
@@ -47,8 +49,8 @@ def compare(case, tensors, *settings, formula=None):
     if not all(x.isfinite().all() for x in bar.values()):
         bar = evaluate(reference, tensors)
     roundings = (16 + 2 * (fused.p or 0) if dtype is FLOAT32 else 1) * torch.finfo(dtype).eps
-    # with few keys, or tied ones, most gradients are 0: errors are then next to the incoming one
-    # the gradient of a learnable number is one sum of terms that cancel
+    # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
+    # incoming gradient. A learnable number's gradient is one sum of terms that cancel.
     size = tensors[-1].double().norm() * (1 if L <= 5 else 1e-3)
     for name, exact in truth.items():
         scale = max(exact.norm(), size) * (10 if name in LEARNABLE else 1)
@@ -71,7 +73,7 @@ BASES = ["lssa.py", "softmax.py", "sigmoid_logn_l1.py", "relu_li.py", "ablations
 
 @pytest.mark.parametrize("p", POWERS)
 def test_powers(p):
-    """Whole ones by multiplication, the others by exp2 and log2."""
+    """Whole powers are computed by multiplication, others by exp2 and log2."""
     for step, base in enumerate(BASES):
         L = LENGTHS[(3 * POWERS.index(p) + step) % len(LENGTHS)]
         compare(base, draw_off_kinks(L, L, 16, FLOAT32, B=1), f"--p={p}")
@@ -86,7 +88,7 @@ def test_queries_that_follow_a_cache(case):
 @pytest.mark.parametrize("case", ["lssar_p15.py", "relu_li.py", "sigmoid.py"])
 def test_without_atomics_the_gradients_are_the_same(case):
     """torch.use_deterministic_algorithms takes dq from a kernel of its own."""
-    tensors = draw(70, 70, 16, FLOAT32)
+    tensors = draw(50, 50, 16, FLOAT32)
     attn = build(case, 16, TRITON)
     atomic = evaluate(attn, tensors)
     torch.use_deterministic_algorithms(True)
@@ -121,7 +123,7 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
     mean = v.double().cumsum(2) / torch.arange(1, 34)[:, None]
     torch.testing.assert_close(found["out"], mean.flatten(), rtol=0, atol=1e-5)
     for name in found:
-        # a zero query's gradient is 1e6 times another's: it has no length to be divided by
+        # a zero query's gradient is 1e6 times another's: l2_normalise divides it by 1e-6
         scale = max(gradient.norm(), exact[name].norm())
         assert (found[name] - exact[name]).norm() < 1e-5 * scale
 
@@ -132,7 +134,7 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
 )
 @pytest.mark.parametrize("size", [-1e4, 1e4])
 def test_scores_of_ten_thousand(case, size):
-    """A row of phi that underflows or overflows as a whole is shifted, by tiles as they come."""
+    """Rows where phi underflows or overflows are shifted, tile by tile."""
     q, k, v, gradient = draw(40, 40, 16, FLOAT32)
     q = size / 4 * q.abs()
     k = k.abs() * torch.linspace(0.9, 1.1, 40)[:, None]
@@ -148,7 +150,7 @@ def test_scores_of_ten_thousand(case, size):
      ("sigmoid_l1.py", -300)],
 )  # fmt: skip
 def test_float16_has_the_range_of_float32(case, size):
-    """Weights of one stage are summed before their norm, where float16 would be 0 or infinite."""
+    """One stage sums weights before normalising them, which in float16 would be 0 or infinite."""
     q, k, v, gradient = draw(40, 40, 16, FLOAT32)
     q, k = q.abs(), k.abs() * torch.linspace(0.5, 1.1, 40)[:, None]
     q = q * (4 * abs(size) / (q * k).sum(-1).mean())
@@ -189,7 +191,7 @@ MINE = {
 
 
 def add(monkeypatch, name, variant):
-    """A row of the table, which the config reads as it is imported."""
+    """Add a row to the table, which config.py reads as well."""
     monkeypatch.setitem(VARIANTS, name, variant)
 
 
@@ -211,7 +213,7 @@ def apply(Z, A, SLOPES, N: tl.constexpr, PHI: tl.constexpr, SLOPE: tl.constexpr)
 
 @pytest.mark.parametrize("name", kernels.PHIS)
 def test_phis_and_their_slopes(name):
-    """To float32's digits, also of the small numbers of an exponential tail."""
+    """To float32 precision; in an exponential tail relative to its small numbers."""
     phis = {row.phi.kernel: row.phi for row in VARIANTS.values()}
     z = torch.linspace(-40, 12, 1024)  # no kink among them
     found = torch.empty(2, 1024)
@@ -339,7 +341,7 @@ def test_a_model_trains_and_generates_as_with_the_reference(case):
     assert torch.equal(text, expected_text)
 
 
-def test_the_path_is_picked_in_one_place(monkeypatch):
+def test_the_path_that_is_taken(monkeypatch):
     q = torch.zeros(1, 2, 4, 8)
     assert build_attention(small_config("lssa.py"))._path(q) == "blocked"  # a CPU
     assert build_attention(small_config("softmax.py"))._path(q) == "sdpa"
@@ -358,16 +360,16 @@ def test_the_path_is_picked_in_one_place(monkeypatch):
         fused(q, q, q)
 
 
-def test_what_no_kernel_computes_is_refused_by_the_config():
+def test_what_kernel_obstacle_computes_is_refused_by_the_config():
     with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after their norm"):
         load_config([*SMALL, "--attention=softmax_inverse", TRITON])
     with pytest.raises(UserError, match="head size 256 is above 128"):
         load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])
 
 
-def test_a_phi_without_an_entry_has_no_kernel():
+def test_a_phi_without_an_entry_has_kernel_obstacle():
     missing = Variant(Phi(torch.relu, kernel="nothing"))
-    assert "no entry" in attention.no_kernel(missing, 16)
+    assert "no entry" in attention.kernel_obstacle(missing, 16)
 
 
 def test_constants_and_phis_are_those_of_the_table():
@@ -387,14 +389,14 @@ def test_float32_takes_blocks_that_its_products_fit():
         assert (chosen is kernels.FLOAT32_BLOCKS) == exact
 
 
-def test_measured_block_shapes_can_be_kept():
-    """Triton keeps them by the values of KEY, as JSON, which has no functions."""
+def test_measured_block_shapes_can_be_cached():
+    """Triton caches them under the values of AUTOTUNE_KEY as JSON, which has no functions."""
     for kernel in (kernels._forward_one_stage, kernels._forward_two_stages, kernels._backward_keys):
-        assert kernel.keys == kernels.KEY and {"size", "D"} <= set(kernel.arg_names)
-    assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.KEY)
+        assert kernel.keys == kernels.AUTOTUNE_KEY and {"size", "D"} <= set(kernel.arg_names)
+    assert not {"PHI", "SLOPE", "SHIFT"} & set(kernels.AUTOTUNE_KEY)
 
 
-def test_no_block_has_more_keys_than_rows_of_norms_are_padded_by():
+def test_blocks_of_keys_divide_the_padding_of_norms():
     for block in kernels.FORWARD_BLOCKS + kernels.BACKWARD_BLOCKS + kernels.FLOAT32_BLOCKS:
         assert kernels.PADDING.value % block.kwargs["BLOCK_N"] == 0
 

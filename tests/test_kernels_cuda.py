@@ -8,7 +8,7 @@ import torch
 
 import kernels
 import train as training
-from attention import VARIANTS, no_kernel
+from attention import VARIANTS, kernel_obstacle
 from data.shards import write_meta, write_shard
 from tests.helpers import ROWS, small_config
 from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
@@ -20,10 +20,10 @@ pytestmark = [
 ]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
-FUSED = [row for row in ROWS if not no_kernel(VARIANTS[small_config(row).attention], 64)]
+FUSED = [row for row in ROWS if not kernel_obstacle(VARIANTS[small_config(row).attention], 64)]
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 127, 129, 1000, 1024, 4096]
-# phi, or |phi| in a signed l1, has a kink at 0, beside which a score's rounding decides the slope:
-# up to so many keys there is a draw without such scores
+# phi, or |phi| in a signed l1, has a kink at 0, near which a rounded score decides the slope: up to
+# so many keys some draw has no score that near
 KINKED, FREE = {"relu", "relu6", "identity", "gelu", "mish"}, 129
 TUNED = [
     kernels._forward_one_stage, kernels._forward_two_stages, kernels._backward_keys,
@@ -33,22 +33,22 @@ TUNED = [
 
 @pytest.fixture
 def block_shape(request, monkeypatch):
-    """One block shape of each kernel, the last or another: measuring them takes longer than tests
-    do."""
+    """Fix each kernel's block shape, to the last one or the parameter's: the autotuner would take
+    longer than the tests."""
     number = getattr(request, "param", -1)
     for kernel in TUNED:
 
-        def one(shapes, *tensors, fitting=kernel.early_config_prune, **constants):
-            shapes = fitting(shapes, *tensors, **constants)
+        def one_shape(shapes, *tensors, prune=kernel.early_config_prune, **constants):
+            shapes = prune(shapes, *tensors, **constants)
             return [shapes[number % len(shapes)]]
 
-        monkeypatch.setattr(kernel, "early_config_prune", one)
+        monkeypatch.setattr(kernel, "early_config_prune", one_shape)
         monkeypatch.setattr(kernel, "cache", {})
 
 
 def compare(case, Lq, Lk, d, dtype, *settings, formula=None):
-    """Within twice the error of the formula in the same dtype, both on the GPU, or where that
-    overflows, of the reference path; in float32 some roundings more, each multiplied by p."""
+    """Asserts that the kernels' error is at most twice the formula's in the same dtype on the GPU
+    (or the reference path's, where the formula overflows), plus roundings, which p multiplies."""
     pick = draw_off_kinks if Lk <= FREE else draw
     tensors = [x.cuda() for x in pick(Lq, Lk, d, dtype, B=1)]
     fused, reference = (build(case, d, *settings, impl).cuda() for impl in (TRITON, REFERENCE))
@@ -127,12 +127,12 @@ def test_memory_grows_with_the_length_alone():
         )
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        evaluate_only = [x.requires_grad_() for x in (q, k, v)]
-        torch.autograd.grad(attn(*evaluate_only), evaluate_only, gradient)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attn(*inputs), inputs, gradient)
         return torch.cuda.max_memory_allocated() - before
 
     for L in (4096, 16384):
-        peak(L)  # measuring block shapes needs memory of its own
+        peak(L)  # the autotuner's measurements take memory too
     assert peak(16384) < 4.5 * peak(4096)
 
 

@@ -12,8 +12,8 @@ import pytest
 from config import Config
 from runtime import checkpoint
 from runtime.log import Log
-from tests.conftest import SMALL
 from tests.faults import arguments, finish, run, start
+from tests.helpers import SMALL
 from tests.runs import TIMES, go_on, lines, metrics, steps_logged, wait_for
 from tests.wandb_server import wandb_server
 

@@ -22,7 +22,7 @@ def tokens(B, L, seed=0):
 
 
 def on_meta(config):
-    """A model without memory: its shapes are all there is."""
+    """A model of shapes alone, without memory for its weights."""
     with torch.device("meta"):
         return GPT(config)
 
@@ -159,7 +159,7 @@ def test_every_parameter_is_trained(case):
         assert x.grad.isfinite().all() and x.grad.any(), name
         if name.endswith((".s", ".b")):
             assert x.grad.all(), name
-        if name.endswith("p_n"):  # row 1 has one key: nothing to weigh
+        if name.endswith("p_n"):  # row 1 has one key, whose weight is always 1
             assert x.grad[0].abs() < 1e-12 and x.grad[1:].all()
 
 
@@ -210,7 +210,7 @@ def angles_of(L, d=64, trained=1024, **rope):
 
 
 def base(frequencies):
-    """The theta that a plain RoPE of these frequencies has; None if it is not a plain one."""
+    """The theta of a plain RoPE, asserting that these are its frequencies."""
     pairs = len(frequencies)
     theta = frequencies[1].item() ** -pairs
     plain = torch.tensor([theta ** (-m / pairs) for m in range(pairs)], dtype=torch.float64)
@@ -282,7 +282,7 @@ def test_linear_ntk_and_plain_frequencies(factor, s):
 
 
 def yarn(d, theta, trained, s):
-    """Peng et al. 2023 as their code has it: frequencies and the factor on cos and sin."""
+    """Peng et al. 2023, after their code: frequencies, and the factor on cos and sin."""
 
     def dimension(rotations):
         return d * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -291,8 +291,8 @@ def yarn(d, theta, trained, s):
     frequencies = []
     for m in range(d // 2):
         extrapolated = theta ** (-2 * m / d)
-        share = min(max((m - low) / (high - low), 0), 1)  # of interpolation
-        frequencies.append(extrapolated / s * share + extrapolated * (1 - share))
+        interpolated = min(max((m - low) / (high - low), 0), 1)  # the share of interpolation
+        frequencies.append(extrapolated / s * interpolated + extrapolated * (1 - interpolated))
     return torch.tensor(frequencies, dtype=torch.float64), 0.1 * math.log(s) + 1
 
 
@@ -399,7 +399,7 @@ def test_a_cache_changes_nothing(case):
 
 
 def greedy(model, ids, new):
-    """Without a cache: the whole text again for every token."""
+    """Without a cache: the model reads the whole text again for every token."""
     for _ in range(new):
         ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
     return ids
@@ -407,7 +407,7 @@ def greedy(model, ids, new):
 
 @pytest.mark.parametrize("case", ROWS)
 def test_generation_equals_generation_without_a_cache(case):
-    """Also past the training length, and from a prompt that is longer already."""
+    """Also beyond the training length, and from a prompt that is already longer."""
     model = small_model(case, "--tie_embeddings=False")
     for prompt in (tokens(2, 6), tokens(2, 18)):
         ids = model.generate(prompt, 14, temperature=0)
@@ -537,7 +537,7 @@ def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
 
 @pytest.mark.parametrize("L", [8, 128])
 def test_loss_under_autocast_is_near_the_exact_one(L):
-    """With 8 x 128 tokens it is computed in chunks."""
+    """With 8 x 128 tokens the loss is computed in chunks."""
     model, x, y = small_model("lssar_p3.py").float(), tokens(8, L), tokens(8, L, seed=1)
     exact = model(x, y).item()
     with torch.autocast("cpu", torch.bfloat16):

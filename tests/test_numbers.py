@@ -1,8 +1,8 @@
-"""Rounding: in float32 and bfloat16, no row is less exact than its formula as the papers print it.
+"""Rounding: in float32 and bfloat16, every row is about as exact as its formula as printed.
 
-The formula is evaluated twice by tests/textbook.py: in the dtype under test, every number of it
-rounded to that dtype, and in float64 on the same inputs, which is the truth. Attention has to be
-within twice the error of the first, in value and in every gradient, up to the floors below.
+tests/textbook.py evaluates the formula twice on the same inputs: in the dtype under test, with
+every number rounded to it, and in float64, which is the truth. The error of Attention, in value and
+in every gradient, is at most twice that of the first, up to the floors below.
 """
 
 import math
@@ -31,11 +31,11 @@ LEARNABLE = ("ds", "db", "dp_n")
 
 
 def floor(name, L, dtype):
-    """What is allowed beyond twice the textbook's relative error.
+    """The relative error allowed beyond twice the textbook's.
 
-    The ratio of two errors means little where few numbers make them: up to 5 keys the textbook's
-    can be 0. A learnable parameter's gradient is one sum of terms that cancel, through what torch's
-    fused attention recomputes from logsumexp: its float32 is 2 to 5 times coarser than the print.
+    With few keys the ratio of the two errors means little: up to 5 keys the textbook's can be 0. A
+    learnable parameter's gradient is one sum of terms that cancel, and torch's fused attention
+    recomputes them from the logsumexp: in float32 it is 2 to 5 times less exact than the textbook.
     """
     eps = torch.finfo(dtype).eps
     if name in LEARNABLE:
@@ -51,7 +51,7 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
     for i, L in enumerate(LENGTHS):
         d = (16, 64, 128)[(i + ROWS.index(case)) % 3]  # each pair of L and d in a third of the rows
         attn, exactly = build(case, d), build(case, d).double()
-        # of 1,000 positions the last 64; a parameter's gradient is few numbers, so of 8 draws
+        # of 1,000 positions the last 64; parameters have few gradients, so those of 8 draws
         draws, B = (8, 1) if list(attn.parameters()) else (1, max(1, 64 // L))
         ours, printed, exact, size = [], [], [], 0.0
         for seed in range(draws):
@@ -65,7 +65,7 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
                 torch.cat([result[name] for result in results])
                 for results in (exact, ours, printed)
             )
-            # with one key most gradients are 0, so relative to the incoming one
+            # with one key most gradients are 0: errors are relative to the incoming gradient
             scale = max(truth.norm(), 1e-9 * size**0.5) if L > 1 else size**0.5
             error, bar = (mine - truth).norm() / scale, (theirs - truth).norm() / scale
             assert bar.isfinite()
@@ -99,7 +99,7 @@ BEFORE_STAGE_2 = {
 
 @pytest.mark.parametrize("case", BEFORE_STAGE_2)
 def test_p_of_100_at_16384_keys_in_bfloat16(case):
-    """The queries are the last four positions; one of them has a winner far ahead."""
+    """The queries are the last four positions; one of them has a score far above the others."""
     q, k, v, gradient = draw(4, 16384, 64, BFLOAT16)
     q[:, :, 2] = 2 * k[:, :, 100]
     attn = build(case, 64, "--p=100")

@@ -6,7 +6,7 @@ import optim
 import train as train_module
 from config import Config, load_config
 from model import GPT
-from tests.conftest import SMALL
+from tests.helpers import SMALL
 
 
 def test_schedules():

@@ -1,4 +1,4 @@
-"""README's "A variant of your own", done to the letter in a copy of the repository."""
+"""README's "A variant of your own", followed to the letter in a copy of the repository."""
 
 import json
 import math
@@ -7,11 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL
+from tests.helpers import SMALL
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
@@ -32,7 +33,7 @@ def section(title):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The repository with the section's code at the end of attention.py, and its run of elu1."""
+    """The repository with the section's code at the end of attention.py."""
     copy = shutil.copytree(ROOT, tmp_path_factory.mktemp("own") / "copy", ignore=not_copied)
     (code,) = re.findall(r"```python\n(.*?)```", section("A variant of your own"), re.S)
     with open(copy / "attention.py", "a") as file:
@@ -48,8 +49,26 @@ def run(copy, shards):
     return copy / "out/elu1_p15"
 
 
+@pytest.fixture(scope="module")
+def printed(copy, run):
+    """The output of three commands, each a process: they run side by side."""
+    (copy / "configs/elu1.py").write_text('attention = "elu1"\n')
+    sizes = "n_layer=1 n_head=2 n_embd=32 block_size=16 batch_size=2 total_batch_size=32"
+    settings = [f"--set={size}" for size in (*sizes.split(), "tokenizer=bytes", "device=cpu")]
+    commands = {
+        "eval_length": ["out/elu1_p15", "--lengths", "16,64"],
+        "sample": ["out/elu1_p15", "--prompt=abc", "--max_new_tokens=40", "--temperature=0"],
+        "benchmark": ["configs/elu1.py", "--rounds=1", *settings, "--out=elu1.json"],
+    }
+    with ThreadPoolExecutor() as pool:
+        return {
+            name: pool.submit(call, copy, "-m", f"scripts.{name}", *arguments)
+            for name, arguments in commands.items()
+        }
+
+
 def call(copy, *arguments):
-    """python ARGUMENTS in the copy; what it prints."""
+    """The output of `python ARGUMENTS` in the copy."""
     environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -68,8 +87,8 @@ def test_trains(run):
     assert settings["attention"] == "elu1" and settings["p"] == 15
 
 
-def test_is_evaluated_beyond_the_training_length(copy, run):
-    printed = call(copy, "-m", "scripts.eval_length", "out/elu1_p15", "--lengths", "16,64")
+def test_is_evaluated_beyond_the_training_length(printed, run):
+    output = printed["eval_length"].result()
     (result,) = json.loads((run / "eval_length.json").read_text())
     assert result["variant"] == "elu1_p15" and result["step"] == 40
     assert result["lengths"] == [16, 64] and result["trained_length"] == 16
@@ -79,23 +98,17 @@ def test_is_evaluated_beyond_the_training_length(copy, run):
     ]
     assert result["loss"][0] == pytest.approx(last, rel=1e-5)
     assert result["loss"][1] < math.log(257) - 1
-    assert f"elu1_p15  {result['loss'][0]:9.4f}{result['loss'][1]:9.4f}" in printed
+    assert f"elu1_p15  {result['loss'][0]:9.4f}{result['loss'][1]:9.4f}" in output
 
 
-def test_is_sampled_beyond_the_training_length(copy, run):
-    arguments = ("--prompt", "abc", "--max_new_tokens", 40, "--temperature", 0)
-    printed = call(copy, "-m", "scripts.sample", "out/elu1_p15", *arguments)
-    text = printed.removesuffix("\n" + "-" * 80 + "\n")
+def test_is_sampled_beyond_the_training_length(printed):
+    text = printed["sample"].result().removesuffix("\n" + "-" * 80 + "\n")
     assert text.startswith("abc") and len(text) == 43  # the data are words, in ASCII
 
 
-def test_is_benchmarked(copy):
-    (copy / "configs/elu1.py").write_text('attention = "elu1"\n')
-    sizes = "n_layer=1 n_head=2 n_embd=32 block_size=16 batch_size=2 total_batch_size=32"
-    settings = [f"--set={size}" for size in (*sizes.split(), "tokenizer=bytes", "device=cpu")]
-    arguments = ["configs/elu1.py", "--rounds=1", *settings, "--out=elu1.json"]
-    printed = call(copy, "-m", "scripts.benchmark", *arguments)
+def test_is_benchmarked(printed, copy):
+    output = printed["benchmark"].result()
     figures = json.loads((copy / "elu1.json").read_text())
     assert figures["settings"]["attention"] == "elu1" and figures["baselines"]["elu1"] == "elu1"
     assert all(figures["rows"]["elu1"][f"{phase}_ms"] > 0 for phase in ("train", "eval"))
-    assert "\nelu1  " in printed
+    assert "\nelu1  " in output

@@ -35,8 +35,7 @@ from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import report
 from scripts.reproduce import tables as experiments
 from scripts.reproduce import training as rows
-from tests.conftest import SMALL
-from tests.helpers import CONFIGS, ROWS
+from tests.helpers import CONFIGS, ROWS, SMALL
 
 ROOT = Path(__file__).parent.parent
 

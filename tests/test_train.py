@@ -15,7 +15,7 @@ from config import Config
 from data.shards import write_shard
 from model import GPT
 from runtime import checkpoint
-from tests.conftest import SMALL
+from tests.helpers import SMALL
 from tests.runs import identical, launch, lines, metrics, refused, same_weights, saved, weights
 
 

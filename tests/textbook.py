@@ -1,4 +1,9 @@
-"""The formulas of every row as the papers print them, and inputs to evaluate them on."""
+"""The formula of every row as the papers print it, in torch, and inputs to evaluate it on.
+
+Computed whole and in any dtype, to measure rounding against. tests/test_attention.py has another
+reference, in Python's float64 and one query at a time. Each was written from the papers without the
+other, so that a mistake in one of them is found.
+"""
 
 import itertools
 import math
@@ -8,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import build_attention
+from model import build_attention
 from tests.helpers import small_config
 
 BLOCK_SIZE = 64  # the training length: L is it, smaller, and larger
@@ -106,7 +111,7 @@ TEXTBOOK = {
 
 
 def textbook(q, k, v, learnable, formula):
-    """The output of a formula, given what the layer learns as {name: parameter}."""
+    """The output of a formula, given the layer's parameters as {name: parameter}."""
     parameters = {name: x.to(q.dtype) for name, x in learnable.items()}
     if "p_n" in parameters:
         seen = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
@@ -133,38 +138,35 @@ def draw(Lq, Lk, d, dtype, B=1, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = [(B, 2, L, d) for L in (Lq, Lk, Lk, Lq)]
     q, k, v, gradient = (torch.randn(*shape, generator=g).to(dtype) for shape in shapes)
-    # Each query's score with its own key is 1 or more: no row's l1 norm is 0, or so near that it is
-    # rounding that decides, as in the first row of a relu.
-    own, wide = k[:, :, -Lq:], q.double()
-    sign = torch.where((wide * own).sum(-1, keepdim=True) < 0, -1, 1)
-    nearer = sign * own + wide * (math.sqrt(d) / wide.square().sum(-1, keepdim=True))
-    own.copy_(nearer)
+    # Each query's score with its own key is made 1 or more, so that no row's l1 norm is 0, or so
+    # small that rounding decides, as in the first row of a relu.
+    own, exact = k[:, :, -Lq:], q.double()
+    sign = torch.where((exact * own).sum(-1, keepdim=True) < 0, -1, 1)
+    own.copy_(sign * own + exact * (math.sqrt(d) / exact.square().sum(-1, keepdim=True)))
     return q, k, v, gradient
 
 
 def draw_off_kinks(Lq, Lk, d, dtype, B, first=0):
-    """The first draw in which rounding to float32 cannot move a number across a kink.
+    """The first draw in which rounding to float32 moves no number across a kink.
 
-    At score 0 the slope of relu jumps, as does that of |phi| in a signed l1; at A = 1 / n that of
-    the recentred l1. There one flipped element is an error of 1e-3 whatever the code's precision.
-    Stage 2 has no such place: relu(x)^p is smooth for the p of the configs.
+    The slope jumps at score 0 for relu and for |phi| in a signed l1, and at A = 1 / n for the
+    recentred l1: one element on the wrong side is an error of 1e-3, however exact the code is.
+    Stage 2 has no kink: relu(x)^p is smooth for the p of the configs.
     """
     for seed in itertools.count(first):
         tensors = draw(Lq, Lk, d, dtype, B, seed)
         t = Textbook(*(x.double() for x in tensors[:2]))
         z, over_mean = t.z(), t.n * t.softmax() - 1
-        places = torch.cat(
+        from_kinks = torch.cat(
             (z[..., t.seen], z[..., t.seen] - 6, over_mean[..., t.seen & (t.n > 3)]), -1
         )
-        if places.abs().min() > 1e-6:
+        if from_kinks.abs().min() > 1e-6:
             return tensors
 
 
 def evaluate(attn, tensors, formula=None):
-    """out, dq, dk, dv and the gradient of every learnable parameter, each flat and in float64.
-
-    Of the layer, or of a formula with the layer's parameters.
-    """
+    """out, dq, dk, dv and the gradient of every learnable parameter, each flat and in float64, of
+    the layer or of a formula with the layer's parameters."""
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     learnable = dict(attn.named_parameters())

@@ -1,5 +1,5 @@
-# GPT-2-355M, GPT-2 medium (LSSAR, Appendix B.4): 60,000 steps, those of llm.c's run_gpt2_350M.sh,
-# whose recipe this is. That is 31.5B tokens: three epochs of a 10B sample, so take the larger one:
+# GPT-2-355M, GPT-2 medium (LSSAR, Appendix B.4): 60,000 steps of llm.c's recipe run_gpt2_350M.sh.
+# That is 31.5B tokens, three epochs of a 10B sample, so take the larger one:
 # python -m data.fineweb --dataset fineweb-edu --name sample-100BT
 n_layer = 24
 n_head = 16

@@ -1,12 +1,15 @@
-"""This repository's model as one of Hugging Face's transformers (version 5).
+"""This repository's model as a Hugging Face transformers model (version 5).
 
-`python -m scripts.export_hf` copies this file, and every file of the repository that it needs, into
-the exported folder; from there transformers loads it with trust_remote_code=True.
+`python -m scripts.export_hf` copies this file, and every file of the repository that it imports,
+into the exported folder; from there transformers loads it with trust_remote_code=True.
 """
 
+from typing import Any
+
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import Config
@@ -18,14 +21,19 @@ class SharpAttentionConfig(PreTrainedConfig):
 
     model_type = "sharp_attention"
 
-    def __init__(self, settings: dict | None = None, rope: dict | None = None, **kwargs):
+    def __init__(
+        self,
+        settings: dict[str, Any] | None = None,
+        rope: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.settings = settings or {}
         self.rope = rope or {"scaling": "none"}
         super().__init__(**kwargs)
 
 
 class Cache(KVCache):
-    """The model's cache, under the names by which transformers knows one."""
+    """The model's cache, with the attributes and methods that transformers expects of one."""
 
     is_compileable = is_croppable = False
 
@@ -39,16 +47,16 @@ class Cache(KVCache):
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
-    """`forward` and `generate` as transformers have them, for sequences of one length: the batch
-    may be padded on the right, where nothing is generated, and never on the left."""
+    """The interface of transformers. In `forward` a batch may be padded on the right, never on
+    the left; in `generate` not at all, so that its prompts must have one length."""
 
     config_class = SharpAttentionConfig
-    _is_stateful = True  # a cache cannot be taken back: no assisted generation
+    _is_stateful = True  # a cache cannot be rolled back: no assisted generation
 
-    def __init__(self, config: SharpAttentionConfig):
+    def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
         self.gpt = GPT(Config(**config.settings)).scale_rope(**config.rope)
-        # Made for no position: the first call makes its own, where the weights are by then.
+        # For no position yet: the first call computes them, on the device the weights are on then.
         self.gpt.trunk.set_rope(self.gpt.trunk.rope, 0)
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -58,13 +66,13 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        # not only where tie_word_embeddings is set: layers may share parameters too
+        # whether or not tie_word_embeddings is set, because layers may share parameters too
         return dict(self._tied_weights_keys)
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.gpt.wte
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.gpt.lm_head
 
     def forward(
@@ -74,12 +82,12 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        **kwargs,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, L, vocabulary], of the last `logits_to_keep` positions if that is not 0.
+        """Logits [B, L, n_vocab], only of the last `logits_to_keep` positions if that is not 0.
 
-        With labels [B, L] (those of input_ids; -100 where there is none) also the mean loss in
-        nats. `past_key_values` is a Cache(final length), as a RoPE scaling may depend on that.
+        With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
+        `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
         """
         new = past_key_values is None or past_key_values.length == 0
         if attention_mask is not None and new:
@@ -95,8 +103,16 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        # transformers declares FloatTensor, which no tensor's static type is, and its own Cache
+        return CausalLMOutputWithPast(
+            loss=loss,  # type: ignore[arg-type]
+            logits=logits,  # type: ignore[arg-type]
+            past_key_values=past_key_values,  # type: ignore[arg-type]
+        )
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+    # transformers declares -> bool and returns None
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = Cache(generation_config.max_length)
