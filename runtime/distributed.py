@@ -144,10 +144,12 @@ class Watchdog:
                 self.seen[rank] = heartbeat, beat_at, progress_at
             late = now - self.timeout
             dead = [heartbeat for heartbeat, beat_at, _ in self.seen.values() if beat_at < late]
+            # one without a recent heartbeat is not slow: it will soon count as dead
+            alive = now - 2 * HEARTBEAT_S
             behind = [
                 heartbeat
-                for heartbeat, _, progress_at in self.seen.values()
-                if progress_at < late and heartbeat["progress"] < self.progress
+                for heartbeat, beat_at, progress_at in self.seen.values()
+                if progress_at < late and heartbeat["progress"] < self.progress and beat_at > alive
             ]
             if dead:
                 names = ", ".join(heartbeat["name"] for heartbeat in dead)
