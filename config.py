@@ -1,4 +1,4 @@
-"""Settings: one frozen dataclass, config files and --key=value on top of it, and every check."""
+"""Settings: one frozen dataclass, overridden by config files and --key=value, and every check."""
 
 import ast
 import difflib
@@ -51,7 +51,7 @@ class Config:
     )
     attention_impl: str = setting(
         "auto",
-        "'auto', or one path for all: 'triton' (kernels.py), 'blocked' or 'reference'",
+        "'auto', or one path only: 'triton' (kernels.py), 'blocked' or 'reference'",
         choices=("auto", "triton", "blocked", "reference"),
         may_change_on_resume=True,
     )
@@ -60,12 +60,12 @@ class Config:
         "L in -log L and 1/L: 'train' (block_size at any length) or 'current'",
         choices=("train", "current"),
     )
-    s_init: float = setting(1.0, "first value of SSMax's s; 0.1685 for its variants (e), (f)")
-    b_init: float = setting(0.0, "first value of b in SSMax (d) and Eq. 3")
+    s_init: float = setting(1.0, "initial value of SSMax's s; 0.1685 for its variants (e), (f)")
+    b_init: float = setting(0.0, "initial value of b in SSMax (d) and Eq. 3")
     gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.")
     # model
-    n_layer: int = setting(12, "blocks", at_least=1)
-    n_head: int = setting(12, "attention heads a block", at_least=1)
+    n_layer: int = setting(12, "transformer blocks", at_least=1)
+    n_head: int = setting(12, "attention heads per block", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
@@ -93,13 +93,13 @@ class Config:
         choices=("adamw", "muon"),
     )
     total_batch_size: int = setting(
-        524288, "tokens a step, over all processes and micro-batches", at_least=1
+        524288, "global batch: tokens per step, over all ranks and micro-batches", at_least=1
     )
     batch_size: int = setting(
-        64, "sequences a micro-batch, per process", at_least=1, may_change_on_resume=True
+        64, "sequences per micro-batch on each rank", at_least=1, may_change_on_resume=True
     )
     max_iters: int = setting(18865, "optimizer steps", at_least=0, may_change_on_resume=True)
-    learning_rate: float = setting(6e-4, "peak", at_least=0)
+    learning_rate: float = setting(6e-4, "peak learning rate", at_least=0)
     schedule: str = setting(
         "cosine",
         "'cosine', 'constant' or 'trapezoidal', each after the warm-up",
@@ -107,22 +107,22 @@ class Config:
     )
     warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
     cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr", at_least=0)
-    min_lr: float = setting(0.0, "what the schedule decays to", at_least=0)
+    min_lr: float = setting(0.0, "learning rate that the schedule decays to", at_least=0)
     weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
     beta1: float = setting(0.9, "AdamW", at_least=0)
     beta2: float = setting(0.95, "AdamW", at_least=0)
     adam_eps: float = setting(1e-8, "AdamW", at_least=0)
-    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", at_least=0)
+    grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", at_least=0)
     on_nonfinite: str = setting(
         "stop",
-        "a loss or gradient that is not finite: 'stop', or 'skip' the step's update",
+        "if a loss or gradient is not finite: 'stop', or 'skip' the step's update",
         choices=("stop", "skip"),
         may_change_on_resume=True,
     )
     # validation, checkpoints, logs
     eval_interval: int = setting(
         250,
-        "steps between validations; also before the first and at the end",
+        "steps between validations; also before the first step and at the end",
         at_least=1,
         may_change_on_resume=True,
     )
@@ -136,11 +136,11 @@ class Config:
         may_change_on_resume=True,
     )
     keep_last: int = setting(
-        2, "newest checkpoints that are kept", at_least=1, may_change_on_resume=True
+        2, "number of newest checkpoints to keep", at_least=1, may_change_on_resume=True
     )
     keep_every: int = setting(
         0,
-        "checkpoints at multiples of so many steps are kept for good; 0: none",
+        "also keep checkpoints at multiples of this many steps; 0: none",
         at_least=0,
         may_change_on_resume=True,
     )
@@ -160,16 +160,16 @@ class Config:
     # the run
     out_dir: str = setting(
         "",
-        "the run's folder, may name settings in braces; empty: out/<config name>",
+        "the run's folder, may contain settings in braces; empty: out/<config name>",
         may_change_on_resume=True,
     )
-    seed: int = setting(1337, "of the initial weights and the data order", at_least=0)
+    seed: int = setting(1337, "random seed of the initial weights and the data order", at_least=0)
     resume: bool = setting(
         False, "continue the run in out_dir from its latest checkpoint", may_change_on_resume=True
     )
     init_from: str = setting(
         "",
-        "a run's folder, or one of its step_*.pt, to take the first weights from",
+        "a run's folder, or one of its step_*.pt, to take the initial weights from",
         may_change_on_resume=True,
     )
     device: str = setting(
@@ -188,7 +188,7 @@ class Config:
     )
     timeout: float = setting(
         600.0,
-        "seconds that processes wait for a dead or stuck one",
+        "seconds that ranks wait for a dead or stuck one",
         at_least=5,
         may_change_on_resume=True,
     )
@@ -258,8 +258,8 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings that a config file assigns; it may use names that start with an underscore, and
-    modules, for itself."""
+    """The settings that a config file assigns; names with a leading underscore and modules are its
+    own."""
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist; settings are written --key=value")
     try:
@@ -315,9 +315,9 @@ def filled_out_dir(config: Config) -> str:
 
 
 def check_each_setting(config: Config) -> None:
-    """Raises UserError where a value has the wrong type or is out of range.
+    """Raise UserError where a value has the wrong type or is out of range.
 
-    An int is stored as a float where the setting is one.
+    Ints given for a float setting are stored as floats.
     """
     for key in SETTINGS:
         value = getattr(config, key)
@@ -342,7 +342,7 @@ def check_each_setting(config: Config) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Raises UserError where the settings of attention contradict each other."""
+    """Raise UserError where the settings of attention contradict each other."""
     variant = VARIANTS[config.attention]
     if variant.needs_p and config.p is None:
         raise UserError(
@@ -359,20 +359,20 @@ def check_attention(config: Config) -> None:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.n_embd // config.n_head % 2:
         raise UserError(
-            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE turns pairs"
+            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE rotates pairs"
         )
     obstacle = kernel_obstacle(variant, config.n_embd // config.n_head)
     if config.attention_impl == "triton" and obstacle:
         raise UserError(
             f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
-            "'auto' takes what can"
+            "'auto' picks a path that can"
         )
     if config.gamma <= 0:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
 
 def check_training(config: Config) -> None:
-    """Raises UserError where the settings of the training run contradict each other."""
+    """Raise UserError where the settings of the training run contradict each other."""
     if config.n_vocab < VOCABULARY[config.tokenizer]:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {VOCABULARY[config.tokenizer]} ids of "
@@ -402,9 +402,9 @@ def check_training(config: Config) -> None:
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
-    """Micro-batches per step and process.
+    """Micro-batches per step on each rank.
 
-    Raises UserError where no number of them makes total_batch_size, naming values that work.
+    Raises UserError, naming values that work, where no number of them makes up total_batch_size.
     """
     micro = config.batch_size * config.block_size * world_size
     steps, rest = divmod(config.total_batch_size, micro)

@@ -1,4 +1,4 @@
-"""How every command refuses: with one sentence for the user, no traceback, and exit code 2."""
+"""How every command reports a user's mistake: one sentence, no traceback, and exit code 2."""
 
 import functools
 import sys
@@ -10,13 +10,13 @@ R = TypeVar("R")
 
 
 class UserError(ValueError):
-    """An error in what the user gave; the message names it, its value and what would be right."""
+    """A mistake in the user's input; the message names it, its value and what would be valid."""
 
 
 def command(main: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a command's `main`: a UserError is printed as one sentence and exits with 2.
+    """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 
-    So does running out of memory; Ctrl-C exits with 130.
+    Running out of memory is reported the same way; Ctrl-C exits with 130.
     """
 
     @functools.wraps(main)
@@ -28,7 +28,7 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
             sys.exit(2)
         except (MemoryError, RuntimeError) as error:
             text = str(error) or "more than this machine has"
-            # the words with which torch reports a failed allocation, on a CPU as on a GPU
+            # how torch words a failed allocation, on a CPU and on a GPU
             if isinstance(error, RuntimeError) and "to allocate" not in text:
                 raise
             print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)

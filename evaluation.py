@@ -16,10 +16,10 @@ from runtime.device import autocast
 def mean_loss(
     model: GPT, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Mean loss in nats over the batches (x, y) of all processes.
+    """Mean loss in nats over the batches (x, y) of all ranks.
 
-    Summed in float64 over tokens and processes, so that batch size and number of processes change
-    no more than rounding.
+    Summed in float64 over tokens and ranks, so that batch size and number of ranks affect only
+    rounding.
     """
     total, count = 0.0, 0
     for x, y in batches:
@@ -42,31 +42,30 @@ def attention_weights(
     reduce: Callable[[Tensor], Tensor] = lambda A: A,
     layers: slice = slice(None),
 ) -> list[Tensor]:
-    """The attention weights of each layer, [B, H, rows, L], float32 at least, for idx [B, L].
+    """The attention weights of each layer, [B, H, rows, L], at least float32, for idx [B, L].
 
-    `rows` selects queries: slice(-1, None) is the last one. Of each layer, reduce(weights) is kept.
-    It is called for a block of rows at a time, so that memory is O(L), and must keep rows as the
-    third dimension.
+    `rows` selects queries: slice(-1, None) is the last one. `reduce` is applied to each layer's
+    weights, a block of rows at a time so that memory is O(L); rows must stay the third dimension.
     """
-    kept = []
+    reduced = []
 
-    def keep(attention: Attention, inputs: tuple, output: Tensor) -> None:
+    def record(attention: Attention, inputs: tuple, output: Tensor) -> None:
         q, k, _, score_scale, _ = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
         parts = []
-        for first in range(start, stop, BLOCK_QUERIES):
-            end = min(stop, first + BLOCK_QUERIES)
-            # queries must be the last positions: later keys are cut off, and their weight is 0
-            A = attention.weights(q[:, :, first:end], k[:, :, :end], score_scale, L)
+        for begin in range(start, stop, BLOCK_QUERIES):
+            end = min(stop, begin + BLOCK_QUERIES)
+            # queries must be the last positions: later keys are cut off and get weight 0
+            A = attention.weights(q[:, :, begin:end], k[:, :, :end], score_scale, L)
             parts.append(reduce(F.pad(A, (0, L - end))))
-        kept.append(torch.cat(parts, dim=2))
+        reduced.append(torch.cat(parts, dim=2))
 
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [attention.register_forward_hook(keep) for attention in attentions[layers]]
+    hooks = [attention.register_forward_hook(record) for attention in attentions[layers]]
     try:
         model.trunk(model.wte(idx))
     finally:
         for hook in hooks:
             hook.remove()
-    return kept
+    return reduced

@@ -1,4 +1,4 @@
-"""The optimizers of a model's parameters, and the learning rate of each step."""
+"""A model's optimizers, and the learning rate of each step."""
 
 import math
 
@@ -16,7 +16,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
         matrices = [p for p in model.trunk.parameters() if p.dim() == 2]
         ids = {id(p) for p in matrices}
         groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]
-        # match_rms_adamw: updates as large as AdamW's, so that one learning rate serves both
+        # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both
         optimizers.append(
             torch.optim.Muon(
                 matrices,
@@ -48,8 +48,8 @@ def learning_rate(step: int, config: Config) -> float:
         return config.learning_rate
     if config.schedule == "trapezoidal":
         left = (config.max_iters - step) / config.cooldown_iters if config.cooldown_iters else 1.0
-        share = min(1.0, left)
+        coeff = min(1.0, left)
     else:
-        done = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return config.min_lr + share * (config.learning_rate - config.min_lr)
+        progress = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
+        coeff = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_lr + coeff * (config.learning_rate - config.min_lr)

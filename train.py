@@ -1,8 +1,8 @@
 """Train a model: python train.py configs/lssar_p15.py, or the same under torchrun.
 
 Read top to bottom: config -> data -> model -> optimizers -> loop. The loss curve depends on the
-settings of the global batch and the seed, not on the number of processes or micro-batches, nor on
-how often the run is stopped and resumed. runtime/distributed.py lists the exit codes.
+global batch and the seed, not on the number of processes or micro-batches, nor on how often the run
+is stopped and resumed. runtime/distributed.py lists the exit codes.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from runtime.distributed import EXIT_STOPPED, Stop, all_reduce_max, job, process
 from runtime.files import lock_folder, write_json
 from runtime.log import Log
 
-# What a rank asks of all ranks before a step; the largest request wins.
-GO_ON, SAVE_AND_STOP, ABORT = 0, 1, 2
+# Each rank's request before a step; the largest applies to all ranks.
+CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
 
 
 @command
@@ -45,7 +45,7 @@ def main() -> None:
         return
     config = load_config(sys.argv[1:])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    accumulation_steps(config, world_size)  # refuses a batch that does not divide
+    accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -54,9 +54,9 @@ def main() -> None:
     with process_group(rank, world_size, device, config.timeout) as report_progress:
         run = Path(config.out_dir)
         if all_reduce_max(int(restarted()), device):
-            # every rank decides alike, even if not all see the same files
-            own = checkpoint.exists(run) and checkpoint.made_by(run, job())
-            if all_reduce_max(int(own), device):
+            # all ranks decide alike, even if not all see the same files
+            can_resume = checkpoint.exists(run) and checkpoint.made_by(run, job())
+            if all_reduce_max(int(can_resume), device):
                 config = config.replace(resume=True, init_from="")
         lock = lock_folder(run, "training this run") if rank == 0 else contextlib.nullcontext()
         with lock:
@@ -72,14 +72,14 @@ def train(
     device: torch.device,
     report_progress: Callable[[str], None],
 ) -> bool:
-    """Train until the last step or a signal; returns whether it was a signal."""
-    run, first = Path(config.out_dir), rank == 0
+    """Train until the last step or a signal; returns whether a signal stopped it."""
+    run, is_main = Path(config.out_dir), rank == 0
     dtype = pick_dtype(config.dtype, device)
     accumulation = accumulation_steps(config, world_size)
     state = None
     if config.resume:
-        state = checkpoint.load_to_resume(run, config, quiet=not first)
-    elif first:
+        state = checkpoint.load_to_resume(run, config, quiet=not is_main)
+    elif is_main:
         checkpoint.require_unused_folder(run, job())
 
     # ---- data ----
@@ -97,7 +97,7 @@ def train(
             rank, world_size, device,
         )  # fmt: skip
 
-    validation()  # refuses too few tokens now, not after the first steps
+    validation()  # raises for too few tokens now, not after the first steps
 
     # ---- model ----
     torch.manual_seed(config.seed)
@@ -107,16 +107,16 @@ def train(
     if config.init_from:
         checkpoint.load_weights(model, config.init_from)
     model.to(device)
-    trained: nn.Module = model
+    wrapped: nn.Module = model
     if pick_compile(config.compile, device):
-        trained = cast(nn.Module, torch.compile(model))
+        wrapped = cast(nn.Module, torch.compile(model))
     if world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        trained = DistributedDataParallel(trained, device_ids=ids)
+        wrapped = DistributedDataParallel(wrapped, device_ids=ids)
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
-    # float16 has no room for small gradients: the loss is scaled up, the gradients back down
+    # small gradients underflow in float16: the loss is scaled up, the gradients back down
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step, best, skipped, resumed_at = 0, math.inf, 0, None
     if state is not None:
@@ -126,20 +126,20 @@ def train(
         del state  # and with it the optimizer's tensors in host memory
 
     # ---- logs and checkpoints ----
-    if first:
+    if is_main:
         checkpoint.delete_stale(run)
         checkpoint.write_header(run, config, job())
-        if config.init_from:  # a resumed run has none: it keeps what it began with
+        if config.init_from:  # never set on resume: the file stays as it is
             write_json(run / "began_with.json", checkpoint.checkpoint_id(config.init_from))
 
     def batch_location(step: int) -> str:
-        """Where the batch of a step, counted from 1, begins."""
+        """Where the batch of a step (1-based) begins in the shards."""
         path, offset = loader.batch_location(step - 1)[0]
         return f"in {path} at token {offset}"
 
     with (
-        Stop(quiet=not first) as stop,
-        Log(run, config, resumed_at, batch_location, quiet=not first) as log,
+        Stop(quiet=not is_main) as stop,
+        Log(run, config, resumed_at, batch_location, quiet=not is_main) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every) as saver,
     ):
         log.print(
@@ -154,9 +154,9 @@ def train(
         # ---- loop ----
         while True:
             last = step >= config.max_iters
-            new = step != resumed_at  # else it was validated and saved before
-            asked = ABORT if saver.failed() else SAVE_AND_STOP if stop.asked else GO_ON
-            request = all_reduce_max(asked, device)
+            new = step != resumed_at  # a resumed step was validated and saved before
+            own = ABORT if saver.failed() else SAVE_AND_STOP if stop.received else CONTINUE
+            request = all_reduce_max(own, device)
             if request == ABORT:
                 saver.wait()  # raises the error, on the rank whose write failed
                 sys.exit(2)
@@ -166,24 +166,24 @@ def train(
                 log.validation(step, val_loss)
                 if val_loss < best:
                     best = val_loss
-                    if first:
+                    if is_main:
                         weights = {"model": model.state_dict(), "step": step}
                         saver.save(
                             "best", weights | {"config": config.as_dict(), "val_loss": val_loss}
                         )
             if new and (last or request or step % config.checkpoint_interval == 0):
                 if step and not all(p.isfinite().all() for p in model.parameters()):
-                    what = "its update left weights that are not finite"
-                    stop_diverged(config, step, what, batch_location(step))
-                if first:
+                    error = "its update left non-finite weights"
+                    stop_diverged(config, step, error, batch_location(step))
+                if is_main:
                     started = time.perf_counter()
                     log.sync()
-                    whole = checkpoint.training_state(model, optimizers, scaler, step, config)
-                    saver.save("step", whole | {"best_val_loss": best, "skipped": skipped})
-                    # what the loop waits for; the file is written while the training goes on
+                    full_state = checkpoint.training_state(model, optimizers, scaler, step, config)
+                    saver.save("step", full_state | {"best_val_loss": best, "skipped": skipped})
+                    # what the loop waits for; the file is written while training continues
                     save_ms = 1000 * (time.perf_counter() - started)
                     log.print(
-                        f"step {step}/{config.max_iters}: saving, {save_ms:.0f} ms of the loop"
+                        f"step {step}/{config.max_iters}: saving, the loop waited {save_ms:.0f} ms"
                     )
             if last or request:
                 break
@@ -194,19 +194,19 @@ def train(
             report_progress(f"computing step {step + 1}")
             seed_randomness(config.seed, step, rank)
             loss, grad_norm = train_step(
-                lambda x, y: trained(x, y) / accumulation,
+                lambda x, y: wrapped(x, y) / accumulation,
                 list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)),
-                trained, optimizers, scaler, lr, config.grad_clip, dtype,
+                wrapped, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1
-            # with float16 a gradient that overflows only costs the step: the scale is lowered
+            # with float16 a gradient that overflows only skips the step: the scale is lowered
             overflow = scaler.is_enabled() and math.isfinite(loss)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not overflow:
-                what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
                 if config.on_nonfinite == "stop":
-                    stop_diverged(config, step, what, batch_location(step))
+                    stop_diverged(config, step, error, batch_location(step))
                 skipped += 1
-                log.print(f"step {step}: {what}: skipped; the batch begins {batch_location(step)}")
+                log.print(f"step {step}: {error}: skipped; the batch begins {batch_location(step)}")
             seconds = time.perf_counter() - started
             flops_per_s = config.total_batch_size / seconds * model.flops_per_token()
             log.step(
@@ -224,12 +224,12 @@ def train(
             save_ms = None
         saver.wait()
         if request and not last:
-            log.print(f"stopped after step {step}, which is saved; --resume goes on from it")
+            log.print(f"stopped after step {step}, which is saved; continue with --resume")
         return bool(request) and not last
 
 
 def train_step(
-    loss_of: Callable[[Tensor, Tensor], Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
     micro_batches: Sequence[tuple[Tensor, Tensor]],
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -238,10 +238,10 @@ def train_step(
     grad_clip: float,
     dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """One update of the model, by the gradient of the sum of `loss_of(x, y)` over micro-batches.
+    """Update the model once, by the gradient of the sum of `loss_fn(x, y)` over micro-batches.
 
-    Returns that sum, as the mean over ranks, and the gradient's norm before it is clipped (0: not
-    clipped). Both are the same on all ranks; where one is not finite, the weights stay as they are.
+    Returns that sum, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
+    clipping). Both are the same on all ranks; if one is not finite, the weights do not change.
     """
     device = micro_batches[0][0].device
     for optimizer in optimizers:
@@ -255,7 +255,7 @@ def train_step(
             sync_context = model.no_sync()
         with sync_context:
             with autocast(device, dtype):
-                micro_loss = loss_of(x, y)
+                micro_loss = loss_fn(x, y)
             scaler.scale(micro_loss).backward()
         total += micro_loss.detach()
     for optimizer in optimizers:
@@ -275,18 +275,18 @@ def train_step(
 
 
 def seed_randomness(seed: int, step: int, rank: int) -> None:
-    """Make what is random in a step, should a variant be, a function of (seed, step, rank).
+    """Seed torch from (seed, step, rank), for any variant that draws random numbers.
 
-    So it is the same after a resume, as the batches are, and needs no state in the checkpoint.
+    A resumed run then draws the same ones, without generator state in the checkpoint.
     """
     state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0]))
 
 
-def stop_diverged(config: Config, step: int, what: str, location: str) -> None:
-    """End the run without a save, so that the newest checkpoint is a good one."""
+def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
+    """End the run without saving, so that the newest checkpoint is a good one."""
     print(
-        f"error: step {step}: {what}; the batch begins {location}. The run's last checkpoint in "
+        f"error: step {step}: {error}; the batch begins {location}. The run's last checkpoint in "
         f"{config.out_dir} is good. Try a lower learning_rate (now "
         f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
         "dtype = float32 or on_nonfinite = skip.",

@@ -2,7 +2,7 @@
 
 The tokens of a stream of documents, each with end-of-text before it, are cut into shards of exactly
 `shard_size`, the last one shorter. With each shard `progress.json` records at which token of which
-document the next one starts. What follows depends on nothing else, neither on timing nor on the
+document the next one starts. The next shards depend on nothing else, neither on timing nor on the
 number of workers, so a set made in many attempts equals, bit for bit, one made in a single run.
 """
 
@@ -35,9 +35,9 @@ TASK_CHARS = 1 << 19
 # Queue length per worker: enough that none is idle while a shard is written.
 TASKS_PER_WORKER = 4
 
-# Pieces of documents, each with whether it is the first of its document.
+# Pieces of documents: (whether it is its document's first, text).
 Task = list[tuple[bool, str]]
-# A task's tokens [n], and where in them documents start [documents].
+# A task's tokens [n], and the offsets at which documents start [documents].
 Encoded = tuple[NDArray[np.uint16], NDArray[np.int64]]
 
 
@@ -62,10 +62,10 @@ def build(
 ) -> None:
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
-    Called again it resumes after the last whole shard, or says that all is done. The streams are
-    written in order; a shard has `shard_size` tokens of one stream, that stream's last one perhaps
+    Called again, it resumes after the last whole shard, or says that all is done. The streams are
+    written in order; a shard has `shard_size` tokens of one stream, whose last shard may have
     fewer. `workers` processes tokenise; 1 means this process itself. In meta.json, `source` says
-    where the documents come from, and `fingerprint` is a string that differs when they do.
+    where the documents come from, and `fingerprint` is a string that changes when they do.
 
     Raises UserError where a number is out of range; where the folder holds shards of other
     documents or settings, or of unknown origin; where another process is making them; or where the
@@ -91,14 +91,14 @@ def build(
             for shard in meta["shards"]:
                 shards.read_shard(out_dir / shard["name"])
         except UserError as error:
-            raise UserError(f"{error}; for that, delete {out_dir} first") from error
+            raise UserError(f"{error}; delete {out_dir} first") from error
         (out_dir / shards.PROGRESS).unlink(missing_ok=True)
     print(f"{out_dir}: {state}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
 
 
 @contextmanager
 def claim(out_dir: Path, settings: dict) -> Iterator[dict | None]:
-    """Lock the folder while shards are made with these settings; gives its meta.json, or None.
+    """Lock the folder while shards are made with these settings; yields its meta.json, or None.
 
     `settings` are `tokenizer`, `shard_size`, `fingerprint` and `source`, as in meta.json. Raises
     UserError where the folder cannot be written to, another process holds its lock, or it has
@@ -172,7 +172,7 @@ def _make(out_dir: Path, prefix: str, streams: list[Stream], settings: dict, wor
     documents = sum(stream.count for stream in streams)
     written = sum(shard["tokens"] for shard in writer.done)
     if written:
-        print(f"{out_dir}: {len(writer.done)} shards are there; going on after them")
+        print(f"{out_dir}: {len(writer.done)} shards exist; continuing after them")
     with tqdm(initial=written, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
         first, document, offset = writer.done[-1]["following"] if writer.done else (0, 0, 0)
         for number in range(first, len(streams)):
@@ -214,15 +214,15 @@ def _write_stream(
     workers: int,
     show: Callable[[int, int], None],
 ) -> None:
-    """Write the shards of stream `number`, from token `offset` of document number `document` on.
+    """Write the shards of stream `number`, starting at token `offset` of document `document`.
 
-    `show` is called with the number of new tokens, and that of the documents begun so far.
+    `show` is called with the numbers of new tokens and of documents begun so far.
     """
     shard_size = writer.settings["shard_size"]
     buffer, filled = np.empty(shard_size, dtype=np.uint16), 0
     index = sum(shard["stream"] == number for shard in writer.done)
     # The number of the current document, and how many of its tokens have been read.
-    at, into = document - 1, 0
+    current, consumed = document - 1, 0
     tasks = _tasks(stream.documents(document))
     for tokens, starts in _tokenise(tasks, writer.settings["tokenizer"], workers):
         taken = min(offset, len(tokens))
@@ -234,12 +234,12 @@ def _write_stream(
             filled, taken = filled + n, taken + n
             if filled == shard_size:
                 begun = int(np.searchsorted(starts, taken, side="right"))
-                inside = taken - int(starts[begun - 1]) if begun else into + taken
-                writer.add(number, stream.split(index), buffer, (number, at + begun, inside))
+                inside = taken - int(starts[begun - 1]) if begun else consumed + taken
+                writer.add(number, stream.split(index), buffer, (number, current + begun, inside))
                 index, filled = index + 1, 0
-        at += len(starts)
-        into = len(tokens) - int(starts[-1]) if len(starts) else into + len(tokens)
-        show(new, at + 1)
+        current += len(starts)
+        consumed = len(tokens) - int(starts[-1]) if len(starts) else consumed + len(tokens)
+        show(new, current + 1)
     if filled:
         writer.add(number, stream.split(index), buffer[:filled], (number + 1, 0, 0))
 
@@ -293,7 +293,7 @@ def _tokenise(tasks: Iterable[Task], tokenizer: str, workers: int) -> Iterator[E
     except BrokenProcessPool as error:
         raise UserError(
             "a tokenising process was killed, perhaps for lack of memory: run the same command "
-            f"again to go on, if need be with --workers less than {workers}"
+            f"again to continue, if necessary with fewer --workers than {workers}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -313,8 +313,8 @@ def _start_worker() -> None:
 
 
 def _require_same(out_dir: Path, found: dict | None, settings: dict) -> None:
-    """Raise UserError where `found` is of other documents or settings; `source` may differ."""
-    remedy = "use another --out_dir, or delete the folder to make it anew"
+    """Raise UserError where `found` describes other documents or settings; `source` may differ."""
+    remedy = "use another --out_dir, or delete the folder to make it again"
     if found is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
     for key in ("tokenizer", "shard_size"):

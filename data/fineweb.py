@@ -27,7 +27,7 @@ DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fi
 SAMPLES = {f"sample-{size}": f"sample/{size}" for size in ("10BT", "100BT", "350BT")}
 READY = "kjj0/fineweb10B-gpt2"
 READY_TRAIN_SHARDS = 103
-# Bytes of a request over the network: large, as the text is most of what a file holds.
+# Bytes per network request: large, since most of a file is text.
 NETWORK_BLOCK = 1 << 25
 
 # Parquet files: the name and size in bytes of each, their paths, and how to open one.
@@ -68,7 +68,7 @@ def hub_files(repo: str, folder: str, streaming: bool) -> Files:
             repo, repo_type="dataset", allow_patterns=[path for path, _ in listed]
         )
     except Exception as error:  # from one of several HTTP libraries
-        raise UserError(f"{repo}: {error}; run the same command again to go on") from error
+        raise UserError(f"{repo}: {error}; run the same command again to continue") from error
     return names, [Path(root, path) for path, _ in listed], open
 
 
@@ -177,10 +177,10 @@ def main(argv: list[str] | None = None) -> None:
         type=int,
         default=READY_TRAIN_SHARDS,
         metavar="N",
-        help=f"take only the first N training shards of {READY_TRAIN_SHARDS}",
+        help=f"only the first N of the {READY_TRAIN_SHARDS} training shards",
     )
     parser.add_argument("--out_dir", type=Path, help="default: data/fineweb10B and the like")
-    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens of a shard")
+    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=all_cores(), help="default: all cores")
     args = parser.parse_args(argv)
 
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     out_dir = args.out_dir or Path("data", prefix + args.name.removeprefix("sample-")[:-1])
     if args.ready:
         if (args.dataset, args.name) != ("fineweb", "sample-10BT") or args.parquet:
-            raise UserError("--ready: published shards exist of fineweb's sample-10BT only")
+            raise UserError("--ready: published shards exist only for fineweb's sample-10BT")
         download_ready(out_dir, args.ready_shards)
         return
     if args.parquet:
@@ -199,8 +199,8 @@ def main(argv: list[str] | None = None) -> None:
         source = f"{repo} {args.name}"
         meta = shards.read_meta(out_dir)
         if meta and meta["source"] == source:  # done: checking it needs no network
-            same = meta["fingerprint"]
-            build(out_dir, prefix, [], "gpt2", args.shard_size, args.workers, source, same)
+            known = meta["fingerprint"]
+            build(out_dir, prefix, [], "gpt2", args.shard_size, args.workers, source, known)
             return
         files = hub_files(repo, SAMPLES[args.name], args.streaming)
     make(out_dir, prefix, source, files, args.shard_size, args.workers)

@@ -2,9 +2,9 @@
 
 With block size T, window w of a shard is its tokens w T to w T + T inclusive: T inputs and, shifted
 by one, T targets. With B sequences a step and n whole windows in all shards, sequence i of step s
-has the number g = s B + i: epoch g // n visits each window once, in an order of its own. There is
-no state from step to step, so resuming needs only the step, and each process takes its slice of the
-same global batch.
+has the index g = s B + i: epoch g // n visits each window once, in its own order. No state is
+carried between steps, so resuming needs only the step, and each rank takes its slice of the same
+global batch.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ FEISTEL_ROUNDS = 8
 
 
 class TrainLoader:
-    """Shuffled training batches of the shards `*_train_*.bin` in a folder.
+    """Shuffled training batches from the shards `*_train_*.bin` in a folder.
 
-    A step takes `batch_size` sequences of `block_size` tokens over all `world_size` processes
+    A step takes `batch_size` sequences of `block_size` tokens over all `world_size` ranks
     together. `seed` decides the order of the windows. Batches are copied to `device`,
     asynchronously if that is a GPU. `n_windows`, the number of whole windows, is the length of an
     epoch; `tokens` is the number of training tokens.
 
     Raises UserError where there are no shards, one is damaged, they have fewer windows than one
-    batch takes, or the batch does not divide equally among the processes.
+    batch takes, or the batch does not divide equally among the ranks.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class TrainLoader:
     ):
         if batch_size % world_size:
             raise UserError(
-                f"a batch of {batch_size} sequences cannot be shared equally by {world_size} "
+                f"a batch of {batch_size} sequences cannot be split equally among {world_size} "
                 f"processes: make the batch a multiple of {world_size}"
             )
         self.paths = list_shards(data_dir, "train")
         self.shards = [read_shard(path) for path in self.paths]
         self.tokens = sum(len(shard) for shard in self.shards)
-        # Number of the first window of each shard, then the number of all windows.
+        # Index of each shard's first window, then the total number of windows.
         windows = [(len(shard) - 1) // block_size for shard in self.shards]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
         self.n_windows = int(self.first_window[-1])
@@ -75,10 +75,10 @@ class TrainLoader:
         self._next_batch: Future[tuple[Tensor, Tensor]] | None = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This process's share of a step: x, y, int64 [batch_size / world_size, block_size].
+        """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size].
 
-        y is x shifted by one token. Steps may be asked for in any order; that of the following step
-        is read in the background.
+        y is x shifted by one token. Steps may come in any order; the next batch is read in the
+        background.
         """
         if self._next_batch is not None and step == self._next_step:
             x, y = self._next_batch.result()
@@ -88,17 +88,17 @@ class TrainLoader:
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def batch_location(self, step: int) -> list[tuple[Path, int]]:
-        """Shard and token offset at which each of this process's sequences of a step begins."""
+        """Shard and token offset at which each of this rank's sequences of a step begins."""
         return [
             (self.paths[shard], int(offset))
             for shard, offset in zip(*self._locate(step), strict=True)
         ]
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Shard number and token offset of each sequence of this process: two arrays [b]."""
-        first = step * self.batch_size + self.rank * self.local_batch_size
-        number = np.arange(first, first + self.local_batch_size)
-        epoch, index = np.divmod(number, self.n_windows)
+        """Shard number and token offset of each sequence of this rank: two arrays [b]."""
+        begin = step * self.batch_size + self.rank * self.local_batch_size
+        sequence = np.arange(begin, begin + self.local_batch_size)
+        epoch, index = np.divmod(sequence, self.n_windows)
         window = np.empty_like(index)
         for e in np.unique(epoch):
             window[epoch == e] = shuffled(index[epoch == e], self.n_windows, self.seed, int(e))
@@ -142,13 +142,13 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
 def validation_tokens(data_dir: str | Path, max_tokens: int) -> NDArray[np.uint16]:
     """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
 
-    The extra one is the target of the last. Shards are joined without a gap.
+    The extra one is the last token's target. Shards are concatenated.
     """
-    parts, wanted = [], max_tokens + 1
+    parts, remaining = [], max_tokens + 1
     for path in list_shards(data_dir, "val"):
-        parts.append(read_shard(path)[:wanted])
-        wanted -= len(parts[-1])
-        if not wanted:
+        parts.append(read_shard(path)[:remaining])
+        remaining -= len(parts[-1])
+        if not remaining:
             break
     return np.concatenate(parts)
 
@@ -162,26 +162,26 @@ def validation_batches(
     world_size: int = 1,
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `max_tokens` validation tokens, or all, as whole windows divided among processes.
+    """The first `max_tokens` validation tokens, or all, as whole windows divided among ranks.
 
     Gives x, y, int64 [<= batch_size, block_size], y being x shifted by one token; only the last
-    batch may be smaller. Process r gets windows r, r + world_size, ..., so the sum over all
-    processes is the same for any number of them, though some may have one window more than others.
-    Raises UserError where there is not one whole window.
+    batch may be smaller. Rank r gets windows r, r + world_size, ..., so the sum over all
+    ranks is the same for any number of them, though some may have one window more than others.
+    Raises UserError where there is no whole window.
     """
     tokens = validation_tokens(data_dir, max_tokens)
     n_windows = (len(tokens) - 1) // block_size
     if n_windows < 1:
         raise UserError(
-            f"{Path(data_dir)}: {len(tokens)} validation tokens to use, but one window takes "
+            f"{Path(data_dir)}: only {len(tokens)} validation tokens, but one window takes "
             f"{block_size + 1}"
         )
     device = torch.device(device)
     starts = np.arange(rank, n_windows, world_size) * block_size
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(starts), batch_size):
-            rows = starts[first : first + batch_size, None] + np.arange(block_size + 1)
+        for begin in range(0, len(starts), batch_size):
+            rows = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
             x, y = _inputs_and_targets(tokens[rows], device)
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Documents of parquet files, the strings of a column `text`, from any document number on."""
+"""Documents of parquet files, the strings of a column `text`, starting at any of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from errors import UserError
 
 COLUMN = "text"
 ROWS_AT_ONCE = 64
-# How to open a path for reading bytes: `open`, or the method of a file system.
+# A function that opens a path for reading bytes: `open`, or a file system's method.
 OpenFile = Callable[[str | Path, str], IO]
 
 
@@ -25,7 +25,7 @@ def count_documents(file: str | Path, open_file: OpenFile = open) -> int:
 def read_documents(
     files: Iterable[str | Path], start: int = 0, open_file: OpenFile = open
 ) -> Iterator[str]:
-    """The texts of all rows of `files` in order, from row `start`, counted over all files, on.
+    """The texts of all rows of `files` in order, starting at row `start`, counted over all files.
 
     Row groups that end before `start` are not read. Raises UserError where a file cannot be read as
     parquet, has no column of strings called `text`, or has a row without text.
@@ -64,5 +64,5 @@ def _open(path: str | Path, open_file: OpenFile) -> Iterator[pq.ParquetFile]:
             yield parquet
     except UserError:
         raise
-    except Exception as error:  # pyarrow's, the system's, or any of a network's libraries
+    except Exception as error:  # from pyarrow, the system or a network library
         raise UserError(f"{path}: cannot be read as parquet: {error}") from error

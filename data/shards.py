@@ -2,7 +2,7 @@
 
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
 that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
-repository made it, `meta.json`; `progress.json` is there only while the set is being made.
+repository made it, `meta.json`; `progress.json` exists only while the set is being made.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> str:
     header = np.zeros(HEADER_INTS, dtype=HEADER)
     header[:3] = MAGIC, VERSION, len(tokens)
     digest = hashlib.sha256()
-    # until it is whole its name is hidden and ends in .tmp, so that no glob for shards matches it
+    # until it is complete its name is hidden and ends in .tmp, which no glob for shards matches
     with atomic_write(path) as file:
         for part in (header.data, np.ascontiguousarray(tokens, dtype=TOKEN).data):
             file.write(part)
@@ -69,8 +69,8 @@ def read_shard(path: str | Path) -> NDArray[np.uint16]:
     expected = HEADER_BYTES + n * TOKEN.itemsize
     if n < 1 or size != expected:
         raise UserError(
-            f"{path}: its header tells of {n} tokens, which make {expected} bytes, but the file "
-            f"has {size}; it is cut short or damaged: run the command that made it again"
+            f"{path}: its header gives {n} tokens, which take {expected} bytes, but the file "
+            f"has {size}; it is truncated or damaged: repeat the command that made it"
         )
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
 
@@ -84,7 +84,7 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: no such folder; {_how_to_make(data_dir)}")
     if (data_dir / PROGRESS).exists():
-        raise UserError(f"{data_dir}: unfinished; run the command that was making it again")
+        raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
     shards = sorted(data_dir.glob(f"*_{split}_*.bin"))
     if not shards:
         raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {_how_to_make(data_dir)}")
@@ -108,7 +108,7 @@ def check_shards(paths: Iterable[Path], vocab_size: int) -> None:
 
 
 def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:
-    """Raise UserError where tokens [n], from number `start` of `source`, are not all below
+    """Raise UserError unless all tokens [n], which begin at token `start` of `source`, are below
     `vocab_size`."""
     if tokens.max() >= vocab_size:
         at = int(np.argmax(tokens >= vocab_size))

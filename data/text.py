@@ -1,8 +1,8 @@
-"""Make token shards of any text files: `python -m data.text [PATHS...]`.
+"""Make token shards from any text files: `python -m data.text [PATHS...]`.
 
 Reads .txt, .md and .py (each file is a document), .jsonl (field "text" of each line is one) and
 .parquet (column `text` of each row is one); a folder stands for all such files in it that are not
-hidden. Without paths it takes the source code of Python's standard library, which every machine
+hidden. Without paths it uses the source code of Python's standard library, which every machine
 has. For validation it uses the files named by --val, or a tenth, chosen by a hash of their names.
 """
 
@@ -36,7 +36,7 @@ class Source:
     """A file of documents."""
 
     path: Path
-    name: str  # decides its place in the order, and whether it is for validation
+    name: str  # decides the order, and whether it is used for validation
     sha256: str  # of its content
     documents: int  # number of documents
 
@@ -44,17 +44,17 @@ class Source:
 def list_files(
     paths: Iterable[str | Path], without: Collection[str] = ()
 ) -> list[tuple[str, Path]]:
-    """All files of the kinds in SUFFIXES among the given files and folders: (name, path), by name.
+    """(name, path) of all files with one of SUFFIXES in the given files and folders, by name.
 
     The name is relative to the folder that was given. Hidden files and folders are left out, and so
     are folders whose name is in `without`. Raises UserError where a path is missing, or is a file
-    of another kind.
+    of another type.
     """
     found: dict[Path, str] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for folder, inner, files in os.walk(path):
-                inner[:] = [name for name in inner if name[0] != "." and name not in without]
+            for folder, folders, files in os.walk(path):
+                folders[:] = [name for name in folders if name[0] != "." and name not in without]
                 for file in (Path(folder, name) for name in files if name[0] != "."):
                     if file.suffix in SUFFIXES:
                         found[file.resolve()] = file.relative_to(path).as_posix()
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
     parser.add_argument("--tokenizer", choices=TOKENIZERS, default="bytes", help="default: bytes")
     parser.add_argument("--out_dir", help="default: data/text_<tokenizer>")
-    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens of a shard")
+    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=all_cores(), help="default: all cores")
     args = parser.parse_args(argv)
 

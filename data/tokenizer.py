@@ -19,11 +19,11 @@ END_OF_TEXT = "<|endoftext|>"
 # What an id that is not a token decodes to: a model's vocabulary may exceed its tokenizer's.
 UNKNOWN = "\ufffd".encode()
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
-# The hash by which tiktoken itself checks its download of this file.
+# The hash that tiktoken checks its own download of this file against.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# Whitespace as the pattern's \s has it, which is not quite that of Python.
+# Whitespace as in the pattern's \s, which differs slightly from Python's.
 LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
@@ -74,7 +74,7 @@ class GPT2Tokenizer:
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes its mark, and what is not a token or not UTF-8 becomes U+FFFD."""
+        """`eot` becomes END_OF_TEXT; unknown ids and invalid UTF-8 become U+FFFD."""
         parts = [
             self._encoding.decode_single_token_bytes(int(i)) if i < self.n_vocab else UNKNOWN
             for i in ids
@@ -97,7 +97,7 @@ class ByteTokenizer:
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes its mark, and what is not a token or not UTF-8 becomes U+FFFD."""
+        """`eot` becomes END_OF_TEXT; unknown ids and invalid UTF-8 become U+FFFD."""
         mark = END_OF_TEXT.encode()
         parts = [bytes([i]) if i < 256 else mark if i == self.eot else UNKNOWN for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
@@ -140,7 +140,7 @@ def split_text(text: str, size: int) -> Iterator[str]:
 def byte_symbols() -> dict[int, str]:
     """The printable character that stands for each byte in GPT-2's files, in order of token id.
 
-    Printable Latin-1 stands for itself; the other bytes are the characters from 256 on.
+    Printable Latin-1 stands for itself; the other bytes become the characters from 256 on.
     """
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
@@ -177,5 +177,5 @@ def _utf8(text: str) -> bytes:
 
 
 def _repair(text: str) -> str:
-    """The text with its surrogate pairs (from JSON escapes) joined, and lone ones as U+FFFD."""
+    """The text with its surrogate pairs (from JSON escapes) joined, and lone ones made U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

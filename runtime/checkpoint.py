@@ -1,17 +1,17 @@
-"""A run's folder: its config and checkpoints, saved whole or not at all, and read back.
+"""A run's folder: its config and checkpoints, written atomically and read back.
 
 config.json        every setting, resolved
 environment.json   versions, machine, commit
 uncommitted.patch  `git diff HEAD` of the repository, where that is not empty
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 wandb.json         the run's id in wandb
-metrics.jsonl      one object a line: a step, or a validation
-step_000200.pt     all that resuming needs, after 200 steps
+metrics.jsonl      one object per line: a step or a validation
+step_000200.pt     everything needed to resume, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
-checkpoints.json   bytes and sha256 of each checkpoint; an unlisted file does not count
+checkpoints.json   bytes and sha256 of each checkpoint; unlisted files are ignored
 
 A checkpoint is written to a temporary file, synced and renamed before checkpoints.json lists it,
-and older ones are deleted only after that: at any moment the newest one listed is whole.
+and older ones are deleted only after that: the newest one listed is always intact.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ KINDS = {"latest": "step", "best": "best"}
 
 
 def write_header(run: Path, config: Config, job: str | None) -> None:
-    """Write what a run's folder holds before its first step: settings and environment."""
+    """Write the settings and environment to a run's folder, before its first step."""
     write_json(run / "config.json", config.as_dict())
     write_json(run / "environment.json", environment() | {"job": job})
     patch = run / "uncommitted.patch"
@@ -60,7 +60,7 @@ def training_state(
     step: int,
     config: Config,
 ) -> dict[str, Any]:
-    """What a step_*.pt holds; `restore` puts it back."""
+    """The content of a step_*.pt; `restore` loads it back."""
     return {
         "model": model.state_dict(),
         "step": step,
@@ -74,36 +74,36 @@ class Saver:
     """Writes a run's checkpoints in a background thread, one after another.
 
     Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
-    `keep_every` steps (0: none). The best_*.pt is one.
+    `keep_every` steps (0: none). There is one best_*.pt.
     """
 
     def __init__(self, run: Path, keep_last: int, keep_every: int):
         self.run, self.keep_last, self.keep_every = run, keep_last, keep_every
         self.thread = ThreadPoolExecutor(1)
-        self.writing: Future[None] | None = None
+        self.pending: Future[None] | None = None
 
     def save(self, kind: str, state: dict[str, Any]) -> None:
         """Copy the state to host memory, then write `<kind>_<step>.pt` in the background.
 
-        Waits until the checkpoint before is written. Raises UserError if that failed.
+        First waits for the previous checkpoint. Raises UserError if writing that failed.
         """
         self.wait()
         name = f"{kind}_{state['step']:06d}.pt"
         copies: dict[tuple, Tensor] = {}
         state = to_host(state, copies)
         needed = sum(tensor.nbytes for tensor in copies.values())
-        self.writing = self.thread.submit(self._write, name, state, needed)
+        self.pending = self.thread.submit(self._write, name, state, needed)
 
     def wait(self) -> None:
-        """Return when all is on disk. Raises UserError if it could not be written."""
-        writing, self.writing = self.writing, None
-        if writing is not None:
-            writing.result()
+        """Wait until everything is on disk. Raises UserError if a write failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def failed(self) -> bool:
         """Whether the last write has already failed; `wait` raises its error."""
-        writing = self.writing
-        return writing is not None and writing.done() and writing.exception() is not None
+        pending = self.pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
     def __enter__(self) -> "Saver":
         return self
@@ -116,10 +116,10 @@ class Saver:
     ) -> None:
         if error is None:
             self.wait()
-        self.thread.shutdown()  # after an error too, a write in progress is finished
+        self.thread.shutdown()  # finishes a write in progress, even after an error
 
     def _write(self, name: str, state: dict[str, Any], needed: int) -> None:
-        path, index = self.run / name, self._kept_beside(name)
+        path, index = self.run / name, self._entries_to_keep(name)
         try:
             with atomic_write(path) as file:
                 saved = HashingFile(file)
@@ -131,21 +131,21 @@ class Saver:
             reason = cause.strerror if isinstance(cause, OSError) else cause
             raise UserError(
                 f"{path}: {reason}; this checkpoint needs {needed:,} bytes, and {free:,} "
-                "are free on its disk. The checkpoints before it are untouched: make room, then "
-                "go on from them with --resume"
+                "are free on its disk. The earlier checkpoints are untouched: free some space, "
+                "then continue with --resume"
             ) from error
         delete_stale(self.run)
 
-    def _kept_beside(self, new: str) -> dict[str, dict]:
-        """The entries that stay beside a new one, which replaces all later ones of its kind."""
+    def _entries_to_keep(self, new: str) -> dict[str, dict]:
+        """The index entries to keep beside a new one, which replaces all later ones of its kind."""
         index = read_index(self.run)
         best, steps = newest_first(index, "best"), newest_first(index, "step")
         if new.startswith("best"):
             best = []
         else:
             before = [name for name in steps if step_of(name) < step_of(new)]
-            every = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
-            steps = before[: self.keep_last - 1] + every
+            permanent = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
+            steps = before[: self.keep_last - 1] + permanent
         return {name: index[name] for name in best + steps}
 
 
@@ -171,8 +171,8 @@ class HashingFile:
 
     def write_state(self, state: dict[str, Any]) -> None:
         try:
-            torch.save(state, self)  # type: ignore[arg-type]  # it needs write and flush only
-        except RuntimeError as error:  # torch raises its own error for that of the file
+            torch.save(state, self)  # type: ignore[arg-type]  # it only needs write and flush
+        except RuntimeError as error:  # torch replaces the file's error with its own
             raise self.error or error from None
 
 
@@ -191,7 +191,7 @@ def to_host(value: Any, copies: dict[tuple, Tensor]) -> Any:
 
 
 def delete_stale(run: Path) -> None:
-    """Delete checkpoints that the index no longer lists, and what a kill left half written."""
+    """Delete checkpoints that the index does not list, and files that a kill left half-written."""
     index = read_index(run)
     for file in run.iterdir():
         name = file.name.removeprefix(".").removesuffix(".tmp")
@@ -199,7 +199,7 @@ def delete_stale(run: Path) -> None:
             file.unlink()
 
 
-# ---- what is there ----
+# ---- the index ----
 
 
 def read_index(run: str | Path) -> dict[str, dict]:
@@ -211,7 +211,7 @@ def read_index(run: str | Path) -> dict[str, dict]:
     index = read_json(path)
     if index is None:
         return {}
-    # a name must be that of a file of this folder
+    # a name must not lead out of this folder
     if not isinstance(index, dict) or not all(
         re.fullmatch(NAME, name)
         and isinstance(entry, dict)
@@ -219,7 +219,7 @@ def read_index(run: str | Path) -> dict[str, dict]:
         and isinstance(entry.get("sha256"), str)
         for name, entry in index.items()
     ):
-        raise UserError(f"{path}: damaged: it gives bytes and sha256 of step_*.pt and best_*.pt")
+        raise UserError(f"{path}: damaged: it must have bytes and sha256 of every *.pt")
     return index
 
 
@@ -240,13 +240,13 @@ def step(run: str | Path) -> int | None:
 def exists(run: str | Path) -> bool:
     """Whether the folder holds a run that can be resumed.
 
-    Raises UserError where it has checkpoints but not the index that belongs to them.
+    Raises UserError where it has checkpoints but no index of them.
     """
     index = read_index(run)
     found = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
     # a kill during the very first save leaves files of step 0 without an index
     if not index and any(step_of(name) for name in found):
-        raise UserError(f"{run}: holds {max(found)}, but its {INDEX} is missing; put it back")
+        raise UserError(f"{run}: holds {max(found)}, but its {INDEX} is missing; restore it")
     return bool(newest_first(index, "step"))
 
 
@@ -262,17 +262,17 @@ def require_unused_folder(run: Path, job: str | None) -> None:
     A restarted job may overwrite what it wrote itself before its first checkpoint.
     """
     if exists(run):
-        raise UserError(f"{run} holds a run; --resume continues it, another --out_dir starts one")
+        raise UserError(f"{run} holds a run; continue it with --resume, or give another --out_dir")
     config, metrics = run / "config.json", run / "metrics.jsonl"
-    lost = None
-    if "attention" not in (read_json(config) or {"attention": ""}):  # not a config of train.py
-        lost = config
+    at_risk = None
+    if "attention" not in (read_json(config) or {"attention": ""}):  # not written by train.py
+        at_risk = config
     elif metrics.is_file() and metrics.stat().st_size and not (job and made_by(run, job)):
-        lost = metrics
-    if lost:
+        at_risk = metrics
+    if at_risk:
         raise UserError(
-            f"{lost} is of no run that can be continued, and a new one would replace it; move it "
-            "away, or give another --out_dir"
+            f"{at_risk} belongs to no run that can be resumed, and a new run would overwrite it; "
+            "move it away, or give another --out_dir"
         )
 
 
@@ -282,8 +282,8 @@ def require_unused_folder(run: Path, job: str | None) -> None:
 def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
     """The newest whole checkpoint of a run, or its best one, with its checksum verified.
 
-    A damaged one is named on standard error, and the one before it is taken. `run` may also be one
-    of a run's checkpoints: that one. Raises UserError where none is left.
+    A damaged one is reported on standard error, and the previous one is used. `run` may also be the
+    path of one checkpoint. Raises UserError where none is left.
     """
     run = Path(run)
     if run.suffix == ".pt":
@@ -294,7 +294,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
     )
     if not names:
         raise UserError(
-            f"{run}: no checkpoint in it ({which}); train.py, without --resume, begins with one"
+            f"{run}: no checkpoint in it ({which}); train.py without --resume creates one"
         )
     for name in names:
         path = run / name
@@ -316,7 +316,7 @@ def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
 
 
 def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
-    """What is wrong with a file that should have this size and checksum; None: nothing."""
+    """How a file deviates from this size and checksum; None if it does not."""
     try:
         if (size := path.stat().st_size) != bytes:
             return f"it has {size:,} bytes, not {bytes:,}"
@@ -335,10 +335,10 @@ def load(path: str | Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
-    except Exception as error:  # whatever torch.load raises for a damaged file
+    except Exception as error:  # torch.load raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
     if not isinstance(state, dict) or not {"model", "step", "config"} <= state.keys():
-        raise UserError(f"{path}: no checkpoint of train.py: it has no model, step and config")
+        raise UserError(f"{path}: not a checkpoint of train.py: it needs model, step and config")
     return state
 
 
@@ -350,18 +350,18 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> dict[str, Any]:
     """The latest checkpoint of a run that this config continues.
 
     Raises UserError where the run was trained with settings that a resumed one may not change, or
-    has more steps than this config asks for.
+    has more steps than this config's max_iters.
     """
     state = load(find(run, quiet=quiet))
     for key, saved in state["config"].items():
         if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{getattr(config, key)!r}; give the settings that it began with (its config.json "
+                f"{getattr(config, key)!r}; give its original settings (its config.json "
                 f"has them), or start a new run from its weights: --init_from={run}"
             )
     if state["step"] > config.max_iters:
-        raise UserError(f"{run} has {state['step']} steps, max_iters = {config.max_iters} is less")
+        raise UserError(f"{run} has {state['step']} steps, above max_iters = {config.max_iters}")
     return state
 
 
@@ -398,25 +398,25 @@ def read_config(run: str | Path) -> Config:
 def load_weights(model: GPT, run: str | Path, which: str = "latest") -> int:
     """Copy a run's weights into the model; returns their step.
 
-    The attention variant may be another one: its learnable scalars then keep their initial values.
-    Raises UserError where the run has no checkpoint or its shapes do not fit.
+    The attention variant may differ: its learnable scalars then keep their initial values. Raises
+    UserError where the run has no checkpoint or its shapes do not fit.
     """
     path = find(run, which)
     state = load(path)
-    mine, saved = model.state_dict(), state["model"]
-    scalars = {name for name in mine | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
-    missing = [name for name in mine if name not in saved and name not in scalars]
-    unknown = [name for name in saved if name not in mine and name not in scalars]
-    for name in sorted(mine.keys() & saved.keys()):
-        if mine[name].shape != saved[name].shape:
-            missing.append(f"{name} {list(saved[name].shape)} for {list(mine[name].shape)}")
-    for key in ("n_head", "norm", "tie_embeddings"):  # which no shape shows
+    own, saved = model.state_dict(), state["model"]
+    scalars = {name for name in own | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
+    missing = [name for name in own if name not in saved and name not in scalars]
+    unknown = [name for name in saved if name not in own and name not in scalars]
+    for name in sorted(own.keys() & saved.keys()):
+        if own[name].shape != saved[name].shape:
+            missing.append(f"{name} {list(saved[name].shape)} for {list(own[name].shape)}")
+    for key in ("n_head", "norm", "tie_embeddings"):  # which shapes do not reveal
         theirs, ours = state["config"][key], getattr(model.config, key)
         if theirs != ours:
             missing.append(f"{key} {theirs} for {ours}")
     if missing or unknown:
         raise UserError(
-            f"{path}: its model is another one: {', '.join((missing + unknown)[:3])} "
+            f"{path}: its model differs: {', '.join((missing + unknown)[:3])} "
             "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and vocabulary must agree"
         )
     model.load_state_dict(saved, strict=False)

@@ -38,14 +38,14 @@ def pick_device(name: str = "auto") -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cuda", "mps", "cpu"):
-        raise UserError(f"device = {name!r}; it is 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+        raise UserError(f"device = {name!r} must be 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
     available = {
         "cuda": (device.index or 0) < torch.cuda.device_count(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
     if not available[device.type]:
-        raise UserError(f"device = {name!r} is not on this machine; device = 'auto' takes what is")
+        raise UserError(f"device = {name!r} is not on this machine; 'auto' picks one that is")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -65,9 +65,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype)
 
 
-def pick_compile(asked: bool | None, device: torch.device) -> bool:
-    """Whether to compile the model: as asked, and by default on CUDA only."""
-    return device.type == "cuda" if asked is None else asked
+def pick_compile(setting: bool | None, device: torch.device) -> bool:
+    """Whether to compile the model: the setting or, if it is None, only on CUDA."""
+    return device.type == "cuda" if setting is None else setting
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -106,12 +106,12 @@ def environment() -> dict[str, Any]:
 
 
 def uncommitted_changes() -> bytes:
-    """What the working tree differs in from its commit, as `git apply` takes it."""
+    """The working tree's changes since its commit, as a patch for `git apply`."""
     return git("diff", "HEAD", "--binary") or b""
 
 
 def git(*arguments: str) -> bytes | None:
-    """What git prints of this repository, None where it fails, as in a copy without a history."""
+    """What git prints for this repository; None where it fails, as in a copy without history."""
     try:
         run = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True)
     except OSError:

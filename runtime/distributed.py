@@ -1,10 +1,10 @@
-"""The processes of a run: connected, stopped together by a signal, ended when one is lost.
+"""The ranks of a run: connected, stopped together by a signal, ended when one is lost.
 
 How train.py ends:
     0   finished
-    1   diverged, or a process was lost
+    1   diverged, or a rank was lost
     2   a mistake that the message names, or a checkpoint that could not be written
-    75  stopped by a signal and saved: --resume goes on
+    75  stopped by a signal and saved: continue with --resume
 """
 
 import json
@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Slurm signals the workers and torchrun, and torchrun passes it on: one request comes twice.
+# Slurm signals the workers and torchrun, which forwards it: one request arrives twice.
 SAME_REQUEST_S = 3
 HEARTBEAT_S = 1
-# The backend's own timeout comes later: it is for a wait in which every process is alive.
+# The backend's own timeout is longer: it covers waits in which every rank is alive.
 BACKEND_GRACE_S = 30
 
 
@@ -35,46 +35,48 @@ BACKEND_GRACE_S = 30
 def process_group(
     rank: int, world_size: int, device: torch.device, timeout: float
 ) -> Iterator[Callable[[str], None]]:
-    """Connect the processes that torchrun started while the block runs.
+    """Connect the ranks that torchrun started, while the block runs.
 
-    Gives a function by which a process reports what it does next, `Watchdog.report_progress`. If a
-    process dies, or keeps the others waiting for `timeout` seconds, they end with exit code 1 and a
-    message that names it.
+    Yields `Watchdog.report_progress`, by which a rank reports what it does next. If a rank dies, or
+    keeps the others waiting for `timeout` seconds, they end with exit code 1 and a message that
+    names it.
     """
     if world_size == 1:
         yield lambda doing: None
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    wait = timedelta(seconds=timeout + BACKEND_GRACE_S)
+    backend_timeout = timedelta(seconds=timeout + BACKEND_GRACE_S)
     attempt, store = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), None
     if attempt != "0" and os.environ["LOCAL_WORLD_SIZE"] == str(world_size):
-        # torchrun keeps one store for all attempts: without a prefix, processes would find the
-        # addresses of dead ones in it. Several nodes count differently; see train_slurm.sh.
-        store = dist.PrefixStore(attempt, store_client(wait))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+        # torchrun keeps one store for all attempts: without a prefix, ranks would find the
+        # addresses of dead ones in it. Nodes may disagree on the count; see train_slurm.sh.
+        store = dist.PrefixStore(attempt, store_client(backend_timeout))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=backend_timeout
+    )
     try:
         with Watchdog(rank, world_size, device, timeout) as watchdog:
             yield watchdog.report_progress
-            dist.barrier()  # no process leaves while another still needs it
+            dist.barrier()  # no rank leaves while another still needs it
     finally:
-        # A gloo thread takes the GIL to drop the last collective's tensors. Let it: closing the
-        # group joins that thread with the GIL held, and would wait for ever.
+        # A gloo thread takes the GIL to free the last collective's tensors. Let it finish: closing
+        # the group joins that thread with the GIL held, and would deadlock.
         time.sleep(0.1)
         dist.destroy_process_group()
 
 
-def store_client(wait: timedelta) -> dist.TCPStore:
-    """A client of the store that torchrun, or else the first process, keeps for all processes."""
+def store_client(timeout: timedelta) -> dist.TCPStore:
+    """A client of the store that torchrun, or else rank 0, hosts for all ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=wait)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
 class Watchdog:
-    """Watches the other processes from a thread, because the main one may be blocked by them.
+    """Watches the other ranks from a thread, since they may block the main thread.
 
-    Every second each process writes a heartbeat, with its progress and what it is doing, to a store
-    that all can read. A process whose heartbeat stops is dead; one whose progress is behind this
-    one's keeps it waiting.
+    Every second each rank writes a heartbeat, with its progress and what it is doing, to the shared
+    store. A rank whose heartbeat stops is dead; one whose progress falls behind this rank's keeps
+    it waiting.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float):
@@ -82,13 +84,13 @@ class Watchdog:
         self.beat, self.progress, self.doing = 0, 0, "starting"
         self.name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
         self.closed = threading.Event()
-        token = torch.tensor(time.time_ns(), device=device)  # a restarted job has keys of its own
+        token = torch.tensor(time.time_ns(), device=device)  # each attempt has its own keys
         dist.broadcast(token, 0)
         store = store_client(timedelta(seconds=timeout))
         self.store = dist.PrefixStore(f"watchdog/{token.item()}", store)
         self._write()
         dist.barrier()
-        # rank -> its last heartbeat, when that came, when its progress last changed
+        # rank -> its last heartbeat, when that arrived, when its progress last changed
         self.seen: dict[int, tuple[dict, float, float]] = {}
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -103,8 +105,8 @@ class Watchdog:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, RuntimeError):
-            # Perhaps a collective failed because a process is gone. Then the thread notices soon
-            # and ends this process with a message, unless torchrun, which notices too, is faster.
+            # Perhaps a collective failed because a rank died. The thread will soon notice and end
+            # this process with a message, unless torchrun, which notices too, is faster.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.timeout = 3 * HEARTBEAT_S
             self.thread.join(6 * HEARTBEAT_S)
@@ -112,7 +114,7 @@ class Watchdog:
         self.thread.join()
 
     def report_progress(self, doing: str) -> None:
-        """Report that this process goes on to its next task, and which one that is."""
+        """Report that this rank starts its next task, which `doing` describes."""
         self.progress, self.doing = self.progress + 1, doing
 
     def _write(self) -> None:
@@ -132,7 +134,7 @@ class Watchdog:
                 self._write()
                 heartbeats = self.store.multi_get([str(rank) for rank in others])
             except RuntimeError:
-                self._end("the first process, which keeps their store, does not answer")
+                self._end("rank 0, which hosts the store, does not answer")
                 return
             now = time.monotonic()
             for rank, heartbeat in zip(others, map(json.loads, heartbeats), strict=True):
@@ -158,18 +160,18 @@ class Watchdog:
                 names = ", ".join(heartbeat["name"] for heartbeat in behind)
                 self._end(f"{names} keeps the others waiting, {behind[0]['doing']}")
 
-    def _end(self, what: str) -> None:
+    def _end(self, reason: str) -> None:
         """End the whole process, whose main thread may be blocked for good."""
         if self.closed.is_set():
             return
         try:
-            first = self.store.add("reported", 1) == 1  # one process prints for all
+            prints = self.store.add("reported", 1) == 1  # one rank prints for all
         except RuntimeError:
-            first = True
-        if first:
+            prints = True
+        if prints:
             print(
-                f"error: {what}. The run ends after {self.timeout:g} s without it; go on from its "
-                "last checkpoint with --resume.",
+                f"error: {reason}. The run ends after {self.timeout:g} s without it; continue from "
+                "its last checkpoint with --resume.",
                 file=sys.stderr,
             )
         sys.stdout.flush()
@@ -178,15 +180,15 @@ class Watchdog:
 
 
 class Stop:
-    """Receives the signals that ask a run to stop, while its block runs.
+    """Handles the signals that ask a run to stop, while its block runs.
 
-    After the first one `asked` is its name, and the training loop is to finish its step and save. A
+    The first one's name is in `received`: the training loop then finishes its step and saves. A
     second one, 3 seconds later or more, ends the process at once, even if its main thread is stuck:
     that is why the signals are handled in a thread.
     """
 
     def __init__(self, quiet: bool):
-        self.asked: str | None = None
+        self.received: str | None = None
         self.quiet = quiet
 
     def __enter__(self) -> "Stop":
@@ -208,20 +210,20 @@ class Stop:
 
     def _listen(self) -> None:
         since = 0.0
-        while received := self.reader.recv(1):
-            number, now = received[0], time.monotonic()
+        while data := self.reader.recv(1):
+            number, now = data[0], time.monotonic()
             if number not in STOP_SIGNALS:
                 continue
-            if self.asked is None:
-                self.asked, since = signal.Signals(number).name, now
+            if self.received is None:
+                self.received, since = signal.Signals(number).name, now
                 if not self.quiet:
-                    print(f"{self.asked}: saving after this step", flush=True)
+                    print(f"{self.received}: saving after this step", flush=True)
             elif now - since >= SAME_REQUEST_S:
                 os._exit(128 + number)
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """The largest value of all processes."""
+    """The largest value over all ranks."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value, device=device)
@@ -230,9 +232,9 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 def job() -> str | None:
-    """The name that torchrun, or else Slurm, has for this job; a restart does not change it."""
+    """This job's ID in torchrun, or else in Slurm; a restart does not change it."""
     run_id, slurm = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
-    if run_id == "none":  # torchrun's default for every job: its own process stands for it
+    if run_id == "none":  # torchrun's default for every job: use torchrun's own process
         return slurm or f"{socket.gethostname()} {os.getppid()}"
     return run_id or slurm
 
@@ -240,7 +242,7 @@ def job() -> str | None:
 def restarted() -> bool:
     """Whether torchrun (--max-restarts) or Slurm (requeue) has started this job before.
 
-    Of several nodes, torchrun tells only the one where a process failed.
+    With several nodes, torchrun tells only the node where a process failed.
     """
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(int(os.environ.get(name) or 0) for name in names)

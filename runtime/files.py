@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written to a temporary file, synced, renamed."""
+"""Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks."""
 
 import fcntl
 import hashlib
@@ -15,10 +15,10 @@ from errors import UserError
 
 @contextmanager
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a file that appears under `path` only once the block has ended and all is on disk.
+    """Open a file that appears at `path` only once the block has ended and all of it is on disk.
 
-    A kill or an error leaves what was there before; the hidden temporary file lies beside it.
-    Raises UserError where it cannot be written.
+    A kill or an error leaves the previous file untouched; the hidden temporary file is beside it.
+    Raises UserError where the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -44,9 +44,9 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Raise UserError, before any long work, for a folder that no file can be written to.
+    """Raise UserError, before any long work, for a folder that cannot be written to.
 
-    For a folder that does not exist yet, its nearest existing parent is tested. Leaves no file.
+    If it does not exist yet, its nearest existing parent is tested. No file is left behind.
     """
     nearest = Path(folder)
     try:
@@ -58,7 +58,7 @@ def check_writable(folder: str | Path) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     with atomic_write(path, "w") as file:
         file.write(json.dumps(value, indent=1) + "\n")
 
@@ -66,7 +66,7 @@ def write_json(path: str | Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The content of a JSON file, None if there is no such file.
 
-    Raises UserError where it cannot be read as JSON, or holds null.
+    Raises UserError where it cannot be read as JSON, or contains null.
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def read_json(path: str | Path) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
     if value is None:
-        raise UserError(f"{path}: holds null, nothing else")
+        raise UserError(f"{path}: contains only null")
     return value
 
 
@@ -89,9 +89,9 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock while the block runs.
 
-    The system releases the lock when the process ends, however it ends. A folder that was created
-    here and in which nothing was written is removed again. Raises UserError where the folder cannot
-    be written to, or another process holds its lock: that process "is `doing`".
+    The system releases the lock when the process ends, however it ends. A folder created here is
+    removed again if nothing was written to it. Raises UserError where the folder cannot be written
+    to, or another process holds its lock; the message says that it "is `doing`".
     """
     check_writable(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -108,7 +108,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
             yield
         finally:
             if created and list(folder.iterdir()) == [lock]:
-                with suppress(OSError):  # a parent that somebody else uses by now
+                with suppress(OSError):  # another process now uses a parent
                     lock.unlink()
                     for path in created:
                         path.rmdir()

@@ -19,15 +19,16 @@ from errors import UserError
 from runtime.checkpoint import first_line
 from runtime.files import atomic_write, read_json, write_json
 
-# A spike: a loss so many standard deviations above the mean of so many steps before it, at least.
+# A spike: a loss at least SPIKE standard deviations above the mean of the last SPIKE_STEPS steps,
+# once there are SPIKE_AFTER of them.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
 
 
 class Log:
     """Printed lines, metrics.jsonl and wandb; none of these with `quiet`, as on all ranks but 0.
 
-    Goes on after the step `resumed_at`, if any. `batch_location(step)` describes where the batch of
-    a step, counted from 1, begins.
+    Continues after the step `resumed_at`, if any. `batch_location(step)` describes where the batch
+    of a step (1-based) begins in the data.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Log:
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
         if self.wandb:
-            for line in kept:  # a kill may have come before wandb had sent them
+            for line in kept:  # a killed run may not have sent them to wandb
                 self.add_to_row(line)
 
     def __enter__(self) -> "Log":
@@ -80,7 +81,7 @@ class Log:
     def write(self, values: dict[str, float | None]) -> None:
         if self.quiet:
             return
-        # values that are unknown or not finite, which JSON cannot hold, are left out
+        # leaves out values that are unknown or not finite, which JSON cannot hold
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
         self.file.write(json.dumps(known) + "\n")
         self.file.flush()
@@ -88,18 +89,18 @@ class Log:
             self.add_to_row(known)
 
     def add_to_row(self, values: dict[str, float]) -> None:
-        """Collect a step and its validation in one row: wandb never adds to a row that it has."""
+        """Collect a step and its validation in one row: wandb never extends a row it has."""
         if self.row and self.row["step"] != values["step"]:
             self.send_row()
         self.row |= values
 
     def send_row(self) -> None:
         row, self.row = self.row, {}
-        if row and row["step"] >= self.wandb.starting_step:  # wandb has the steps before
+        if row and row["step"] >= self.wandb.starting_step:  # wandb already has earlier steps
             self.wandb.log(row, step=row["step"], commit=True)
 
     def sync(self) -> None:
-        """Sync metrics.jsonl to disk, so that it never ends before a checkpoint does."""
+        """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
         if not self.quiet:
             os.fsync(self.file.fileno())
 
@@ -121,10 +122,10 @@ class Log:
         skipped: int | None = None,
         save_ms: float | None = None,
     ) -> None:
-        """Log an update that took so many seconds for so many tokens."""
+        """Log an update of `tokens` tokens that took `seconds`."""
         if self.quiet:
             return
-        # the first step compiles and allocates: it says nothing about those that follow
+        # the first step compiles and allocates: it says nothing about later ones
         if step <= self.first_step + 2:
             self.seconds_a_step = seconds
         self.seconds_a_step += 0.1 * (seconds - self.seconds_a_step)
@@ -152,21 +153,21 @@ class Log:
             )
 
     def spike(self, loss: float) -> float | None:
-        """By how many standard deviations a loss exceeds the steps before, if it is a spike."""
+        """By how many standard deviations a loss exceeds previous steps, if it is a spike."""
         if not math.isfinite(loss):
             return None
-        before = np.array(self.losses)
+        previous = np.array(self.losses)
         self.losses.append(loss)
-        if len(before) < SPIKE_AFTER or not before.std():
+        if len(previous) < SPIKE_AFTER or not previous.std():
             return None
-        above = float((loss - before.mean()) / before.std())
+        above = float((loss - previous.mean()) / previous.std())
         return above if above >= SPIKE else None
 
 
 def truncate_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl after the step that a run is resumed from: later steps come again.
+    """Truncate metrics.jsonl after the step that a run resumes from: later steps are repeated.
 
-    Returns the lines that are kept: none where the run starts anew, with step None.
+    Returns the lines that are kept: none for a new run, whose step is None.
     """
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -175,16 +176,16 @@ def truncate_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
             if step is not None and values["step"] <= step:
                 kept.append(values)
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # the line that a kill cut short
+            pass  # a line that a kill cut short
     with atomic_write(path, "w") as file:
         file.writelines(json.dumps(values) + "\n" for values in kept)
     return kept
 
 
 def wandb_key(url: str) -> bool:
-    """Whether a key is set, in the environment or by `wandb login`; asks no network."""
+    """Whether an API key is set, in the environment or by `wandb login`; uses no network."""
     try:
-        # by its path, as wandb reads it: netrc refuses its own default where others may read it
+        # with a path, as wandb reads it: netrc rejects its default file if others may read it
         path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
         stored = netrc.netrc(path).authenticators(urlsplit(url).netloc)
     except (OSError, netrc.NetrcParseError):
@@ -195,7 +196,7 @@ def wandb_key(url: str) -> bool:
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     """A wandb run, or None where wandb is disabled or not installed; waits 8 s for a network.
 
-    Its id is kept in wandb.json of the run's folder, so that a resumed run continues it.
+    Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
     if config.wandb_mode == "disabled":
         return None
@@ -218,7 +219,7 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     uploaded = supersede_offline_parts(run, wandb_id)
 
     def start(online: bool) -> Any:
-        # an offline part holds the whole run; wandb would not join it to one that its server has
+        # an offline part has the whole run; wandb cannot merge it with one on its server
         new = uploaded and not online
         return wandb.init(
             mode="online" if online else "offline", project=config.wandb_project, name=run.name,
@@ -240,7 +241,7 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
 
 
 def supersede_offline_parts(run: Path, wandb_id: str | None) -> bool:
-    """Rename what wandb kept offline of a resumed run and did not upload: the next part has it all.
+    """Rename a resumed run's offline parts that were not uploaded: the next part contains them.
 
     Returns whether wandb's server may have another part of the run.
     """

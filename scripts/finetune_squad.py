@@ -327,7 +327,7 @@ def finetune(
 
     batch: list[Example] = []  # of the step in progress
 
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return answer_loss(model, x, y) / len(batch)
 
     def batch_location(step: int) -> str:
@@ -347,30 +347,30 @@ def finetune(
         # ---- loop ----
         while True:
             last = step >= config.max_iters
-            due = last or stop.asked or step % config.checkpoint_interval == 0
+            due = last or stop.received or step % config.checkpoint_interval == 0
             if due and step != resumed_at:
                 if step and not all(p.isfinite().all() for p in model.parameters()):
-                    what = "its update left weights that are not finite"
-                    stop_diverged(config, step, what, batch_location(step))
+                    error = "its update left non-finite weights"
+                    stop_diverged(config, step, error, batch_location(step))
                 log.sync()
                 state = checkpoint.training_state(model, optimizers, scaler, step, config)
                 saver.save("step", state)
-            if last or stop.asked:
+            if last or stop.received:
                 return not last
 
             started, lr = time.perf_counter(), learning_rate(step, config)
             batch = batch_of(step, examples, sequences, config.seed)
             parts = range(0, len(batch), config.batch_size)
             loss, grad_norm = train_step(
-                loss_of,
+                loss_fn,
                 [tensors(batch[i : i + config.batch_size], length, device) for i in parts],
                 model, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1
             # with float16 the scaler skips a step whose gradients overflow
             if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
-                what = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, step, what, batch_location(step))
+                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                stop_diverged(config, step, error, batch_location(step))
             log.step(
                 step=step,
                 loss=loss,

@@ -118,11 +118,11 @@ def test_what_is_no_run_is_not_overwritten(train, capsys, monkeypatch):
     refused(capsys, lambda: train("run", "--resume", "--max_iters=1"), "has 2 steps")
     for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
         path.unlink()
-    refused(capsys, lambda: train("run"), "metrics.jsonl is of no run")
+    refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
     assert (folder / "metrics.jsonl").read_text() == records
     (folder / "metrics.jsonl").unlink()
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    refused(capsys, lambda: train("run"), "config.json is of no run")
+    refused(capsys, lambda: train("run"), "config.json belongs to no run")
     assert "gpt2" in (folder / "config.json").read_text()
     (folder / "config.json").unlink()
     train("run", "--max_iters=1")

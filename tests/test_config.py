@@ -246,7 +246,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--attention=softmax_inverse --p=3", "takes no p"),
         ("--attention=softmax_recentred_l1 --p=3", "takes no p"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
-        ("--n_head=256", "n_embd / n_head = 3 must be even: RoPE turns pairs"),
+        ("--n_head=256", "n_embd / n_head = 3 must be even: RoPE rotates pairs"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
         ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
         ("--resume --init_from=out/a", "resume and init_from exclude each other"),

@@ -231,7 +231,7 @@ def test_killed_and_resumed(tmp_path):
     assert refusal.returncode == 2 and "shard_size 8000, not 9000" in refusal.stderr
     finish = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finish.returncode == 0, finish.stderr
-    assert "shards are there; going on after them" in finish.stdout
+    assert "shards exist; continuing after them" in finish.stdout
     assert contents(out) == whole
 
 
@@ -246,7 +246,7 @@ def test_a_dead_worker_is_reported(corpus, tmp_path, monkeypatch, refused):
     _, folder = corpus
     monkeypatch.setattr(build, "partial", lambda f, _: exit_now)
     line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out", "--workers", 2)
-    assert "was killed" in line and "--workers less than 2" in line
+    assert "was killed" in line and "fewer --workers than 2" in line
 
 
 def exit_now(task):

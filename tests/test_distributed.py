@@ -107,8 +107,8 @@ def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
     finish(pair[rank])
     output = outputs[1 - rank].read_text()
     if rank == 0 and "dead_at" in faults:
-        # here the first process also keeps the store, which torchrun otherwise does
-        assert "the first process, which keeps their store, does not answer" in output
+        # here rank 0 also hosts the store, which torchrun otherwise does
+        assert "rank 0, which hosts the store, does not answer" in output
     else:
         assert f"error: rank {rank} (" in output and f"process {lost})" in output
         assert says in output

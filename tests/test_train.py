@@ -131,7 +131,7 @@ def test_init_from_another_variant(train, capsys):
     assert list(metrics(second)) == [1, 2, 3]
     began_with = json.loads((second / "began_with.json").read_text())
     assert began_with == checkpoint.checkpoint_id(first) and began_with["step"] == 6
-    refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "another one")
+    refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "model differs")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -192,7 +192,7 @@ def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
     folder = copy("short")
     shard = folder / "text_train_000001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    refused(capsys, data(folder), "text_train_000001.bin", "cut short")
+    refused(capsys, data(folder), "text_train_000001.bin", "truncated")
     folder = copy("magic")
     shard = folder / "text_val_000000.bin"
     shard.write_bytes(b"\0\0\0\0" + shard.read_bytes()[4:])
