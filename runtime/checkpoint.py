@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -108,12 +107,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.wait()
         self.thread.shutdown()  # finishes a write in progress, even after an error

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -98,12 +97,7 @@ class Watchdog:
         self.thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError):
             # Perhaps a collective failed because a rank died. The thread will soon notice and end
             # this process with a message, unless torchrun, which notices too, is faster.

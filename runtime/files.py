@@ -89,14 +89,14 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock while the block runs.
 
-    The system releases the lock when the process ends, however it ends. A folder created here is
-    removed again if nothing was written to it. Raises UserError where the folder cannot be written
+    The system releases the lock when the process ends, however it ends. If nothing was
+    written to the folder, what was created here is removed again. Raises UserError where the folder cannot be written
     to, or another process holds its lock; the message says that it "is `doing`".
     """
     check_writable(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
+    lock, before = folder / ".lock", set(folder.iterdir())
     with open(lock, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,8 +107,8 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if created and list(folder.iterdir()) == [lock]:
-                with suppress(OSError):  # another process now uses a parent
+            with suppress(OSError):  # another process uses a folder by now, or it is gone
+                if lock not in before and set(folder.iterdir()) == before | {lock}:
                     lock.unlink()
                     for path in created:
                         path.rmdir()

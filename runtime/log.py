@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,12 +60,7 @@ class Log:
     def __enter__(self) -> "Log":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.quiet:
             self.file.close()
             if self.wandb:
