@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+EXIT_MISTAKE = 2
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -25,14 +27,14 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
             return main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            sys.exit(EXIT_MISTAKE)
         except (MemoryError, RuntimeError) as error:
             text = str(error) or "more than this machine has"
             # how torch words a failed allocation, on a CPU and on a GPU
             if isinstance(error, RuntimeError) and "to allocate" not in text:
                 raise
             print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            sys.exit(EXIT_MISTAKE)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

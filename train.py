@@ -24,13 +24,21 @@ from torch.nn.parallel import DistributedDataParallel
 from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, check_tokenizer, list_shards
-from errors import command
+from errors import EXIT_MISTAKE, command
 from evaluation import mean_loss
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED, Stop, all_reduce_max, job, process_group, restarted
+from runtime.distributed import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    Stop,
+    all_reduce_max,
+    job,
+    process_group,
+    restarted,
+)
 from runtime.files import lock_folder, write_json
 from runtime.log import Log
 
@@ -107,12 +115,6 @@ def train(
     if config.init_from:
         checkpoint.load_weights(model, config.init_from)
     model.to(device)
-    wrapped: nn.Module = model
-    if pick_compile(config.compile, device):
-        wrapped = cast(nn.Module, torch.compile(model))
-    if world_size > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(wrapped, device_ids=ids)
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
@@ -124,6 +126,12 @@ def train(
         step, best, skipped = state["step"], state["best_val_loss"], state["skipped"]
         resumed_at = step
         del state  # and with it the optimizer's tensors in host memory
+    wrapped: nn.Module = model
+    if pick_compile(config.compile, device):
+        wrapped = cast(nn.Module, torch.compile(model))  # of a module it makes a module
+    if world_size > 1:  # after the weights are final: DDP makes those of rank 0 everybody's
+        ids = [device.index] if device.type == "cuda" else None
+        wrapped = DistributedDataParallel(wrapped, device_ids=ids)
 
     # ---- logs and checkpoints ----
     if is_main:
@@ -159,7 +167,7 @@ def train(
             request = all_reduce_max(own, device)
             if request == ABORT:
                 saver.wait()  # raises the error, on the rank whose write failed
-                sys.exit(2)
+                sys.exit(EXIT_MISTAKE)
             if new and (last or step % config.eval_interval == 0):
                 val_loss = mean_loss(model.eval(), validation(), device, dtype)
                 model.train()
@@ -172,9 +180,7 @@ def train(
                             "best", weights | {"config": config.as_dict(), "val_loss": val_loss}
                         )
             if new and (last or request or step % config.checkpoint_interval == 0):
-                if step and not all(p.isfinite().all() for p in model.parameters()):
-                    error = "its update left non-finite weights"
-                    stop_diverged(config, step, error, batch_location(step))
+                check_weights(model, config, step, batch_location)
                 if is_main:
                     started = time.perf_counter()
                     log.sync()
@@ -208,19 +214,13 @@ def train(
                 skipped += 1
                 log.print(f"step {step}: {error}: skipped; the batch begins {batch_location(step)}")
             seconds = time.perf_counter() - started
-            flops_per_s = config.total_batch_size / seconds * model.flops_per_token()
+            flops = config.total_batch_size * model.flops_per_token()
             log.step(
-                step=step,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                seconds=seconds,
+                step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds,
                 tokens=config.total_batch_size,
-                mfu=flops_per_s / (world_size * peak) if peak else None,
-                memory_mb=memory_mb(device),
-                skipped=skipped or None,
-                save_ms=save_ms,
-            )
+                mfu=flops / (seconds * world_size * peak) if peak else None,
+                memory_mb=memory_mb(device), skipped=skipped or None, save_ms=save_ms,
+            )  # fmt: skip
             save_ms = None
         saver.wait()
         if request and not last:
@@ -283,6 +283,14 @@ def seed_randomness(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(state[0]))
 
 
+def check_weights(
+    model: nn.Module, config: Config, step: int, batch_location: Callable[[int], str]
+) -> None:
+    """End the run if the update of a step, counted from 1, has left weights that are not finite."""
+    if step and not all(p.isfinite().all() for p in model.parameters()):
+        stop_diverged(config, step, "its update left non-finite weights", batch_location(step))
+
+
 def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
     """End the run without saving, so that the newest checkpoint is a good one."""
     print(
@@ -293,7 +301,7 @@ def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    sys.exit(1)
+    sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

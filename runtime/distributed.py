@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+EXIT_FAILED = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Slurm signals the workers and torchrun, which forwards it: one request arrives twice.
@@ -170,7 +171,7 @@ class Watchdog:
             )
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(EXIT_FAILED)
 
 
 class Stop:

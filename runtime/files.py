@@ -89,9 +89,9 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock while the block runs.
 
-    The system releases the lock when the process ends, however it ends. If nothing was
-    written to the folder, what was created here is removed again. Raises UserError where the folder cannot be written
-    to, or another process holds its lock; the message says that it "is `doing`".
+    The system releases the lock when the process ends, however it ends. If nothing was written to
+    the folder, what was created here is removed again. Raises UserError where the folder cannot be
+    written to, or another process holds its lock; the message says that it "is `doing`".
     """
     check_writable(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -50,7 +50,7 @@ from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log
 from scripts.common.arguments import AtLeast
 from scripts.common.retrieval import ASK
-from train import stop_diverged, train_step
+from train import check_weights, stop_diverged, train_step
 
 DATASET = "rajpurkar/squad_v2"
 EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
@@ -349,12 +349,10 @@ def finetune(
             last = step >= config.max_iters
             due = last or stop.received or step % config.checkpoint_interval == 0
             if due and step != resumed_at:
-                if step and not all(p.isfinite().all() for p in model.parameters()):
-                    error = "its update left non-finite weights"
-                    stop_diverged(config, step, error, batch_location(step))
+                check_weights(model, config, step, batch_location)
                 log.sync()
-                state = checkpoint.training_state(model, optimizers, scaler, step, config)
-                saver.save("step", state)
+                full_state = checkpoint.training_state(model, optimizers, scaler, step, config)
+                saver.save("step", full_state)
             if last or stop.received:
                 return not last
 

@@ -46,3 +46,17 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(UserError, match="no file can be written there"):
         with files.lock_folder(path / "below a file", "training this run"):
             pass
+
+
+def test_a_refused_folder_is_left_as_it_was(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ZeroDivisionError), files.lock_folder(tmp_path, "training this run"):
+        1 / 0  # noqa: B018
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    with files.lock_folder(tmp_path, "training this run"):
+        (tmp_path / "metrics.jsonl").touch()
+    assert (tmp_path / ".lock").exists()
+    with pytest.raises(ZeroDivisionError), files.lock_folder(tmp_path / "new", "training"):
+        (tmp_path / "new" / ".lock").unlink()
+        (tmp_path / "new").rmdir()
+        1 / 0  # noqa: B018

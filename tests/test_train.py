@@ -1,5 +1,6 @@
 """The training loop as a user runs it: folders, losses, resuming, refusals."""
 
+import functools
 import json
 import math
 import shutil
@@ -264,3 +265,23 @@ def test_a_step_that_is_not_finite_leaves_the_weights(bad):
     assert not math.isfinite(loss) and not math.isfinite(norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not optimizers[0].state and all(p.grad is None for p in model.parameters())
+
+
+def test_a_float16_step_that_overflows_only_lowers_the_scale():
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(first, second)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (first, second)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=0.5)
+    batches = [(torch.ones(1, 2), torch.zeros(1))]
+    step = functools.partial(
+        train_module.train_step, lambda x, y: model(x).square().sum() * 1e20, batches, model,
+        optimizers, scaler, 1e-3, 1.0, torch.float32,
+    )  # fmt: skip
+    loss, norm = step()
+    assert math.isfinite(loss) and not math.isfinite(norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert scaler.get_scale() == 2.0**119 and not any(o.state for o in optimizers)
+    while not math.isfinite(norm):
+        loss, norm = step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
