@@ -44,6 +44,8 @@ from runtime.log import Log
 
 # Each rank's request before a step; the largest applies to all ranks.
 CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
+# With on_nonfinite = "skip": so many steps in a row are no accident, the run has diverged.
+MOST_SKIPPED = 100
 
 
 @command
@@ -88,7 +90,7 @@ def train(
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
     elif is_main:
-        checkpoint.require_unused_folder(run, job())
+        checkpoint.require_unused_folder(run)
 
     # ---- data ----
     check_tokenizer(config.data_dir, config.tokenizer)
@@ -120,10 +122,10 @@ def train(
     optimizers = build_optimizers(model, config)
     # small gradients underflow in float16: the loss is scaled up, the gradients back down
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step, best, skipped, resumed_at = 0, math.inf, 0, None
+    run_id, step, best, skipped, resumed_at = checkpoint.new_run_id(), 0, math.inf, 0, None
     if state is not None:
         checkpoint.restore(state, model, optimizers, scaler)
-        step, best, skipped = state["step"], state["best_val_loss"], state["skipped"]
+        run_id, step, best, skipped = state.run_id, state.step, state.best_val_loss, state.skipped
         resumed_at = step
         del state  # and with it the optimizer's tensors in host memory
     wrapped: nn.Module = model
@@ -147,7 +149,7 @@ def train(
 
     with (
         Stop(quiet=not is_main) as stop,
-        Log(run, config, resumed_at, batch_location, quiet=not is_main) as log,
+        Log(run, run_id, config, resumed_at, batch_location, quiet=not is_main) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every) as saver,
     ):
         log.print(
@@ -157,7 +159,7 @@ def train(
             f"tokens a step on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
             f"{run}" + ("" if resumed_at is None else f", from step {step} of {config.max_iters}")
         )
-        peak, save_ms = peak_flops(device), None
+        peak, save_ms, skipped_in_a_row = peak_flops(device), None, 0
 
         # ---- loop ----
         while True:
@@ -175,17 +177,17 @@ def train(
                 if val_loss < best:
                     best = val_loss
                     if is_main:
-                        weights = {"model": model.state_dict(), "step": step}
-                        saver.save(
-                            "best", weights | {"config": config.as_dict(), "val_loss": val_loss}
-                        )
+                        saver.save(checkpoint.best_weights(run_id, model, step, config, val_loss))
             if new and (last or request or step % config.checkpoint_interval == 0):
                 check_weights(model, config, step, batch_location)
                 if is_main:
                     started = time.perf_counter()
                     log.sync()
-                    full_state = checkpoint.training_state(model, optimizers, scaler, step, config)
-                    saver.save("step", full_state | {"best_val_loss": best, "skipped": skipped})
+                    saver.save(
+                        checkpoint.training_state(
+                            run_id, model, optimizers, scaler, step, config, best, skipped
+                        )
+                    )
                     # what the loop waits for; the file is written while training continues
                     save_ms = 1000 * (time.perf_counter() - started)
                     log.print(
@@ -207,11 +209,13 @@ def train(
             step += 1
             # with float16 a gradient that overflows only skips the step: the scale is lowered
             overflow = scaler.is_enabled() and math.isfinite(loss)
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not overflow:
+            if (math.isfinite(loss) and math.isfinite(grad_norm)) or overflow:
+                skipped_in_a_row = 0
+            else:
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                if config.on_nonfinite == "stop":
+                skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
+                if config.on_nonfinite == "stop" or skipped_in_a_row == MOST_SKIPPED:
                     stop_diverged(config, step, error, batch_location(step))
-                skipped += 1
                 log.print(f"step {step}: {error}: skipped; the batch begins {batch_location(step)}")
             seconds = time.perf_counter() - started
             flops = config.total_batch_size * model.flops_per_token()

@@ -5,24 +5,28 @@ environment.json   versions, machine, commit
 uncommitted.patch  `git diff HEAD` of the repository, where that is not empty
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 wandb.json         the run's id in wandb
-metrics.jsonl      one object per line: a step or a validation
+metrics.jsonl      one object per line: first the run's id, then a step or a validation each
 step_000200.pt     everything needed to resume, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
-checkpoints.json   bytes and sha256 of each checkpoint; unlisted files are ignored
+checkpoints.json   the run's id, bytes and sha256 of each checkpoint; unlisted files are ignored
 
 A checkpoint is written to a temporary file, synced and renamed before checkpoints.json lists it,
 and older ones are deleted only after that: the newest one listed is always intact.
 """
 
 import hashlib
+import json
+import math
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -30,12 +34,59 @@ from config import MAY_CHANGE_ON_RESUME, Config
 from errors import UserError
 from model import GPT
 from runtime.device import environment, uncommitted_changes
-from runtime.files import atomic_write, read_json, sha256_of, write_json
+from runtime.files import (
+    atomic_write,
+    convert,
+    delete_abandoned,
+    read_json,
+    sha256_of,
+    write_json,
+)
 
 INDEX = "checkpoints.json"
-NAME = r"(step|best)_\d{6,}\.pt"
 KINDS = {"latest": "step", "best": "best"}
+# A name must not lead out of the run's folder.
+NAME = r"^(step|best)_\d{6,}\.pt$"
 
+
+class Entry(msgspec.Struct):
+    """What the index knows of a checkpoint."""
+
+    bytes: int
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Index(msgspec.Struct):
+    """The content of checkpoints.json; metrics.jsonl and every checkpoint have the same run_id."""
+
+    run_id: str
+    checkpoints: dict[Annotated[str, msgspec.Meta(pattern=NAME)], Entry]
+
+    def newest_first(self, kind: str) -> list[str]:
+        names = [name for name in self.checkpoints if name.startswith(kind)]
+        return sorted(names, key=step_of, reverse=True)
+
+
+class Weights(msgspec.Struct, kw_only=True):
+    """What every checkpoint has; val_loss is that of a best_*.pt."""
+
+    run_id: str
+    model: dict[str, Any]
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    config: dict[str, Any]
+    val_loss: float | None = None
+
+
+class TrainingState(Weights, kw_only=True):
+    """The content of a step_*.pt: all that resuming needs."""
+
+    optimizers: list[dict[str, Any]]
+    scaler: dict[str, Any]
+    best_val_loss: float = math.inf
+    skipped: int = 0
+
+
+State = TypeVar("State", bound=Weights)
 
 # ---- writing ----
 
@@ -52,21 +103,39 @@ def write_header(run: Path, config: Config, job: str | None) -> None:
         patch.unlink(missing_ok=True)
 
 
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
 def training_state(
+    run_id: str,
     model: GPT,
     optimizers: Sequence[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
     step: int,
     config: Config,
-) -> dict[str, Any]:
-    """The content of a step_*.pt; `restore` loads it back."""
-    return {
-        "model": model.state_dict(),
-        "step": step,
-        "config": config.as_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "scaler": scaler.state_dict(),
-    }
+    best_val_loss: float = math.inf,
+    skipped: int = 0,
+) -> TrainingState:
+    """All that resuming needs; `restore` loads it back."""
+    return TrainingState(
+        run_id=run_id,
+        model=model.state_dict(),
+        step=step,
+        config=config.as_dict(),
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
+        scaler=scaler.state_dict(),
+        best_val_loss=best_val_loss,
+        skipped=skipped,
+    )
+
+
+def best_weights(run_id: str, model: GPT, step: int, config: Config, val_loss: float) -> Weights:
+    """The weights with the lowest validation loss, and that loss."""
+    weights = model.state_dict()
+    return Weights(
+        run_id=run_id, model=weights, step=step, config=config.as_dict(), val_loss=val_loss
+    )
 
 
 class Saver:
@@ -81,17 +150,19 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None
 
-    def save(self, kind: str, state: dict[str, Any]) -> None:
-        """Copy the state to host memory, then write `<kind>_<step>.pt` in the background.
+    def save(self, state: Weights) -> None:
+        """Copy the state to host memory, then write it as a step_*.pt, or, where it is weights
+        alone, as best_*.pt, in the background.
 
         First waits for the previous checkpoint. Raises UserError if writing that failed.
         """
         self.wait()
-        name = f"{kind}_{state['step']:06d}.pt"
+        kind = "step" if isinstance(state, TrainingState) else "best"
         copies: dict[tuple, Tensor] = {}
-        state = to_host(state, copies)
+        content = to_host(msgspec.structs.asdict(state), copies)
         needed = sum(tensor.nbytes for tensor in copies.values())
-        self.pending = self.thread.submit(self._write, name, state, needed)
+        name = f"{kind}_{state.step:06d}.pt"
+        self.pending = self.thread.submit(self._write, name, content, needed)
 
     def wait(self) -> None:
         """Wait until everything is on disk. Raises UserError if a write failed."""
@@ -112,35 +183,44 @@ class Saver:
             self.wait()
         self.thread.shutdown()  # finishes a write in progress, even after an error
 
-    def _write(self, name: str, state: dict[str, Any], needed: int) -> None:
-        path, index = self.run / name, self._entries_to_keep(name)
+    def _write(self, name: str, content: dict[str, Any], needed: int) -> None:
+        path, before = self.run / name, read_index(self.run)
         try:
             with atomic_write(path) as file:
                 saved = HashingFile(file)
-                saved.write_state(state)
-            index[name] = {"bytes": saved.bytes, "sha256": saved.sha256.hexdigest()}
-            write_json(self.run / INDEX, index)
+                saved.write_content(content)
+            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest())
+            kept = self._entries_to_keep(name, before) | {name: entry}
+            index = Index(run_id=content["run_id"], checkpoints=kept)
+            write_json(self.run / INDEX, msgspec.to_builtins(index))
         except UserError as error:
             free, cause = shutil.disk_usage(self.run).free, error.__cause__
             reason = cause.strerror if isinstance(cause, OSError) else cause
+            advice = (
+                "The earlier checkpoints are untouched: free some space, then continue with "
+                "--resume"
+                if before
+                else "No checkpoint was saved before: free some space, then start the run again "
+                "with the same command"
+            )
             raise UserError(
                 f"{path}: {reason}; this checkpoint needs {needed:,} bytes, and {free:,} "
-                "are free on its disk. The earlier checkpoints are untouched: free some space, "
-                "then continue with --resume"
+                f"are free on its disk. {advice}"
             ) from error
         delete_stale(self.run)
 
-    def _entries_to_keep(self, new: str) -> dict[str, dict]:
+    def _entries_to_keep(self, new: str, index: Index | None) -> dict[str, Entry]:
         """The index entries to keep beside a new one, which replaces all later ones of its kind."""
-        index = read_index(self.run)
-        best, steps = newest_first(index, "best"), newest_first(index, "step")
+        if index is None:
+            return {}
+        best, steps = index.newest_first("best"), index.newest_first("step")
         if new.startswith("best"):
             best = []
         else:
             before = [name for name in steps if step_of(name) < step_of(new)]
-            permanent = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
-            steps = before[: self.keep_last - 1] + permanent
-        return {name: index[name] for name in best + steps}
+            every = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
+            steps = before[: self.keep_last - 1] + every
+        return {name: index.checkpoints[name] for name in best + steps}
 
 
 class HashingFile:
@@ -163,9 +243,9 @@ class HashingFile:
     def flush(self) -> None:
         self.file.flush()
 
-    def write_state(self, state: dict[str, Any]) -> None:
+    def write_content(self, content: dict[str, Any]) -> None:
         try:
-            torch.save(state, self)  # type: ignore[arg-type]  # it only needs write and flush
+            torch.save(content, self)  # type: ignore[arg-type]  # it only needs write and flush
         except RuntimeError as error:  # torch replaces the file's error with its own
             raise self.error or error from None
 
@@ -185,49 +265,34 @@ def to_host(value: Any, copies: dict[tuple, Tensor]) -> Any:
 
 
 def delete_stale(run: Path) -> None:
-    """Delete checkpoints that the index does not list, and files that a kill left half-written."""
+    """Delete checkpoints that the index does not list, and what killed processes left behind."""
     index = read_index(run)
     for file in run.iterdir():
-        name = file.name.removeprefix(".").removesuffix(".tmp")
-        if re.fullmatch(NAME, name) and (name not in index or name != file.name):
+        if file.name.startswith(".") and file.name.endswith(".tmp"):
+            delete_abandoned(file)
+        elif re.fullmatch(NAME, file.name) and not (index and file.name in index.checkpoints):
             file.unlink()
 
 
-# ---- the index ----
+# ---- what is there ----
 
 
-def read_index(run: str | Path) -> dict[str, dict]:
-    """Checkpoint name -> its `bytes` and `sha256`; empty where there is no index yet.
+def read_index(run: str | Path) -> Index | None:
+    """The checkpoints of a run; None where none has been saved yet.
 
     Raises UserError where the file is damaged.
     """
-    path = Path(run) / INDEX
-    index = read_json(path)
-    if index is None:
-        return {}
-    # a name must not lead out of this folder
-    if not isinstance(index, dict) or not all(
-        re.fullmatch(NAME, name)
-        and isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("sha256"), str)
-        for name, entry in index.items()
-    ):
-        raise UserError(f"{path}: damaged: it must have bytes and sha256 of every *.pt")
-    return index
+    return read_json(Path(run) / INDEX, Index)
 
 
 def step_of(name: str) -> int:
     return int(name[5:-3])
 
 
-def newest_first(index: dict[str, dict], kind: str) -> list[str]:
-    return sorted((name for name in index if name.startswith(kind)), key=step_of, reverse=True)
-
-
 def step(run: str | Path) -> int | None:
     """The step of a run's newest checkpoint, None where there is none."""
-    names = newest_first(read_index(run), "step")
+    index = read_index(run)
+    names = index.newest_first("step") if index else []
     return step_of(names[0]) if names else None
 
 
@@ -236,38 +301,54 @@ def exists(run: str | Path) -> bool:
 
     Raises UserError where it has checkpoints but no index of them.
     """
-    index = read_index(run)
     found = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
     # a kill during the very first save leaves files of step 0 without an index
-    if not index and any(step_of(name) for name in found):
+    if read_index(run) is None and any(step_of(name) for name in found):
         raise UserError(f"{run}: holds {max(found)}, but its {INDEX} is missing; restore it")
-    return bool(newest_first(index, "step"))
+    return step(run) is not None
 
 
 def made_by(run: str | Path, job: str | None) -> bool:
     """Whether this job started the run, or was the last to continue it."""
-    made = read_json(Path(run) / "environment.json")
-    return isinstance(made, dict) and made.get("job") == job
+    made = read_json(Path(run) / "environment.json", dict[str, Any])
+    return made is not None and made.get("job") == job
 
 
-def require_unused_folder(run: Path, job: str | None) -> None:
+def require_unused_folder(run: Path) -> None:
     """Raise UserError for a folder that holds a run, or files that a new run would overwrite.
 
-    A restarted job may overwrite what it wrote itself before its first checkpoint.
+    A run that ended before its first checkpoint was saved may be overwritten.
     """
     if exists(run):
         raise UserError(f"{run} holds a run; continue it with --resume, or give another --out_dir")
-    config, metrics = run / "config.json", run / "metrics.jsonl"
+    path, metrics = run / "config.json", run / "metrics.jsonl"
+    config = read_json(path, dict[str, Any])
     at_risk = None
-    if "attention" not in (read_json(config) or {"attention": ""}):  # not written by train.py
-        at_risk = config
-    elif metrics.is_file() and metrics.stat().st_size and not (job and made_by(run, job)):
-        at_risk = metrics
+    if config is not None and "attention" not in config:  # not written by train.py
+        at_risk = path
+    elif metrics.is_file() and metrics.stat().st_size:
+        # the first checkpoint is saved before the second is due
+        first_steps = (config or {}).get("checkpoint_interval", 0)
+        if (run / INDEX).exists() or last_step(metrics) > first_steps:
+            at_risk = metrics
     if at_risk:
         raise UserError(
             f"{at_risk} belongs to no run that can be resumed, and a new run would overwrite it; "
             "move it away, or give another --out_dir"
         )
+
+
+def last_step(metrics: Path) -> float:
+    """The last step in a metrics.jsonl; infinite where it is not a run's."""
+    steps = [0]
+    try:
+        lines = metrics.read_text().splitlines()
+        if "run_id" not in json.loads(lines[0]):
+            return math.inf
+        steps += [json.loads(line)["step"] for line in lines[1:-1]]  # a kill may cut the last line
+        return max(steps)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return math.inf
 
 
 # ---- reading ----
@@ -282,22 +363,31 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
     run = Path(run)
     if run.suffix == ".pt":
         run, which = run.parent, run.name
-    index = read_index(run)
-    names = (
-        newest_first(index, KINDS[which]) if which in KINDS else [n for n in index if n == which]
-    )
-    if not names:
-        raise UserError(
-            f"{run}: no checkpoint in it ({which}); train.py without --resume creates one"
-        )
-    for name in names:
-        path = run / name
-        problem = verify_checksum(path, **index[name])
-        if problem is None:
-            return path
-        if not quiet:
-            print(f"warning: {path} is damaged: {problem}", file=sys.stderr, flush=True)
-    raise UserError(f"{run}: all its checkpoints ({which}) are damaged: {', '.join(names)}")
+    while index := read_index(run):
+        names = [name for name in index.checkpoints if name == which]
+        if which in KINDS:
+            names = index.newest_first(KINDS[which])
+        for name in names:
+            entry = index.checkpoints[name]
+            problem = verify_checksum(run / name, entry.bytes, entry.sha256)
+            if problem is None:
+                return run / name
+            if not listed(run / name):
+                break  # a run in training has replaced it: look again
+            if not quiet:
+                print(f"warning: {run / name} is damaged: {problem}", file=sys.stderr, flush=True)
+        else:
+            if names:
+                damaged = f"all its checkpoints ({which}) are damaged: {', '.join(names)}"
+                raise UserError(f"{run}: {damaged}")
+            break
+    raise UserError(f"{run}: no checkpoint in it ({which}); train.py without --resume creates one")
+
+
+def listed(path: Path) -> bool:
+    """Whether the index of its run lists a checkpoint."""
+    index = read_index(path.parent)
+    return index is not None and path.name in index.checkpoints
 
 
 def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
@@ -305,8 +395,15 @@ def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
 
     They identify its weights even among runs of the same name.
     """
-    path = find(run, which, quiet=True)
-    return {"step": step_of(path.name), "sha256": read_index(path.parent)[path.name]["sha256"]}
+    return recorded_id(find(run, which, quiet=True))
+
+
+def recorded_id(path: Path) -> dict[str, Any]:
+    """Step and sha256 of a checkpoint, as its run's index has them."""
+    index = read_index(path.parent)
+    if index is None or path.name not in index.checkpoints:
+        raise UserError(f"{path}: {INDEX} does not list it")
+    return {"step": step_of(path.name), "sha256": index.checkpoints[path.name].sha256}
 
 
 def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
@@ -320,56 +417,82 @@ def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
     return None if found == sha256 else "its checksum is not the one it was saved with"
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: Path, type: type[State]) -> State:
     """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
-    Nothing in the file is run as code. Raises UserError where it is missing or damaged.
+    Nothing in the file is run as code. Raises UserError where it is missing or damaged, or is of
+    another step or run than its name and its index say.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
     except Exception as error:  # torch.load raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    if not isinstance(state, dict) or not {"model", "step", "config"} <= state.keys():
-        raise UserError(f"{path}: not a checkpoint of train.py: it needs model, step and config")
+    state = convert(content, type, path)
+    if state.step != step_of(path.name):
+        raise UserError(f"{path}: it was renamed: it is of step {state.step}")
+    if (index := read_index(path.parent)) and index.run_id != state.run_id:
+        raise UserError(f"{path}: it belongs to another run than {INDEX}")
     return state
+
+
+def find_and_load(
+    run: str | Path, which: str, type: type[State], quiet: bool = False
+) -> tuple[Path, State]:
+    """The checkpoint that `find` gives, and its content."""
+    while True:
+        path = find(run, which, quiet)
+        try:
+            return path, load(path, type)
+        except UserError:
+            if listed(path):
+                raise  # else a run in training has replaced it: look again
 
 
 def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def load_to_resume(run: Path, config: Config, quiet: bool) -> dict[str, Any]:
+def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
     """The latest checkpoint of a run that this config continues.
 
     Raises UserError where the run was trained with settings that a resumed one may not change, or
     has more steps than this config's max_iters.
     """
-    state = load(find(run, quiet=quiet))
-    for key, saved in state["config"].items():
+    _, state = find_and_load(run, "latest", TrainingState, quiet)
+    for key, saved in state.config.items():
         if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{getattr(config, key)!r}; give its original settings (its config.json "
+                f"{getattr(config, key, None)!r}; give its original settings (its config.json "
                 f"has them), or start a new run from its weights: --init_from={run}"
             )
-    if state["step"] > config.max_iters:
-        raise UserError(f"{run} has {state['step']} steps, above max_iters = {config.max_iters}")
+    if state.step > config.max_iters:
+        raise UserError(f"{run} has {state.step} steps, above max_iters = {config.max_iters}")
     return state
 
 
 def restore(
-    state: dict[str, Any],
+    state: TrainingState,
     model: GPT,
     optimizers: Sequence[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Copy a `training_state` into the model, its optimizers and the loss scaler."""
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    scaler.load_state_dict(state["scaler"])
+    """Copy a training state into the model, its optimizers and the loss scaler.
+
+    Raises UserError where it does not fit them.
+    """
+    try:
+        model.load_state_dict(state.model)
+        for optimizer, saved in zip(optimizers, state.optimizers, strict=True):
+            optimizer.load_state_dict(saved)
+        if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
+            scaler.load_state_dict(state.scaler)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"the checkpoint of step {state.step} does not fit this run: {first_line(error)}"
+        ) from error
 
 
 def read_config(run: str | Path) -> Config:
@@ -380,7 +503,7 @@ def read_config(run: str | Path) -> Config:
     path = Path(run) / "config.json"
     if Path(run).is_file():
         raise UserError(f"{run} is a file; a run is a folder that train.py made")
-    values = read_json(path)
+    values = read_json(path, dict[str, Any])
     if values is None:
         raise UserError(f"{run}: no config.json in it; a run is a folder that train.py made")
     try:
@@ -389,29 +512,29 @@ def read_config(run: str | Path) -> Config:
         raise UserError(f"{path}: {error}") from error
 
 
-def load_weights(model: GPT, run: str | Path, which: str = "latest") -> int:
-    """Copy a run's weights into the model; returns their step.
+def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Path:
+    """Copy a run's weights into the model; returns the checkpoint that they are from.
 
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the run has no checkpoint or its shapes do not fit.
     """
-    path = find(run, which)
-    state = load(path)
-    own, saved = model.state_dict(), state["model"]
+    path, state = find_and_load(run, which, Weights)
+    own, saved = model.state_dict(), state.model
     scalars = {name for name in own | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
     missing = [name for name in own if name not in saved and name not in scalars]
     unknown = [name for name in saved if name not in own and name not in scalars]
     for name in sorted(own.keys() & saved.keys()):
-        if own[name].shape != saved[name].shape:
-            missing.append(f"{name} {list(saved[name].shape)} for {list(own[name].shape)}")
+        if not isinstance(saved[name], Tensor) or own[name].shape != saved[name].shape:
+            theirs = list(getattr(saved[name], "shape", ()))
+            missing.append(f"{name} {theirs} for {list(own[name].shape)}")
     for key in ("n_head", "norm", "tie_embeddings"):  # which shapes do not reveal
-        theirs, ours = state["config"][key], getattr(model.config, key)
-        if theirs != ours:
-            missing.append(f"{key} {theirs} for {ours}")
+        other, ours = state.config.get(key), getattr(model.config, key)
+        if other != ours:
+            missing.append(f"{key} {other} for {ours}")
     if missing or unknown:
         raise UserError(
             f"{path}: its model differs: {', '.join((missing + unknown)[:3])} "
             "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and vocabulary must agree"
         )
     model.load_state_dict(saved, strict=False)
-    return state["step"]
+    return path

@@ -1,29 +1,45 @@
 """Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks."""
 
+import errno
 import fcntl
+import glob
 import hashlib
+import io
 import json
 import os
+import secrets
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, overload
+
+import msgspec
 
 from errors import UserError
+
+T = TypeVar("T")
 
 
 @contextmanager
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a file that appears at `path` only once the block has ended and all of it is on disk.
+    """Open a file that appears under `path` only once the block has ended and all is on disk.
 
-    A kill or an error leaves the previous file untouched; the hidden temporary file is beside it.
-    Raises UserError where the file cannot be written.
+    A kill or an error leaves the previous content in place. The temporary file lies hidden beside
+    it, under a random name; a kill leaves it there, and the next write of the same path deletes it.
+    Raises UserError where it cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, mode) as file:
+        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            delete_abandoned(abandoned)
+        # O_EXCL: a new file, never one that a link at this place leads to
+        number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(number, mode) as file:
+            with suppress(OSError):  # a network file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -41,6 +57,25 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
             reason = error.strerror or error
             raise UserError(f"{path}: cannot be written: {reason}") from error
         raise
+
+
+def delete_abandoned(temporary: Path) -> None:
+    """Delete the temporary file of a process that was killed; one in use is locked, and stays."""
+    with suppress(OSError), open_regular(temporary) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()
+
+
+def open_regular(path: str | Path) -> io.BufferedReader:
+    """Open an existing file to read. Raises OSError for what is no regular file.
+
+    Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
 
 
 def check_writable(folder: str | Path) -> None:
@@ -63,25 +98,41 @@ def write_json(path: str | Path, value: Any) -> None:
         file.write(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """The content of a JSON file, None if there is no such file.
+@overload
+def read_json(path: str | Path) -> Any: ...
+@overload
+def read_json(path: str | Path, type: type[T]) -> T | None: ...
+def read_json(path: str | Path, type: Any = Any) -> Any:
+    """The content of a JSON file, as an object of this type; None if there is no such file.
 
-    Raises UserError where it cannot be read as JSON, or contains null.
+    Raises UserError where it cannot be read as JSON, is null, or is not of the type.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            value = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
     if value is None:
         raise UserError(f"{path}: contains only null")
-    return value
+    return convert(value, type, path)
+
+
+def convert(value: Any, type: Any, source: str | Path) -> Any:
+    """A value read from a file, as an object of this type, such as a msgspec.Struct.
+
+    Raises UserError where a field is missing or has another type.
+    """
+    try:
+        return msgspec.convert(value, type)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        raise UserError(f"{source}: damaged: {error}") from error
 
 
 def sha256_of(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -97,7 +148,11 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock, before = folder / ".lock", set(folder.iterdir())
-    with open(lock, "w") as file:
+    try:
+        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UserError(f"{lock}: cannot be locked: {error.strerror}") from error
+    with open(number, "rb+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -112,3 +167,15 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
                     lock.unlink()
                     for path in created:
                         path.rmdir()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder."""
+    try:
+        with open_regular(folder / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

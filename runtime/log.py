@@ -6,33 +6,43 @@ import netrc
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from config import Config
 from errors import UserError
 from runtime.checkpoint import first_line
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, open_regular, read_json, write_json
 
 # A spike: a loss at least SPIKE standard deviations above the mean of the last SPIKE_STEPS steps,
 # once there are SPIKE_AFTER of them.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
 
 
+class WandbRun(msgspec.Struct):
+    """The content of wandb.json."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,128}$")]  # what wandb takes as an id
+
+
 class Log:
     """Printed lines, metrics.jsonl and wandb; none of these with `quiet`, as on all ranks but 0.
 
     Continues after the step `resumed_at`, if any. `batch_location(step)` describes where the batch
-    of a step (1-based) begins in the data.
+    of a step (1-based) begins in the data. Raises UserError where the run resumes and its
+    metrics.jsonl is of another run than `run_id`.
     """
 
     def __init__(
         self,
         run: Path,
+        run_id: str,
         config: Config,
         resumed_at: int | None,
         batch_location: Callable[[int], str],
@@ -47,7 +57,7 @@ class Log:
         if quiet:
             return
         path = run / "metrics.jsonl"
-        kept = truncate_metrics(path, resumed_at)
+        kept = truncate_metrics(path, run_id, resumed_at)
         for line in kept:
             if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
@@ -158,22 +168,42 @@ class Log:
         return above if above >= SPIKE else None
 
 
-def truncate_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
+def truncate_metrics(path: Path, run_id: str, step: int | None) -> list[dict[str, Any]]:
     """Truncate metrics.jsonl after the step that a run resumes from: later steps are repeated.
 
-    Returns the lines that are kept: none for a new run, whose step is None.
+    Its first line is the run's id. Returns the others that are kept: none for a new run, whose step
+    is None. Raises UserError where a run resumes and the file is of another one.
     """
-    kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-            if step is not None and values["step"] <= step:
+    lines, kept = [], []
+    if step is not None:
+        for line in read_text(path).splitlines():
+            try:
+                lines.append(json.loads(line))
+            except (ValueError, RecursionError):
+                pass  # a line that a kill cut short
+    if lines and lines[0] != {"run_id": run_id}:
+        raise UserError(
+            f"{path} is of another run than the checkpoints beside it: restore the run's own, or "
+            "move it away to resume without"
+        )
+    for values in lines[1:]:
+        with suppress(KeyError, TypeError):
+            if values["step"] <= step:
                 kept.append(values)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # a line that a kill cut short
     with atomic_write(path, "w") as file:
-        file.writelines(json.dumps(values) + "\n" for values in kept)
+        file.writelines(json.dumps(values) + "\n" for values in [{"run_id": run_id}, *kept])
     return kept
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, '' where there is none."""
+    try:
+        with open_regular(path) as file:
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def wandb_key(url: str) -> bool:
@@ -208,8 +238,8 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
         online = wandb_key(wandb.Settings().base_url)
     settings = wandb.Settings(init_timeout=8, silent=True)
     file = run / "wandb.json"
-    kept = read_json(file) if resumed else None
-    wandb_id = kept.get("id") if isinstance(kept, dict) else None
+    kept = read_json(file, WandbRun) if resumed else None
+    wandb_id = kept.id if kept else None
     uploaded = supersede_offline_parts(run, wandb_id)
 
     def start(online: bool) -> Any:
@@ -240,7 +270,9 @@ def supersede_offline_parts(run: Path, wandb_id: str | None) -> bool:
     Returns whether wandb's server may have another part of the run.
     """
     uploaded, folder = False, run / "wandb"
-    for part in list(folder.iterdir()) if wandb_id and folder.exists() else []:
+    if folder.is_symlink():  # what it leads to is not this run's
+        return False
+    for part in list(folder.iterdir()) if wandb_id and folder.is_dir() else []:
         kind, _, run_id = part.name.rpartition("-")
         if run_id == wandb_id and kind.startswith(("run", "offline-run")):
             if kind.startswith("run") or list(part.glob("*.synced")):

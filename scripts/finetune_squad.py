@@ -104,7 +104,7 @@ def main() -> None:
 def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Namespace) -> bool:
     """Read the run and the examples, and fine-tune; returns whether a signal stopped it."""
     if not arguments.resume:
-        checkpoint.require_unused_folder(out, job())
+        checkpoint.require_unused_folder(out)
     elif not checkpoint.exists(out):
         raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
     base = checkpoint.read_config(arguments.run)
@@ -315,10 +315,11 @@ def finetune(
     model.to(device).train()
     optimizers = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step, resumed_at = 0, None
+    run_id, step, resumed_at = checkpoint.new_run_id(), 0, None
     if state is not None:
         checkpoint.restore(state, model, optimizers, scaler)
-        step = resumed_at = state["step"]
+        run_id, step = state.run_id, state.step
+        resumed_at = step
         del state
 
     # ---- logs and checkpoints ----
@@ -335,7 +336,7 @@ def finetune(
 
     with (
         Stop(quiet=False) as stop,
-        Log(out, config, resumed_at, batch_location, quiet=False) as log,
+        Log(out, run_id, config, resumed_at, batch_location, quiet=False) as log,
         checkpoint.Saver(out, config.keep_last, config.keep_every) as saver,
     ):
         log.print(
@@ -351,8 +352,9 @@ def finetune(
             if due and step != resumed_at:
                 check_weights(model, config, step, batch_location)
                 log.sync()
-                full_state = checkpoint.training_state(model, optimizers, scaler, step, config)
-                saver.save("step", full_state)
+                saver.save(
+                    checkpoint.training_state(run_id, model, optimizers, scaler, step, config)
+                )
             if last or stop.received:
                 return not last
 
