@@ -60,8 +60,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     read_results,
@@ -177,13 +177,13 @@ def main() -> None:
             )
         request.check(config)
         read_results(request.file(path))
-    check_places(paths)
+    check_output_folders(paths)
     results = [measure(open_run(path, request), request) for path in paths]
     names = run_names(paths)
     for of_all_runs in zip(*results, strict=True):
         print_numbers(names, of_all_runs)
     longest = [of_run[-1] for of_run in results]
-    save_picture(plot_rows(names, longest), holding_folder(paths) / "attention_by_row.png")
+    save_picture(plot_rows(names, longest), common_folder(paths) / "attention_by_row.png")
 
 
 def read_text(arguments: argparse.Namespace) -> str:

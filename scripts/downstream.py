@@ -48,8 +48,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     read_results,
@@ -120,14 +120,14 @@ def main() -> None:
         checkpoint.read_config(path)
         checkpoint.find(path, request.checkpoint)
         read_results(request.file(path))
-    check_places(paths)
+    check_output_folders(paths)
     harness = import_harness()
     tasks = load_tasks(list(request.tasks), request.include_path)
     results = [measure(path, request, harness, tasks) for path in paths]
     names = run_names(paths)
     print_scores(names, results)
     picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
-    plot(names, results, holding_folder(paths) / picture)
+    plot(names, results, common_folder(paths) / picture)
 
 
 def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
