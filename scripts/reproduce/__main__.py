@@ -45,9 +45,9 @@ def main() -> None:
     )
     parser.add_argument("--data", metavar="DIR", help="shards to train on instead of the scale's")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
-    parser.add_argument("--out", default="out", metavar="DIR", help="of the runs (%(default)s)")
+    parser.add_argument("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
     parser.add_argument(
-        "--results", default="results", metavar="DIR", help="of the tables (%(default)s)"
+        "--results", default="results", metavar="DIR", help="where tables go (%(default)s)"
     )
     parser.add_argument("--plan", action="store_true", help="print what it would cost, and stop")
     parser.add_argument("--wandb_mode", default="auto", choices=choices("wandb_mode"))

@@ -26,13 +26,7 @@ from runtime.files import read_json
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
 # Settings that may differ between machines that train one table; the rest define a run.
-PER_MACHINE = MAY_CHANGE_ON_RESUME - {
-    "max_iters",
-    "data_dir",
-    "out_dir",
-    "resume",
-    "init_from",
-}
+PER_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
 
 
 @dataclass(frozen=True)
