@@ -1,4 +1,4 @@
-"""The attention family: a table of variants, and four paths that compute any of them.
+"""The attention family: a table of variants, and four paths that compute them.
 
 Every variant in the papers comes from three choices. For one head of size d, with a row (query) i
 that sees n_i keys, and s_ij = q_i . k_j:
@@ -34,14 +34,14 @@ try:
 except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     kernels = None
 
-# A row is dead if its normaliser, the sum of |phi|, is at most this, as where relu is 0 for every
-# key: its weights are then all 0, and not 0 / 0.
+# A row is dead if its normaliser, the sum of |phi|, is at most this, as when relu is 0 for every
+# key: its weights are then all 0 instead of 0 / 0.
 DEAD = 1e-30
 # A row is tied if its largest n A - 1 is at most this: its weights are equal up to rounding, and
 # re-weighting would let rounding errors pick the winner.
 TIED = 16 * torch.finfo(torch.float32).eps
-# The blocked path takes at most so many queries at a time, and as many heads and sequences as keep
-# the scores below these numbers. On a CPU that many fit into its cache.
+# The blocked path takes at most BLOCK_QUERIES queries at a time, and as many heads and sequences as
+# keep their scores within BLOCK_SCORES or, on a CPU, within its cache.
 BLOCK_QUERIES = 256
 BLOCK_SCORES = 2**25
 BLOCK_SCORES_CPU = 2**20
@@ -107,13 +107,13 @@ class Variant:
     norm: Callable[[RowContext], Tensor | float] | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
-    learnable: tuple[str, ...] = ()  # of s and b (one per head) and p_n (shared by all layers)
+    learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
     needs_p: bool = False
     after: Callable[[Tensor, RowContext], Tensor] | None = None  # applied to the weights last
 
     @property
     def shift(self) -> Callable[[Tensor], Tensor] | None:
-        """phi.shift if rows are to be shifted: where phi may underflow and l1 cancels the shift."""
+        """phi.shift where rows need it: phi may underflow, and l1 cancels the shift."""
         return self.phi.shift if self.norm is None and not self.bounded else None
 
     @property
@@ -122,7 +122,7 @@ class Variant:
         return self.norm is None and not self.phi.signed and self.after is None
 
     def is_softmax(self, p: float | None) -> bool:
-        """Softmax of scaled scores, whatever the scale: torch's own fused attention computes it."""
+        """Whether it is softmax at some scale, which torch's own fused attention computes."""
         return self.phi is EXP and self.takes_p and self.bias is None and p is None
 
 
@@ -141,7 +141,7 @@ def recentre(A: Tensor, rows: RowContext) -> Tensor:
 
 
 def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
-    """The same, then l1. A tied row, which recentring would make 0, stays as it is as well."""
+    """Recentred, then l1. A tied row, which recentring would make 0, is left as it is too."""
     return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows)), signed=True)
 
 
@@ -149,7 +149,7 @@ VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1.
     "softmax": Variant(EXP),
     # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
-    # adds log L. L is the training length also at other lengths, because Ramapuram et al.'s
+    # adds log L. L stays the training length at other lengths, because Ramapuram et al.'s
     # published kernel takes the bias as a fixed number.
     "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=unnormalised),
     "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=unnormalised),
@@ -157,7 +157,7 @@ VARIANTS: dict[str, Variant] = {
     "sigmoid_l1": Variant(SIGMOID),
     "relu_wortsman": Variant(RELU, norm=lambda rows: rows.L),  # L as for sigmoid
     "relu_li": Variant(RELU),
-    # The paper gives no gamma. With 1, normal scores and values of unit variance make an output of
+    # The paper gives no gamma. With 1, normal scores and values of unit variance give an output of
     # unit variance: relu(z)^2 is 1/2 on average.
     "relu_shen": Variant(RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt()),
     # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
@@ -258,14 +258,14 @@ class Attention(nn.Module):
     def weights(
         self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
     ) -> Tensor:
-        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for keys that are hidden."""
+        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
 
     def _path(self, q: Tensor) -> str:
         """'sdpa', 'triton', 'blocked' or 'reference', by `impl` and what the variant, q's device
-        and its dtype allow. Raises UserError where `impl` demands kernels that cannot run."""
+        and its dtype allow. Raises UserError where `impl` requires kernels that cannot run."""
         if self.impl == "auto" and self.variant.is_softmax(self.p):
             return "sdpa"
         if self.impl not in ("auto", "triton"):
@@ -291,7 +291,7 @@ class Attention(nn.Module):
         return None
 
     def _normalise_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k at unit length if the variant wants them so, computed once for all blocks.
+        """q and k at unit length if the variant normalises them, computed once for all blocks.
 
         For a single query, keys stay as they are and 1 / |k| [B, H, 1, Lk] is returned for its
         scores: that is less work than normalising a whole cache of keys.
@@ -340,7 +340,7 @@ class Attention(nn.Module):
             rows.s = self.s[heads, None, None]
         if self.b is not None:
             rows.b = self.b[heads, None, None]
-        if self.p_n is not None:  # beyond the training length its last value holds
+        if self.p_n is not None:  # its last value beyond the training length
             rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1)]
         return rows
 
@@ -368,12 +368,12 @@ class Attention(nn.Module):
         length: int,
         score_scale: float,
     ) -> Tensor:
-        """The reference on blocks: some queries of some heads of some sequences at a time, so that
+        """The reference in blocks, some queries of some heads of some sequences at a time, so that
         only their weights are in memory. A block reads no keys beyond its last query."""
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
         queries = min(Lq, BLOCK_QUERIES)
-        most = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
-        heads, sequences = min(H, max(1, most)), max(1, most // H)
+        matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
+        heads, sequences = min(H, max(1, matrices)), max(1, matrices // H)
         recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
 
         def block(part: tuple[slice, slice], start: int, end: int) -> Tensor:
@@ -393,14 +393,14 @@ class Attention(nn.Module):
 
         out = []
         for b in range(0, B, sequences):
-            out_of_heads = []
+            head_outputs = []
             for h in range(0, H, heads):
                 part = slice(b, b + sequences), slice(h, h + heads)
                 # the largest block first: the others then fit into the memory that it frees
                 ends = range(Lq, 0, -queries)
                 blocks = [block(part, max(0, end - queries), end) for end in ends]
-                out_of_heads.append(torch.cat(blocks[::-1], dim=2))
-            out.append(torch.cat(out_of_heads, dim=1))
+                head_outputs.append(torch.cat(blocks[::-1], dim=2))
+            out.append(torch.cat(head_outputs, dim=1))
         return torch.cat(out)
 
     def _triton(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
@@ -435,8 +435,8 @@ class Attention(nn.Module):
         q, k = q.to(v.dtype), k.to(v.dtype)
         mask, causal = None, 1 < Lq == Lk
         if 1 < Lq < Lk:
-            # is_causal aligns the first query with the first key, but queries behind a cache are
-            # the last positions. Imported here because that takes a second, for all of _dynamo.
+            # is_causal aligns the first query with the first key, but queries after a cache are
+            # the last positions. Imported here because it loads _dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(Lq, Lk)
@@ -451,7 +451,7 @@ def l2_normalise(x: Tensor) -> Tensor:
 
 
 def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
-    """Rows over their sum of absolute values; a dead row becomes 0 and gets no gradient."""
+    """Divide rows by their sum of absolute values; a dead row becomes 0 and gets no gradient."""
     norm = (A.abs() if signed else A).sum(-1, keepdim=True)
     # times the reciprocal: autograd's division takes three more passes over the matrix
     return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
@@ -463,7 +463,7 @@ def tied(x: Tensor) -> Tensor:
 
 
 def reweight(A: Tensor, n: Tensor, p: float) -> Tensor:
-    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk] of row sums 1 or 0, n [Lq, 1].
+    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk], row sums 1 or 0; n [Lq, 1].
 
     The power is of x / max x, which l1 cancels, so that nothing overflows at any p or n. A tied row
     gets no offset, as if n were at most 3, and stays uniform.
@@ -479,7 +479,7 @@ def kernel_obstacle(variant: Variant, head_size: int) -> str | None:
     if variant.phi.kernel is None or (kernels and variant.phi.kernel not in kernels.PHIS):
         return "its phi names no entry of kernels.PHIS"
     if variant.after is not None:
-        return "no kernel changes the weights after their norm"
+        return "no kernel changes the weights after normalisation"
     if head_size > 128:
         return f"head size {head_size} is above 128"
     return None

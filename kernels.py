@@ -19,9 +19,9 @@ U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, 
     dz_ij = da_ij phi'(z_ij)
 
 so that accumulating U in the forward pass saves the backward pass from computing E separately.
-shift_i, which l1 cancels, keeps phi from underflowing or overflowing (Phi.shift); else it is 0.
+shift_i, which l1 cancels, keeps phi from under- or overflowing (Phi.shift); otherwise it is 0.
 
-Matrix products: one stage has 2 forward and 5 backward, as FlashAttention; two stages have 4 (3
+Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
 the order of summation must be fixed (torch.use_deterministic_algorithms) or scale and bias are
 learnt, in a separate kernel, in 7 products.
@@ -43,7 +43,7 @@ TIED = tl.constexpr(16 * 2.0**-23)
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
-# Each head's 1 / |k| are padded to a multiple of this, which blocks of keys divide.
+# Each head's 1 / |k| is padded to a multiple of this, which every block of keys divides.
 PADDING = tl.constexpr(128)
 
 
@@ -63,7 +63,7 @@ BACKWARD_BLOCKS = blocks(
 )  # fmt: skip
 # For float32 products in full precision: larger blocks or fewer warps run out of registers.
 FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
-# The autotuner measures once for all calls that agree in these, and caches the result as JSON.
+# The autotuner measures once for all calls that share these, and caches the result as JSON.
 # `size` and `work` are the bit lengths of the number of keys, and of queries in all heads.
 AUTOTUNE_KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
 # Arguments that Triton would otherwise compile separate kernels for when they are 1 or divisible by
@@ -72,7 +72,7 @@ UNSPECIALISED = ["B", "H", "size", "work"]
 
 
 def autotuned(shapes: list[triton.Config], **options):
-    """Decorate a kernel: its block shape is chosen by measuring."""
+    """Decorate a kernel: choose its block shape by autotuning."""
 
     def prune(shapes, tensors, PRECISION, **constants):
         full_precision = tensors["Q"].dtype == torch.float32 and PRECISION == "ieee"
@@ -322,7 +322,7 @@ def _second_stage(total, a_max, n):
 
 @triton.jit
 def _reweighted(a, gain, offset):
-    """t_ij of a = phi(z_ij), clamped to 1: recomputed, a may be rounded above its maximum."""
+    """t_ij of a = phi(z_ij), clamped to 1: a recomputed a may be rounded above its maximum."""
     return tl.clamp(gain * a - offset, 0.0, 1.0)
 
 
@@ -413,7 +413,7 @@ def _scale_and_bias(
 
 @triton.jit
 def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The end of the whole tiles that every row of a block sees, and of the keys that any sees."""
+    """The end of the tiles that all rows of a block see whole, and of the keys that any sees."""
     full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
     return full, tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
 
@@ -501,7 +501,7 @@ def _forward_two_stages(
     full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
 
     # ---- pass 1: each row's sum and maximum of phi ----
-    # compensated summation: over a thousand tiles a plain sum is too inexact to see a tied row
+    # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row
     total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     compensation = tl.zeros([BLOCK_M], tl.float32)
     z_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -658,7 +658,7 @@ def _backward_keys(
         unit_k = (k * inverse).to(k.dtype)
     past = Lk - Lq
     begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
-    # the first block of rows each of which sees all of these keys
+    # the first block of rows that all see all of these keys
     full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -913,7 +913,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
 def _outputs(
     q: Tensor, k: Tensor, p: float, unit: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of _forward, still empty."""
+    """Uninitialised outputs of _forward."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     u = _like(q) if save and p else q.new_empty(0)
     rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
@@ -946,7 +946,7 @@ def _forward(
         def grid(meta):
             return B * H, triton.cdiv(Lq, meta["BLOCK_M"])
 
-        # kernels need a tensor for an absent argument, and do not read it
+        # kernels take a tensor even for an absent argument, and do not read it
         bias, norm = (scale if x is None else x for x in (bias, norm))
         if p:
             _forward_two_stages[grid](

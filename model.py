@@ -13,8 +13,8 @@ from attention import VARIANTS, Attention, share_parameters
 from config import Config
 from errors import UserError
 
-# Rows of logits (one a token) that the chunked training loss and evaluation hold at once; on a CPU
-# these were the fastest of 128 to 1024.
+# Rows of logits (one per token) that the chunked training loss and evaluation hold at once; these
+# were the fastest of 128 to 1024 on a CPU.
 TRAINED_ROWS = 1024
 EVALUATED_ROWS = 256
 
@@ -68,7 +68,7 @@ class Rope:
     def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
         """YaRN (Peng et al. 2023): over the training length, pairs that turn more than 32 times
         (beta_fast) are kept, those that turn less than once (beta_slow) are interpolated, and a
-        ramp lies between. Its factor 0.1 ln s + 1 is on both q and k: squared on the scores."""
+        ramp lies between. Its factor 0.1 ln s + 1 on q and k is squared on the scores."""
 
         def pair_that_turns(times: int) -> float:
             turn = self.trained_length / (times * 2 * math.pi)
@@ -300,8 +300,8 @@ class GPT(nn.Module):
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
-        `stop` is true of the tokens so far, [B, L + new]. A RoPE scaling that depends on the length
-        uses the final one from the start, so that cached keys stay valid. Raises UserError for an
+        `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
+        the final length from the start, so that cached keys stay valid. Raises UserError for an
         empty prompt, a negative temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
@@ -344,7 +344,7 @@ class GPT(nn.Module):
         ]
 
     def count_parameters(self) -> int:
-        """Learnable numbers, without the embedding's padding, tied weights counted once."""
+        """Number of parameters, without the embedding's padding, tied weights counted once."""
         count = sum(p.numel() for p in self.parameters())
         tables = 1 if self.config.tie_embeddings else 2
         return count - tables * (self.wte.num_embeddings - self.n_vocab) * self.config.n_embd

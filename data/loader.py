@@ -173,7 +173,7 @@ def validation_batches(
     n_windows = (len(tokens) - 1) // block_size
     if n_windows < 1:
         raise UserError(
-            f"{Path(data_dir)}: only {len(tokens)} validation tokens, but one window takes "
+            f"{Path(data_dir)}: {len(tokens)} validation tokens, but one window takes "
             f"{block_size + 1}"
         )
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""Where a layer's heads look: attention maps (Figure A1 of LSSAR), and how large the sink is.
+"""What a layer's heads attend to: attention maps (Figure A1 of LSSAR), and the attention sink.
 
 python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
@@ -6,14 +6,14 @@ python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengt
 Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
 row for every run, for the text and for the same validation tokens at each length; and draws a
 curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
-text): attention_by_row.png in the run's folder, or for several runs in the folder that holds them.
-The text is given to the model as it is, with no end-of-text mark before it.
+text): attention_by_row.png in the run's folder, or for several runs in the folder that contains
+them. The text is given to the model as it is, without end-of-text before it.
 
-A row is one query's weights over the n >= 2 keys that it sees. Means over rows are reported of
+A row is one query's weights over the n >= 2 keys that it sees. Reported are means over rows of
 
     first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all weights are equal, 0 if one key has it all
+    entropy_share       entropy / log n: 1 if all weights are equal, 0 if one key gets all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
 
@@ -28,7 +28,7 @@ text is always measured again, since its maps are drawn.
     text, data_dir      one of them is null
     picture             file name, only of the text drawn last: each text overwrites the picture
     length, tokens      of a window, and of all windows together
-    keys, rows          groups of rows, of up to 2, 4, 8, ... keys; rows of each, for one head
+    keys, rows          groups of rows with up to 2, 4, 8, ... keys; rows in each, per head
     groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
     heads               {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
     environment
@@ -60,8 +60,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     read_results,
@@ -116,15 +116,15 @@ class MapsRequest(Request):
     def facts(self, config: Config) -> dict:
         """The facts of the measurement of the text."""
         n = len(self.ids(config))
-        of_text = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
-        return {"layer": self.layer_of(config)} | of_text
+        text_facts = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
+        return {"layer": self.layer_of(config)} | text_facts
 
     def facts_at(self, length: int, config: Config) -> dict:
         """The facts of the measurement of validation tokens in windows of one length."""
         data_dir = self.data_dir or config.data_dir
         tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
-        of_tokens = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
-        return {"layer": self.layer_of(config)} | of_tokens
+        token_facts = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
+        return {"layer": self.layer_of(config)} | token_facts
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         # another text's maps may have overwritten this one's
@@ -138,12 +138,12 @@ class MapsRequest(Request):
         n = len(self.ids(config))
         if not 2 <= n <= MAP_TOKENS:
             raise UserError(
-                f"the text has {n} tokens; a map needs 2, and takes {MAP_TOKENS} at most"
+                f"the text has {n} tokens; a map needs at least 2 and at most {MAP_TOKENS}"
             )
         lengths = self.lengths_of(config)
         if lengths and lengths[0] < 2:
-            asked = ",".join(map(str, self.lengths or lengths))
-            raise UserError(f"--lengths {asked} must be 2 at least: one key is no choice")
+            given = ",".join(map(str, self.lengths or lengths))
+            raise UserError(f"--lengths {given} must be at least 2: a single key leaves no choice")
         for length in lengths:
             self.facts_at(length, config)
 
@@ -154,21 +154,21 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--layer", type=int, default=-1, help="0 is the first, -1 the last")
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", help="of the maps (default: that of LSSAR's Figure A1)")
-    text.add_argument("--file", help="a UTF-8 file with the text of the maps")
+    text.add_argument("--text", help="text to map (default: that of LSSAR's Figure A1)")
+    text.add_argument("--file", help="a UTF-8 file with the text to map")
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens, such as 1024,8192 (default: 1x and 8x)"
     )
     parser.add_argument(
         "--tokens", action=AtLeast, least=0, default=TOKENS,
-        help="at each length (%(default)s); 0: only the text",
+        help="tokens at each length (%(default)s); 0: only the text",
     )  # fmt: skip
-    parser.add_argument("--data_dir", help="other shards than the run's own")
+    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     add_options(parser)
     arguments = parser.parse_args()
     arguments.text = read_text(arguments)
     request, paths = MapsRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # all refusals come before any measurement
+    for path in paths:  # errors come before any measurement
         config = open_run(path, request).config
         if not -config.n_layer <= request.layer < config.n_layer:
             raise UserError(
@@ -177,13 +177,13 @@ def main() -> None:
             )
         request.check(config)
         read_results(request.file(path))
-    check_places(paths)
+    check_output_folders(paths)
     results = [measure(open_run(path, request), request) for path in paths]
     names = run_names(paths)
-    for of_all_runs in zip(*results, strict=True):
-        print_numbers(names, of_all_runs)
-    longest = [of_run[-1] for of_run in results]
-    save_picture(plot_rows(names, longest), holding_folder(paths) / "attention_by_row.png")
+    for results_of_runs in zip(*results, strict=True):
+        print_numbers(names, results_of_runs)
+    longest = [run_results[-1] for run_results in results]
+    save_picture(plot_rows(names, longest), common_folder(paths) / "attention_by_row.png")
 
 
 def read_text(arguments: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --se
 
 The columns are those of the LSSAR paper's Table A7, whose figures are printed below each row. Every
 row runs in its own process, to measure its own peak memory; the rows take turns, round by round, so
-that a drift of the machine's speed affects all alike. Times are the median over rounds.
+that drift in the machine's speed affects all equally. Times are the median over rounds.
 """
 
 import argparse
@@ -40,10 +40,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("configs", nargs="*", metavar="CONFIG.py", help="the first is the baseline")
     parser.add_argument(
-        "--scale", metavar="CONFIG.py", help="a scale for all, e.g. configs/scales/45m.py"
+        "--scale", metavar="CONFIG.py", help="a scale for all rows, e.g. configs/scales/45m.py"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all rows"
     )
     parser.add_argument(
         "--impls", default="auto", help="attention paths: auto,triton,blocked,reference"
@@ -58,7 +58,7 @@ def main() -> None:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
     check_paths(arguments.out, arguments.nanogpt)
     if not arguments.configs:
-        raise UserError("which configs? For example: configs/softmax.py configs/lssar_p15.py")
+        raise UserError("no configs given; for example: configs/softmax.py configs/lssar_p15.py")
     rows, baselines = parse_rows(arguments)
     figures = measure(rows, arguments.rounds, arguments.nanogpt)
     config = next(iter(rows.values()))
@@ -128,7 +128,7 @@ def measure(
 ) -> dict[str, dict]:
     """Milliseconds and MB of a training and an evaluation step of every row.
 
-    Each row and phase is a process of its own; they take turns, round by round.
+    Each row and phase has its own process; they take turns, round by round.
     """
     workers = {
         (name, phase): Worker(row, phase, nanogpt if name.startswith("nanoGPT") else None)
@@ -157,12 +157,12 @@ def measure(
 
 
 class Worker:
-    """A process that takes one step each time it is asked."""
+    """A process that takes one step on each request."""
 
     def __init__(self, config: Config, phase: str, nanogpt: str | None):
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        work = (config, phase, nanogpt, torch.get_num_threads(), theirs)
+        self.pipe, child_pipe = context.Pipe()
+        work = (config, phase, nanogpt, torch.get_num_threads(), child_pipe)
         self.process = context.Process(target=serve, args=work, daemon=True)
         self.process.start()
 
@@ -281,10 +281,10 @@ def print_table(
         cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
         print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
         if paper.get(name) and paper[base]:
-            theirs, first = (
+            theirs, their_base = (
                 dict(zip(PAPER["columns"], paper[n], strict=True)) for n in (name, base)
             )
-            cells = [f"{theirs[c]:10.1f} ({theirs[c] / first[c]:4.2f})" for c in columns]
+            cells = [f"{theirs[c]:10.1f} ({theirs[c] / their_base[c]:4.2f})" for c in columns]
             print(f"{'  paper, A100':{width}}" + "".join(f"{cell:>18}" for cell in cells))
 
 

@@ -5,8 +5,8 @@ python -m scripts.benchmark_kernels --part steps --nanogpt PATH_TO_A_CHECKOUT
 
 Measures attention alone, decoding, and training steps of GPT-2 124M, each beside what a user would
 use instead, in the same run and on the same tensors, then runs the GPU tests. Every figure is
-written to the JSON file as soon as it is measured; --part measures one part anew and leaves the
-others in the file as they are.
+written to the JSON file as soon as it is measured; --part measures one part again and leaves the
+others in the file unchanged.
 
 Attention alone is timed on the GPU itself, its queue kept full and its L2 cache cold.
 
@@ -52,7 +52,7 @@ PARTS = ("attention", "decoding", "steps", "tests")
 # Before each timed call: bytes to clear, more than any L2 cache holds, and GPU cycles to wait,
 # about 1 ms, in which the CPU fills the queue.
 FLUSH, AHEAD = 256 * 2**20, 2_000_000
-# (variant, pass) -> target, the largest ratio to FlashAttention's time, and floor, the least
+# (variant, pass) -> target, the largest ratio to FlashAttention's time, and floor, the smallest
 TARGETS = {
     ("lssar_p15", "training"): (1.5, 9 / 7),
     ("lssar_p15", "forward"): (1.6, 3 / 2),
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     check_paths(arguments.out, arguments.nanogpt)
     if not torch.cuda.is_available():
-        raise UserError("this measures on an NVIDIA GPU, and there is none on this machine")
+        raise UserError("this needs an NVIDIA GPU, and this machine has none")
     device = torch.device("cuda", torch.cuda.current_device())
     parts: dict[str, Callable[[], Iterable[dict]]] = {
         "attention": lambda: attention_alone(device, torch.bfloat16, LENGTHS, TOKENS),
@@ -189,7 +189,7 @@ def attention_alone(
                 figure = row(name, what, tuple(q.shape), ms, base)
                 print_row(figure)
                 yield figure
-        # the next length is compiled anew, and the processes of other parts need the memory
+        # the next length is compiled again, and the processes of other parts need the memory
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -255,7 +255,7 @@ def time_calls(
         return [once() for _ in range(20 if cuda else 2)]
     except torch.cuda.OutOfMemoryError:
         return "out of memory"
-    except Exception as error:  # that an alternative cannot do it is a result too
+    except Exception as error:  # an alternative's failure is a result too
         return f"{type(error).__name__}: {checkpoint.first_line(error)}"[:200]
 
 

@@ -5,10 +5,10 @@ python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
 Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
-folder, or for several runs downstream_by_run.png in the folder that holds them. Writes
+folder, or for several runs downstream_by_run.png in the folder that contains them. Writes
 RUN/downstream.json, a list of measurements, after every task, so that an interrupted command
-continues where it was; nothing is measured twice. Needs pip install -r requirements-dev.txt, and a
-network the first time a task's data are read.
+continues where it stopped; nothing is measured twice. Needs pip install -r requirements-dev.txt
+and, the first time a task's data are read, a network.
 """
 
 import argparse
@@ -48,8 +48,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     read_results,
@@ -60,7 +60,7 @@ from scripts.common.runs import (
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
 # Their columns: (task, metric).
 METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
-# (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name of it
+# (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name for it
 SCALES = {
     (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
     (24, 1024, True): "355m",
@@ -103,31 +103,31 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument(
         "--tasks", type=parse_tasks, default="paper",
-        help="of the harness, or 'paper': LSSAR's own",
+        help="tasks of the harness, or 'paper': LSSAR's",
     )  # fmt: skip
-    parser.add_argument("--include_path", metavar="DIR", help="more tasks, as the harness's yaml")
+    parser.add_argument("--include_path", metavar="DIR", help="more tasks, as YAML files")
     parser.add_argument(
         "--max_length", action=AtLeast, least=1,
-        help="most tokens at once (default: 2x training, as in Table 2)",
+        help="maximum tokens at once (default: 2x training, as in Table 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--limit", action=AtLeast, least=1, help="only the first samples of a task, to try it"
+        "--limit", action=AtLeast, least=1, help="only this many samples per task, to try it"
     )
     add_options(parser)
     arguments = parser.parse_args()
     request, paths = TaskRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # refusals come before any download
+    for path in paths:  # errors come before any download
         checkpoint.read_config(path)
         checkpoint.find(path, request.checkpoint)
         read_results(request.file(path))
-    check_places(paths)
+    check_output_folders(paths)
     harness = import_harness()
     tasks = load_tasks(list(request.tasks), request.include_path)
     results = [measure(path, request, harness, tasks) for path in paths]
     names = run_names(paths)
     print_scores(names, results)
     picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
-    plot(names, results, holding_folder(paths) / picture)
+    plot(names, results, common_folder(paths) / picture)
 
 
 def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
@@ -143,7 +143,7 @@ def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[s
         print(f"{path}, task {number} of {len(tasks)}: {name}", flush=True)
         scores = harness.simple_evaluate(
             model=harness_model(run, max_length),
-            tasks=loaded["asked"],
+            tasks=loaded["tasks"],
             task_manager=loaded["manager"],
             limit=request.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
@@ -176,8 +176,8 @@ def import_harness() -> ModuleType:
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
-    """Name -> what was `asked` for: a group, which has its own score, or tasks, with their data;
-    the `manager` of these; a fingerprint of their `content`; and their number of `samples`.
+    """Name -> the `tasks` with their data, or the group, which has its own score; their `manager`;
+    a fingerprint of their `content`; and their number of `samples`.
 
     Raises UserError for an unknown name, and where data are neither cached nor reachable.
     """
@@ -233,10 +233,10 @@ def load_task(manager: Any, name: str) -> dict:
     for task in loaded["tasks"].values():
         if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
             raise UserError(f"task {name} needs more than a language model: images, or to run code")
-    asked = [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
+    tasks = [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
     content = fingerprint(loaded["tasks"].values())
     samples = sum(len(task.eval_docs) for task in loaded["tasks"].values())
-    return {"asked": asked, "manager": manager, "content": content, "samples": samples}
+    return {"tasks": tasks, "manager": manager, "content": content, "samples": samples}
 
 
 def fingerprint(tasks: Iterable[Any]) -> str:
@@ -253,8 +253,8 @@ def fingerprint(tasks: Iterable[Any]) -> str:
 
 
 def harness_model(run: LoadedRun, max_length: int) -> Any:
-    """The run as a model of the harness. As usual there, end-of-text comes first only where a
-    request has no context of its own."""
+    """The run as a model of the harness. As is usual for these, end-of-text comes first only in
+    requests without a context."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -287,14 +287,14 @@ def harness_model(run: LoadedRun, max_length: int) -> Any:
             return sums
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            asked = []
+            prompts = []
             for request in requests:
                 context, options = request.args
                 options = normalize_gen_kwargs(options)
                 if options["do_sample"] or options.get("num_beams", 1) > 1:
                     raise UserError(
                         f"task {request.task_name} asks for sampling or beams ({request.args[1]}); "
-                        "here every answer is the greedy one"
+                        "here all generation is greedy"
                     )
                 new = options["max_gen_toks"]
                 if new >= max_length:
@@ -303,8 +303,8 @@ def harness_model(run: LoadedRun, max_length: int) -> Any:
                         f"for its prompt: --max_length {max_length} must be larger"
                     )
                 prompt = tokenizer.encode(context) or [tokenizer.eot]
-                asked.append((prompt[new - max_length :], new, tuple(options["until"])))
-            return continuations(run, asked)
+                prompts.append((prompt[new - max_length :], new, tuple(options["until"])))
+            return continuations(run, prompts)
 
     return Model()
 
@@ -383,11 +383,11 @@ def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return torch.cat(losses).cpu().double(), torch.cat(greedy).cpu()
 
 
-def continuations(run: LoadedRun, asked: list) -> list[str]:
-    """For every (prompt ids, most new tokens, stop strings): the greedy continuation before the
+def continuations(run: LoadedRun, prompts: list) -> list[str]:
+    """For every (prompt ids, maximum new tokens, stop strings): the greedy continuation before the
     first end-of-text or stop string."""
     tokenizer = get_tokenizer(run.config.tokenizer)
-    results = [""] * len(asked)
+    results = [""] * len(prompts)
 
     def text(new: list[int], stops: Sequence[str]) -> tuple[str, bool]:
         """The text of these ids up to its end, and whether it has ended."""
@@ -397,14 +397,14 @@ def continuations(run: LoadedRun, asked: list) -> list[str]:
         return found[:cut], ended or cut is not None
 
     groups = defaultdict(list)
-    for number, (prompt, new, stops) in enumerate(asked):
+    for number, (prompt, new, stops) in enumerate(prompts):
         groups[len(prompt), new, stops].append(number)
-    with tqdm(total=len(asked), desc="generation", unit="req") as bar:
+    with tqdm(total=len(prompts), desc="generation", unit="req") as bar:
         for (length, new, stops), numbers in sorted(groups.items(), reverse=True):
             size = max(1, BATCH_TOKENS // (length + new))
             for start in range(0, len(numbers), size):
                 batch = numbers[start : start + size]
-                idx = torch.tensor([asked[number][0] for number in batch], device=run.device)
+                idx = torch.tensor([prompts[number][0] for number in batch], device=run.device)
 
                 def ended(idx: Tensor, length: int = length, stops: Sequence[str] = stops) -> bool:
                     return all(text(row, stops)[1] for row in idx[:, length:].tolist())
@@ -426,10 +426,10 @@ def readable(scores: dict) -> dict:
     for name, row in scores["results"].items():
         metrics = {}
         for key, value in row.items():
-            metric, comma, way = key.partition(",")  # the filter applied to answers, or none
+            metric, comma, filters = key.partition(",")  # the filter applied to answers, or none
             if comma and not metric.endswith("_stderr"):
-                error = row.get(f"{metric}_stderr,{way}")
-                metrics[metric if way == "none" else key] = {
+                error = row.get(f"{metric}_stderr,{filters}")
+                metrics[metric if filters == "none" else key] = {
                     "value": float(value),
                     "stderr": float(error) if isinstance(error, (int, float)) else None,
                 }
@@ -478,7 +478,7 @@ def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
         for task in [name] if name in scores[0] else scores[0]:
             for metric in scores[0][task]["metrics"]:
                 if task not in known or (task, metric) in METRICS:
-                    yield task, metric, [one[task] for one in scores]
+                    yield task, metric, [run_scores[task] for run_scores in scores]
 
 
 def print_scores(names: list[str], results: list[dict]) -> None:
@@ -494,10 +494,10 @@ def print_scores(names: list[str], results: list[dict]) -> None:
     table = [header + ["paper"] * any(paper)]
     for task, metric, scores in shown(results):
         percent = 100 if metric.startswith(SHARES) else 1
-        for name, score, of_paper in zip(names, scores, paper, strict=True):
+        for name, score, reference in zip(names, scores, paper, strict=True):
             value, error = score["metrics"][metric]["value"], score["metrics"][metric]["stderr"]
             error = "" if error is None else f"{percent * error:.2f}"
-            known = f"{of_paper[task, metric]:.2f}" if (task, metric) in of_paper else ""
+            known = f"{reference[task, metric]:.2f}" if (task, metric) in reference else ""
             cells = [task, metric, name, f"{percent * value:.2f}", error, f"{score['samples']}"]
             table.append(cells + [known] * any(paper))
     print_table(table, left=3)
@@ -515,17 +515,17 @@ def plot(names: list[str], results: list[dict], path: Path) -> None:
     figure = Figure(figsize=(5 + 0.08 * longest, height), layout="constrained")
     axes, thickness, marks = figure.subplots(), 0.8 / len(names), []
     for i, (name, result) in enumerate(zip(names, results, strict=True)):
-        places = [row + (i + 0.5) * thickness - 0.4 for row in range(len(rows))]
+        positions = [row + (i + 0.5) * thickness - 0.4 for row in range(len(rows))]
         found = [scores[i]["metrics"][metric] for _, metric, scores in rows]
-        values = [100 * one["value"] for one in found]
-        errors = [100 * (one["stderr"] or 0) for one in found]
+        values = [100 * metric["value"] for metric in found]
+        errors = [100 * (metric["stderr"] or 0) for metric in found]
         axes.barh(
-            places, values, thickness, xerr=errors, label=name, color=f"C{i % 10}", ecolor="0.4"
+            positions, values, thickness, xerr=errors, label=name, color=f"C{i % 10}", ecolor="0.4"
         )
         paper = paper_values(result["paper"])
-        for place, (task, metric, _) in zip(places, rows, strict=True):
+        for y, (task, metric, _) in zip(positions, rows, strict=True):
             if (task, metric) in paper:
-                marks.append((paper[task, metric], place))
+                marks.append((paper[task, metric], y))
     if marks:
         x, y = np.array(marks).T
         half = thickness / 2
@@ -534,7 +534,7 @@ def plot(names: list[str], results: list[dict], path: Path) -> None:
     axes.tick_params("y", labelsize="small")
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    axes.set_xlabel("right answers (%), with their standard error")
+    axes.set_xlabel("correct answers (%), with their standard error")
     axes.set_title(f"RoPE scaling: {results[0]['rope']}", fontsize="medium")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

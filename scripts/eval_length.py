@@ -6,16 +6,16 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --per_position --rop
 
 The first compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of SSMax.
 Prints a table with a row for every run and scaling, and draws a curve for each: eval_length.png in
-the run's folder, or for several runs loss_by_length.png in the folder that holds them; with
---per_position loss_by_position.png in their place.
+the run's folder, or for several runs loss_by_length.png in the folder that contains them;
+with --per_position loss_by_position.png instead.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
-settings. Lengths that it holds are not measured again; new lengths are added:
+settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, checkpoint, step, trained_length     of the run
     rope, rope_factor, rope_theta                       as given; null: the default
     data_dir, tokens, dtype                             the first validation tokens of data_dir
-    lengths, loss                                       two lists; mean loss in nats a token
+    lengths, loss                                       two lists; mean loss in nats per token
     loss_by_position                                    {"20000": [mean over the windows of 20000
                                                         tokens, for each position]}
     environment                                         of the latest update
@@ -49,8 +49,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     read_results,
@@ -60,7 +60,7 @@ from scripts.common.runs import (
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
-# The plot by position starts at this fraction of the training length, below which losses are high.
+# The plot by position starts at this fraction of the training length: losses are high before it.
 FIRST_DRAWN = 1 / 32
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
@@ -104,16 +104,19 @@ class LossRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="--rope takes several here: none,ntk:8,yarn"
+        description=__doc__.split("\n\n")[0], epilog="--rope may list several here: none,ntk:8,yarn"
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
     parser.add_argument(
-        "--tokens", action=AtLeast, least=1, help="how many to predict (default: val_tokens)"
+        "--tokens",
+        action=AtLeast,
+        least=1,
+        help="tokens to predict (default: val_tokens)",
     )
-    parser.add_argument("--data_dir", help="other shards than the run's own")
+    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     parser.add_argument(
         "--per_position",
         action="store_true",
@@ -122,16 +125,16 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     requests = scalings(LossRequest.parse(arguments))
-    for path in map(Path, arguments.runs):  # all refusals come before any measurement
+    for path in map(Path, arguments.runs):  # errors come before any measurement
         requests[0].check(open_run(path, requests[0]).config)
         read_results(requests[0].file(path))
-    check_places(arguments.runs)
+    check_output_folders(arguments.runs)
     results = [
         [measure(path, request) for request in requests] for path in map(Path, arguments.runs)
     ]
     names = run_names(arguments.runs)
     print_losses(names, results)
-    folder = holding_folder(arguments.runs)
+    folder = common_folder(arguments.runs)
     if arguments.per_position:
         save_picture(plot_positions(names, results), folder / "loss_by_position.png")
     else:
@@ -152,14 +155,14 @@ def scalings(request: LossRequest) -> list[LossRequest]:
         Rope(2, 1, scaling=rope, factor=factor, **theta)  # raises UserError for invalid values
         requests.append(replace(request, rope=rope, rope_factor=factor))
     if len(set(requests)) < len(requests):
-        raise UserError(f"--rope {request.rope!r} must name different scalings")
+        raise UserError(f"--rope {request.rope!r} must name distinct scalings")
     return requests
 
 
 def measure(path: Path, request: LossRequest) -> dict:
     """A run's measurement with one scaling; its `lengths` and `loss` are the requested ones."""
     run = open_run(path, request)
-    lengths, by_position_of = request.lengths_of(run.config), request.positions_of(run.config)
+    lengths, wanted_positions = request.lengths_of(run.config), request.positions_of(run.config)
     facts = request.facts(run.config)
     results = Results(request.file(path), run.facts | facts)
     values = results.values or {"lengths": [], "loss": [], "loss_by_position": {}}
@@ -168,7 +171,7 @@ def measure(path: Path, request: LossRequest) -> dict:
     todo = [
         n
         for n in lengths
-        if n not in losses or (str(n) in by_position_of and str(n) not in by_position)
+        if n not in losses or (str(n) in wanted_positions and str(n) not in by_position)
     ]
     tokens, data_dir = facts["tokens"], facts["data_dir"]
     with tqdm(total=tokens * len(todo), unit="tok", unit_scale=True, disable=not todo) as bar:
@@ -178,13 +181,13 @@ def measure(path: Path, request: LossRequest) -> dict:
             batches = validation_batches(data_dir, length, tokens, size, device=run.device)
             means = position_losses(run, counted(batches, bar))
             losses[length] = means.mean().item()
-            if str(length) in by_position_of:
+            if str(length) in wanted_positions:
                 by_position[str(length)] = means.tolist()
             known = sorted(losses)
             results.save(
                 lengths=known, loss=[losses[n] for n in known], loss_by_position=by_position
             )
-    selected = select_parts(results.values, "loss_by_position", by_position_of) or {}
+    selected = select_parts(results.values, "loss_by_position", wanted_positions) or {}
     return selected | {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
 
 
@@ -213,13 +216,13 @@ def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: 
     check_tokenizer(data_dir, config.tokenizer)
     tokens = validation_tokens(data_dir, wanted)
     check_ids(data_dir, tokens, config.n_vocab)
-    unit, there = math.lcm(*lengths), len(tokens) - 1
-    if there < unit:
+    unit, available = math.lcm(*lengths), len(tokens) - 1
+    if available < unit:
         raise UserError(
-            f"{data_dir}: {there} validation tokens to use, but lengths {list(lengths)} need a "
+            f"{data_dir}: {available} validation tokens, but lengths {list(lengths)} need a "
             f"multiple of {unit} to predict the same tokens in whole windows"
         )
-    return there // unit * unit
+    return available // unit * unit
 
 
 def label(result: dict) -> str:
@@ -231,9 +234,9 @@ def label(result: dict) -> str:
 
 def rows(names: list[str], results: list[list[dict]]) -> Iterator[tuple[int, int, str, dict]]:
     """Each row of the table or curve: index of the run and of the scaling, label, measurement."""
-    for i, (name, of_run) in enumerate(zip(names, results, strict=True)):
-        for j, result in enumerate(of_run):
-            yield i, j, name + (f"  {label(result)}" if len(of_run) > 1 else ""), result
+    for i, (name, run_results) in enumerate(zip(names, results, strict=True)):
+        for j, result in enumerate(run_results):
+            yield i, j, name + (f"  {label(result)}" if len(run_results) > 1 else ""), result
 
 
 def title(results: list[list[dict]]) -> str:
@@ -241,7 +244,7 @@ def title(results: list[list[dict]]) -> str:
 
 
 def all_lengths(results: list[list[dict]]) -> list[int]:
-    return sorted({n for of_run in results for result in of_run for n in result["lengths"]})
+    return sorted({n for run in results for result in run for n in result["lengths"]})
 
 
 def print_losses(names: list[str], results: list[list[dict]]) -> None:
@@ -274,14 +277,14 @@ def plot_lengths(names: list[str], results: list[list[dict]]) -> Figure:
 def plot_positions(names: list[str], results: list[list[dict]]) -> Figure:
     """Loss at each position of the longest windows: raw means faint, smoothed on top."""
     figure, axes = loss_panel(results, "position in tokens")
-    first = int(FIRST_DRAWN * min(of_run[0]["trained_length"] for of_run in results))
+    begin = int(FIRST_DRAWN * min(run_results[0]["trained_length"] for run_results in results))
     low, high = math.inf, -math.inf
     for i, j, name, result in rows(names, results):
         length = max(map(int, result["loss_by_position"]))
         losses = result["loss_by_position"][str(length)]
-        curve, positions = smoothed(losses)[first:], range(first + 1, length + 1)
+        curve, positions = smoothed(losses)[begin:], range(begin + 1, length + 1)
         line = style(i, j, results)
-        axes.plot(positions, losses[first:], color=line["color"], alpha=0.15, linewidth=0.5)
+        axes.plot(positions, losses[begin:], color=line["color"], alpha=0.15, linewidth=0.5)
         windows = result["tokens"] // length
         axes.plot(positions, curve, label=f"{name} ({windows:,} windows)", **line)
         low, high = min(low, *curve), max(high, *curve)
@@ -305,7 +308,7 @@ def loss_panel(
     results: list[list[dict]], what: str, lengths: list[int] | None = None
 ) -> tuple[Figure, Axes]:
     figure, axes = one_panel()
-    length_axis(axes, what, {of_run[0]["trained_length"] for of_run in results}, lengths)
+    length_axis(axes, what, {run_results[0]["trained_length"] for run_results in results}, lengths)
     axes.set_ylabel("validation loss (nats a token)")
     axes.set_title(title(results), fontsize="medium")
     return figure, axes

@@ -27,8 +27,8 @@ from scripts.common.runs import LoadedRun, RunOptions, add_options, open_run
 ROOT = Path(__file__).parent.parent
 MODELING = ROOT / "scripts/common/hf_modeling.py"
 IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
-# Settings that say where a run was made, on which its model does not depend.
-PLACES = {"data_dir", "out_dir", "init_from"}
+# Paths of the training run, on which its model does not depend.
+PATHS = {"data_dir", "out_dir", "init_from"}
 
 
 @command
@@ -48,24 +48,24 @@ def main() -> None:
     except ImportError as error:
         raise UserError(f"an export needs pip install safetensors tokenizers ({error})") from error
     run = open_run(arguments.run, RunOptions.parse(arguments))
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        # parameters that layers share are written once, under their first name
+        temporary.mkdir(parents=True)
+        # parameters shared by layers are written once, under their first name
         weights = {f"gpt.{name}": tensor.detach() for name, tensor in run.model.named_parameters()}
         data = safetensors.torch.save(weights, {"format": "pt"})
-        (aside / "model.safetensors").write_bytes(data)
-        write_config(aside, run, arguments)
-        write_tokenizer(aside, run.config)
+        (temporary / "model.safetensors").write_bytes(data)
+        write_config(temporary, run, arguments)
+        write_tokenizer(temporary, run.config)
         for name, text in sources().items():
-            (aside / name).write_text(text, encoding="utf-8")
-        shutil.copy(ROOT / "LICENSE", aside)
-        os.replace(aside, folder)
+            (temporary / name).write_text(text, encoding="utf-8")
+        shutil.copy(ROOT / "LICENSE", temporary)
+        os.replace(temporary, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 
@@ -73,7 +73,7 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
     """Write config.json, which SharpAttentionConfig reads, and generation_config.json."""
     config, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
-    settings = {key: value for key, value in config.as_dict().items() if key not in PLACES}
+    settings = {key: value for key, value in config.as_dict().items() if key not in PATHS}
     rope = {
         "scaling": arguments.rope,
         "factor": arguments.rope_factor,
@@ -118,7 +118,7 @@ def write_tokenizer(folder: Path, config: Config) -> None:
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    split = config.tokenizer == "gpt2"  # into words, which merges do not cross
+    split = config.tokenizer == "gpt2"  # into words, which merges never cross
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
@@ -149,7 +149,7 @@ def sources() -> dict[str, str]:
         todo.append(path)
         if package:
             return f"{space}from .{package} {names}"
-        # transformers copies the files that lines of the first kind name, and no others
+        # transformers copies only the files that `from .module import` lines name
         line = f"from .{module} import __name__ as _; from . import {module}{alias or ''}"
         return f"{space}{line}"
 

@@ -4,17 +4,17 @@ python -m scripts.finetune_squad RUN --out_dir TUNED --squad train-v2.0.json
 
 10 epochs of 128 examples a step, AdamW (0.9, 0.999) without weight decay, gradients clipped at 1,
 2e-5 after one epoch of linear warm-up, cosine to 0. Without --squad the `datasets` library fetches
-the data. TUNED is a run like any other; its squad.json says what it was trained on. A run is never
+the data. TUNED is a run like any other; its squad.json describes its training data. A run is never
 overwritten: --resume continues it from its last checkpoint, with the same batches. Exit codes are
 those of train.py: a signal ends it after a step, which is saved.
 
-The paper leaves open, and here:
+Choices that the paper leaves open:
 - an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
-- the loss is summed over the answer's tokens and averaged over the step's examples. The end-of-text
-  that may follow is not trained: it is no part of the answer span;
-- of a context that is too long, as many tokens before the answer as behind it are kept; what has no
-  room for its answer at all is left out;
-- each epoch takes all examples in an order of its own, with a smaller batch at its end;
+- the loss is summed over the answer's tokens and averaged over the step's examples. An
+  end-of-text that may follow is not trained: it is not part of the answer span;
+- a context that is too long keeps as many tokens before the answer as after it; an example without
+  room for its answer is left out;
+- each epoch takes all examples in its own order, ending with a smaller batch;
 - the schedule spans all steps, its warm-up is the first epoch, and it ends at 0.
 
 One process, not compiled. Right padding, only up to the longest example of a micro-batch, changes
@@ -106,11 +106,11 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
     if not arguments.resume:
         checkpoint.require_unused_folder(out)
     elif not checkpoint.exists(out):
-        raise UserError(f"{out} holds no checkpoint to resume from; without --resume it starts")
+        raise UserError(f"{out} holds no checkpoint to resume from; start it without --resume")
     base = checkpoint.read_config(arguments.run)
-    asked = (arguments.epochs, arguments.learning_rate, arguments.sequences)
+    options = (arguments.epochs, arguments.learning_rate, arguments.sequences)
     config = base.replace(
-        **recipe(base, 1, *asked),  # of one example, to refuse what is wrong before all are read
+        **recipe(base, 1, *options),  # for one example: errors come before all are read
         on_nonfinite="stop",
         keep_every=0,
         batch_size=arguments.batch_size,
@@ -126,7 +126,7 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
     source = arguments.squad or DATASET
     questions = read_squad(source) if arguments.squad else download()
     examples, counts = encode_all(questions, base, source)
-    config = config.replace(**recipe(base, len(examples), *asked))
+    config = config.replace(**recipe(base, len(examples), *options))
     facts = {
         "squad": source,
         **counts,
@@ -143,8 +143,8 @@ def recipe(
     learning_rate: float = LEARNING_RATE,
     sequences: int = SEQUENCES,
 ) -> dict[str, Any]:
-    """The settings that make a fine-tuning, unless they are the base's own."""
-    steps = math.ceil(examples / sequences)  # an epoch's
+    """The settings of fine-tuning; all others are the base run's."""
+    steps = math.ceil(examples / sequences)  # per epoch
     return {
         "optimizer": "adamw", "learning_rate": learning_rate, "schedule": "cosine",
         "warmup_iters": steps, "max_iters": steps * epochs, "cooldown_iters": 0, "min_lr": 0.0,
@@ -166,7 +166,7 @@ def read_squad(path: str) -> list[Question]:
                 where = f"data[{i}].paragraphs[{j}]"
                 for qa in paragraph["qas"]:
                     for answer in qa["answers"][:1]:
-                        keep(
+                        add_question(
                             questions,
                             paragraph["context"],
                             qa["question"],
@@ -179,7 +179,7 @@ def read_squad(path: str) -> list[Question]:
 
 
 def download() -> list[Question]:
-    """The same through the `datasets` library."""
+    """The same questions, from the `datasets` library."""
     other = "or give the official train-v2.0.json with --squad"
     try:
         from datasets import load_dataset
@@ -187,18 +187,20 @@ def download() -> list[Question]:
         raise UserError(f"SQuAD needs a library: pip install datasets, {other}") from None
     try:
         rows = load_dataset(DATASET, split="train")
-    except Exception as error:  # of several HTTP libraries
+    except Exception as error:  # from one of several HTTP libraries
         reason = checkpoint.first_line(error)
         raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
     questions: list[Question] = []
     for row in rows:
         answers = row["answers"]
         for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):
-            keep(questions, row["context"], row["question"], text, start)
+            add_question(questions, row["context"], row["question"], text, start)
     return questions
 
 
-def keep(questions: list[Question], context: Any, question: Any, answer: Any, start: Any) -> None:
+def add_question(
+    questions: list[Question], context: Any, question: Any, answer: Any, start: Any
+) -> None:
     """Append a question unless its context, question or answer is empty.
 
     Raises TypeError where one of them is not text, or the start not a number.
@@ -237,12 +239,12 @@ def encode_all(
 
 def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
     """A question's tokens, None where there is no room, and whether its context was cut."""
-    asked, answer = (
+    question, answer = (
         tokenizer.encode(ASK.format(question=q.question)),
         tokenizer.encode(f" {q.answer}"),
     )
     context = tokenizer.encode(q.context)
-    room = block_size - len(asked) - len(answer)  # the last token is a target only
+    room = block_size - len(question) - len(answer)  # the last token is a target only
     cut = len(context) > room
     if cut:
         if room < 2 * len(answer):
@@ -251,7 +253,7 @@ def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example 
         before, rest = tokenizer.encode(head), tokenizer.encode(q.context[len(head) :])
         rest = rest[: max(room - len(before), room - room // 2)]
         context = before[max(0, len(before) + len(rest) - room) :] + rest
-    tokens = np.array([tokenizer.eot, *context, *asked, *answer], dtype=np.uint16)
+    tokens = np.array([tokenizer.eot, *context, *question, *answer], dtype=np.uint16)
     return Example(tokens, len(answer)), cut
 
 
@@ -265,8 +267,8 @@ def digest(examples: list[Example]) -> str:
 def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
     """The examples of a step, a pure function of (seed, step); the longest last."""
     epoch, i = divmod(step, math.ceil(len(examples) / sequences))
-    places = np.arange(i * sequences, min(len(examples), (i + 1) * sequences))
-    order = shuffled(places, len(examples), seed, epoch)
+    positions = np.arange(i * sequences, min(len(examples), (i + 1) * sequences))
+    order = shuffled(positions, len(examples), seed, epoch)
     return sorted((examples[k] for k in order), key=lambda example: len(example.tokens))
 
 
@@ -299,14 +301,14 @@ def finetune(
     device: torch.device,
     resume: bool,
 ) -> bool:
-    """Train until the last step or a signal; returns whether it was a signal, as train.train."""
+    """Train until the last step or a signal; returns whether a signal stopped it."""
     out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
     sequences = config.total_batch_size // config.block_size
-    # with this setting L is the length of the batch, which has to be a fixed one then
+    # with this setting L is the batch's length, which must then be fixed
     length = config.block_size if config.attention_length == "current" else None
     state = checkpoint.load_to_resume(out, config, quiet=False) if resume else None
     if state is not None and (read_json(out / "squad.json") or {}).get("sha256") != facts["sha256"]:
-        raise UserError(f"{out} was trained on other examples than those of {facts['squad']}")
+        raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
 
     # ---- model and optimizer ----
     if device.type == "cuda":

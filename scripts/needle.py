@@ -1,4 +1,4 @@
-"""Needle in a haystack: a city's number told once in long text, and the attention that it gets.
+"""Needle in a haystack: a city's number stated once in a long text, and the attention it gets.
 
 python -m scripts.finetune_squad RUN --out_dir TUNED
 python -m scripts.needle TUNED [TUNED ...] --lengths 1024,4096,8192 --rope none --rope_theta 500000
@@ -10,11 +10,11 @@ Section 3.4: a head's needle score is the attention from the prompt's last token
 answer's first token, to the span from the needle's colon to its end. Fig. 7: the 25 highest scores
 at one needle, at half depth of --score_length tokens. Fig. 8: the highest score of each of
 --score_trials needles at random depths. For variants whose rows do not sum to 1 the score is the
-same sum, not a share.
+same sum, but not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
-(Fig. 8), the latter two once for several runs, in the folder that holds them. Nothing is measured
-twice.
+(Fig. 8), the latter two once for several runs, in the folder that contains them. Nothing is
+measured twice.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
@@ -54,8 +54,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     run_names,
@@ -71,7 +71,7 @@ CITIES = (
     "Osaka", "Oslo", "Paris", "Prague", "Rome", "San Francisco", "Santiago", "Seoul", "Singapore",
     "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw",
 )  # fmt: skip
-NEEDLE = "\nThe special magic {city} number is:"  # and the span that is scored: " 8106422."
+NEEDLE = "\nThe special magic {city} number is:"  # and the scored span: " 8106422."
 QUESTION = "What is the special magic {city} number?"
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # The number of heads in Fig. 7, and its city, number and depth.
@@ -92,8 +92,8 @@ class Needle:
 
 def texts(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
     """The tokens of the needle up to its colon, of its number, of a line break, of the question."""
-    asked = ASK.format(question=QUESTION.format(city=city))
-    return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", asked)]
+    question = ASK.format(question=QUESTION.format(city=city))
+    return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", question)]
 
 
 def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
@@ -102,7 +102,7 @@ def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
 
 
 def shortest(tokenizer: Tokenizer) -> int:
-    """The shortest length that holds the needle of any city."""
+    """The shortest length that fits the needle of any city."""
     return max(bare_length(tokenizer, city, 8888888) for city in CITIES)
 
 
@@ -110,7 +110,7 @@ class Haystack:
     """Needles in stretches of validation tokens."""
 
     def __init__(self, data_dir: str, config: Config):
-        # 100M tokens, one shard as data.fineweb makes them, are more than any test uses
+        # 100M tokens, one shard of data.fineweb, are more than any measurement uses
         check_tokenizer(data_dir, config.tokenizer)
         self.tokens = validation_tokens(data_dir, 10**8)
         check_ids(data_dir, self.tokens, config.n_vocab)
@@ -122,7 +122,7 @@ class Haystack:
         Raises UserError where the length is too short for the needle, or the text for the length.
         """
         eot = self.tokenizer.eot
-        told, span, end, asked = texts(self.tokenizer, city, number)
+        needle, span, end, question = texts(self.tokenizer, city, number)
         bare = bare_length(self.tokenizer, city, number)
         room = length - bare
         if room < 0:
@@ -140,9 +140,9 @@ class Haystack:
         hay = self.tokens[start : start + room].astype(np.int64)
         hay = np.where(hay == eot, end[0], hay).tolist()
         before = round(depth * room)
-        prompt = [eot, *hay[:before], *told, *span, *end, *hay[before:], *asked]
-        first = 1 + before + len(told)
-        return Needle(prompt, slice(first, first + len(span)), city, number, depth)
+        prompt = [eot, *hay[:before], *needle, *span, *end, *hay[before:], *question]
+        begin = 1 + before + len(needle)
+        return Needle(prompt, slice(begin, begin + len(span)), city, number, depth)
 
     def draws(
         self, count: int, rng: random.Random, length: int, depth: float | None = None
@@ -150,8 +150,8 @@ class Haystack:
         """Needles with random cities, numbers and haystacks, at `depth` or at random depths."""
         for _ in range(count):
             city, number = rng.choice(CITIES), rng.randint(10**6, 10**7 - 1)
-            at = rng.random() if depth is None else depth
-            yield self.hide(city, number, at, length, rng.random())
+            needle_depth = rng.random() if depth is None else depth
+            yield self.hide(city, number, needle_depth, length, rng.random())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class NeedleRequest(Request):
         return {"data_dir": data_dir, "samples": self.samples, "sample_seed": self.seed}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
-        names = [cell(*one) for one in self.cells(config)]
+        names = [cell(*length_and_depth) for length_and_depth in self.cells(config)]
         return select_parts(measurement, "parts", [*names, self.scores])
 
     def amount(self, config: Config) -> int:
@@ -210,25 +210,25 @@ def main() -> None:
         "--samples", action=AtLeast, least=1, default=1000, help="per length and depth"
     )
     parser.add_argument(
-        "--score_length", action=AtLeast, least=1, default=8000, help="of the needle scores"
+        "--score_length", action=AtLeast, least=1, default=8000, help="length for the needle scores"
     )
     parser.add_argument(
         "--score_trials", action=AtLeast, least=1, default=100, help="needles to score"
     )
     parser.add_argument("--data_dir", help="shards to take haystacks from (default: the run's own)")
-    parser.add_argument("--seed", type=int, default=1337, help="of needles and haystacks")
+    parser.add_argument("--seed", type=int, default=1337, help="seed of needles and haystacks")
     add_options(parser)
     arguments = parser.parse_args()
     request = NeedleRequest.parse(arguments)
     runs = [open_run(path, request) for path in arguments.runs]
-    for run in runs:  # all refusals come before any work
+    for run in runs:  # errors come before any work
         request.check(run.config)
     measurements = [open_results(run, request) for run in runs]
-    check_places(arguments.runs)
+    check_output_folders(arguments.runs)
     for run, results in zip(runs, measurements, strict=True):
         measure(run, request, results)
         report(results, request.scores)
-    folder, names = holding_folder(arguments.runs), run_names(arguments.runs)
+    folder, names = common_folder(arguments.runs), run_names(arguments.runs)
     scores = [results.parts[request.scores] for results in measurements]
     save_picture(plot_heads(names, scores), folder / "needle_heads.png")
     save_picture(plot_scores(names, scores), folder / "needle_scores.png")
@@ -368,9 +368,9 @@ def plot_heads(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 7: the highest needle scores of all heads at one needle."""
     figure, axes = score_panel("attention head, by needle score", "needle score")
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
-        one = scores["one needle"]
-        values = [head["score"] for head in one["heads"]]
-        label = f"{name} ({one['grade']})"
+        single = scores["one needle"]
+        values = [head["score"] for head in single["heads"]]
+        label = f"{name} ({single['grade']})"
         axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length} tokens", fontsize="medium")
@@ -384,12 +384,12 @@ def plot_scores(names: list[str], runs: list[dict]) -> Figure:
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
         axes.plot([], [], color=f"C{i}", label=name)
-        for answered, marker in GRADES.items():
-            ranks = [n for n, trial in enumerate(trials, 1) if trial["grade"] == answered]
-            tops = [trials[n - 1]["top_score"] for n in ranks]
-            axes.scatter(ranks, tops, s=18, color=f"C{i}", marker=marker)
-    for answered, marker in GRADES.items():
-        axes.scatter([], [], color="0.3", marker=marker, label=answered)
+        for grade_name, marker in GRADES.items():
+            places = [n for n, trial in enumerate(trials, 1) if trial["grade"] == grade_name]
+            tops = [trials[n - 1]["top_score"] for n in places]
+            axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker)
+    for grade_name, marker in GRADES.items():
+        axes.scatter([], [], color="0.3", marker=marker, label=grade_name)
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"needles at random depths of {length} tokens", fontsize="medium")
     axes.legend(fontsize="small")

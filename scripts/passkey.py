@@ -1,4 +1,4 @@
-"""Passkey retrieval: a number told once in a long, dull text and asked for at its end.
+"""Passkey retrieval: a number stated once in a long, dull text and asked for at its end.
 
 python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --trials 100
 
@@ -6,7 +6,7 @@ LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mo
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
 Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
-runs passkey_by_length.png in the folder that holds them. Nothing is measured twice.
+runs passkey_by_length.png in the folder that contains them. Nothing is measured twice.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
@@ -32,8 +32,8 @@ from scripts.common.runs import (
     Request,
     Results,
     add_options,
-    check_places,
-    holding_folder,
+    check_output_folders,
+    common_folder,
     open_run,
     print_table,
     run_names,
@@ -98,23 +98,23 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
     )
     parser.add_argument("--trials", action=AtLeast, least=1, default=100, help="per length")
-    parser.add_argument("--seed", type=int, default=1337, help="of keys and places")
+    parser.add_argument("--seed", type=int, default=1337, help="seed of keys and depths")
     parser.add_argument(
-        "--show", action=AtLeast, least=0, default=0, metavar="N", help="print N trials a length"
+        "--show", action=AtLeast, least=0, default=0, metavar="N", help="print N trials per length"
     )
     add_options(parser)
     arguments = parser.parse_args()
     request = PasskeyRequest.parse(arguments)
     runs = [open_run(path, request) for path in arguments.runs]
-    plans = [prepare(run, request) for run in runs]  # all refusals come before any work
-    check_places(arguments.runs)
+    plans = [prepare(run, request) for run in runs]  # errors come before any work
+    check_output_folders(arguments.runs)
     for run, (trials, results) in zip(runs, plans, strict=True):
         measure(run, trials, results)
         show(run, trials, results, arguments.show)
         report(results)
     if len(runs) > 1:
         figure = plot(run_names(arguments.runs), [results for _, results in plans])
-        save_picture(figure, holding_folder(arguments.runs) / "passkey_by_length.png")
+        save_picture(figure, common_folder(arguments.runs) / "passkey_by_length.png")
 
 
 def prepare(run: LoadedRun, request: PasskeyRequest) -> tuple[dict[int, list[Trial]], Results]:
@@ -139,7 +139,7 @@ def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) ->
 
 @functools.cache
 def shortest(tokenizer: Tokenizer) -> int:
-    """The shortest length that holds any trial: the longest key, without filler."""
+    """The shortest length that fits any trial: the longest key, without filler."""
     keys = (tokenizer.encode(KEY.format(key=key)) for key in range(1, LARGEST_KEY + 1))
     task, question = tokenizer.encode(TASK), tokenizer.encode(QUESTION)
     return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
@@ -152,17 +152,17 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     filler = tokenizer.encode(" ".join([FILLER] * (length // len(tokenizer.encode(FILLER)) + 1)))
     trials = []
     for _ in range(count):
-        key, place = rng.randint(1, LARGEST_KEY), rng.random()
-        told = tokenizer.encode(KEY.format(key=key))
-        bare = len(task) + len(told) + len(question) + ANSWER_TOKENS
+        key, depth = rng.randint(1, LARGEST_KEY), rng.random()
+        key_tokens = tokenizer.encode(KEY.format(key=key))
+        bare = len(task) + len(key_tokens) + len(question) + ANSWER_TOKENS
         room = length - bare
         if room < 0:
             raise UserError(
                 f"length {length} is too short, give --lengths: without filler a passkey prompt "
                 f"and its answer take {bare} tokens ({tokenizer.name})"
             )
-        before = int(place * (room + 1))
-        prompt = [*task, *filler[:before], *told, *filler[: room - before], *question]
+        before = int(depth * (room + 1))
+        prompt = [*task, *filler[:before], *key_tokens, *filler[: room - before], *question]
         trials.append(Trial(prompt, key, before / max(1, room)))
     return trials
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training and evaluation at tiny scale, on any machine: text -> shards -> two trained models -> their
-# losses at 1 to 32 times the training length. A few minutes on two cores; a second call reuses
-# finished work.
+# losses at 1 to 32 times the training length. A few minutes on two cores; finished work is
+# reused.
 # usage: bash scripts/quickstart.sh [--setting=value ...]    settings are passed to train.py
 set -euo pipefail
 source "$(dirname "$0")/common/setup.sh"

@@ -1,4 +1,4 @@
-"""Text from a trained model.
+"""Generate text with a trained model.
 
 python -m scripts.sample RUN --prompt "The meaning of" --max_new_tokens 100
 """
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="", help="empty: the start of a document")
     parser.add_argument("--num_samples", action=AtLeast, least=1, default=1)
     parser.add_argument("--max_new_tokens", action=AtLeast, least=1, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
     parser.add_argument("--top_k", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1337)
     add_options(parser)

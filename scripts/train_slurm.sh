@@ -15,18 +15,18 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Only this script receives Slurm's signal. It signals srun, which passes it on to torchrun, and that
-# to its processes, for which it waits until the shutdown timeout.
+# Only this script receives Slurm's signal. It forwards it to srun, srun to torchrun, and torchrun to
+# its processes, for which it waits until the shutdown timeout.
 srun torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_id="$SLURM_JOB_ID" \
     --rdzv_backend=c10d \
-    --rdzv_endpoint="$first:${PORT:-29500}" \
+    --rdzv_endpoint="$head_node:${PORT:-29500}" \
     --max_restarts="${RESTARTS:-3}" \
     --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --shutdown_timeout=240 \

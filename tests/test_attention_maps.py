@@ -206,7 +206,7 @@ def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
         (["--text", "a" * 2049], "2049 tokens"),
         (["--file", "nowhere.txt"], "nowhere.txt"),
         (["--lengths", "16,1024"], "1024"),
-        (["--lengths", "1"], "2 at least"),
+        (["--lengths", "1"], "at least 2"),
         (["--rope", "none,yarn"], "'none,yarn'"),
     ],
 )

@@ -180,7 +180,7 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
 
 
 def test_too_few_validation_tokens_are_refused(data_dir):
-    with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens .* takes 65"):
+    with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens, .* takes 65"):
         validation_batches(data_dir, 64, max_tokens=1000, batch_size=1)
 
 

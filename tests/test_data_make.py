@@ -289,7 +289,7 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     assert "foreign: holds shards that this command did not make" in line
     assert "workers 0" in refused(fineweb.main, *base, folder, "--workers", 0)
     assert "shard_size 0" in refused(fineweb.main, *base, folder, "--shard_size", 0)
-    assert "sample-10BT only" in refused(fineweb.main, "--ready", "--dataset", "fineweb-edu")
+    assert "only for fineweb's" in refused(fineweb.main, "--ready", "--dataset", "fineweb-edu")
     assert "ready_shards 104: there are 1 to 103" in refused(
         fineweb.main, "--ready", "--ready_shards", 104, "--out_dir", out
     )

@@ -38,7 +38,7 @@ def test_reads_the_published_format(tmp_path):
     [
         (shard_bytes([1, 2, 3], magic=7), "starts with 7, a shard with 20240520"),
         (shard_bytes([1, 2, 3], version=2), "shard version 2, only version 1"),
-        (shard_bytes([1, 2, 3])[:-1], "3 tokens, which make 1030 bytes, but the file has 1029"),
+        (shard_bytes([1, 2, 3])[:-1], "3 tokens, which take 1030 bytes, but the file has 1029"),
         (shard_bytes([1, 2, 3]) + b"\0\0", "but the file has 1032"),
         (shard_bytes([]), "0 tokens"),
         (b"", "0 bytes, less than a shard's header"),

@@ -148,7 +148,7 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--rope", "ntk:1e300"], "factor = 1e+300 must be"),
         (["--rope_theta", "inf"], "theta = inf must be"),
         (["--rope_theta", "nan"], "theta = nan must be"),
-        (["--rope", "none,yarn,none"], "different"),
+        (["--rope", "none,yarn,none"], "distinct"),
     ],
 )
 def test_eval_length_refuses(train, call, capsys, arguments, message):

@@ -281,7 +281,7 @@ def test_the_swaps_of_ssmax(run, scale, shards, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run("swaps")
     message = capsys.readouterr().err
-    assert "other first weights" in message and f"{small}/softmax/seed1337" in message
+    assert "initial weights other" in message and f"{small}/softmax/seed1337" in message
     # under a constant rate (f) begins with softmax's own checkpoint, which is the same
     with open(scale, "a") as file:
         file.write("schedule = 'constant'\nmax_iters = 16\ncheckpoint_interval = 7\n")

@@ -75,8 +75,8 @@ def test_columns_are_aligned(capsys):
     [
         ("--samples=0", "--samples 0 must be at least 1"),
         ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
-        ("--lengths=1,0", "--lengths '1,0' must be positive and different"),
-        ("--lengths=8,8", "--lengths '8,8' must be positive and different"),
+        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
+        ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
     ],
 )
 def test_options_are_refused_in_a_sentence(option, message):

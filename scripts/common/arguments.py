@@ -44,5 +44,5 @@ class Lengths(argparse.Action):
             message = f"{name} {values!r} must be whole numbers, such as 1024,2048"
             raise UserError(message) from None
         if min(lengths) < 1 or len(set(lengths)) < len(lengths):
-            raise UserError(f"{name} {values!r} must be positive and different")
+            raise UserError(f"{name} {values!r} must be positive and distinct")
         setattr(namespace, self.dest, lengths)

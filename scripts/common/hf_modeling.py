@@ -47,8 +47,8 @@ class Cache(KVCache):
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
-    """The interface of transformers. In `forward` a batch may be padded on the right, never on
-    the left; in `generate` not at all, so that its prompts must have one length."""
+    """The transformers interface. In `forward` a batch may be padded on the right, never on the
+    left; in `generate` not at all, so that all prompts must have the same length."""
 
     config_class = SharpAttentionConfig
     _is_stateful = True  # a cache cannot be rolled back: no assisted generation
@@ -56,12 +56,12 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
         self.gpt = GPT(Config(**config.settings)).scale_rope(**config.rope)
-        # For no position yet: the first call computes them, on the device the weights are on then.
+        # No positions yet: the first call computes them on the weights' device.
         self.gpt.trunk.set_rope(self.gpt.trunk.rope, 0)
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        shared = {other: first for first, *others in names.values() for other in others}
+        shared = {alias: name for name, *aliases in names.values() for alias in aliases}
         self._tied_weights_keys = shared
         self.post_init()
 
@@ -95,15 +95,15 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             gaps = mask[:, 1:] & ~mask[:, :-1] if past_key_values is None else ~mask
             if gaps.any():
                 raise ValueError(
-                    "this model takes no padding on the left, nor any where it generates: give it "
-                    "prompts of one length (lm_eval: batch_size=1)"
+                    "this model takes no padding on the left, and none in generation: give it "
+                    "prompts of equal length (lm_eval: batch_size=1)"
                 )
         x = self.gpt.trunk(self.gpt.wte(input_ids), past_key_values)
         logits = self.gpt.logits(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        # transformers declares FloatTensor, which no tensor's static type is, and its own Cache
+        # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def one_panel() -> tuple[Figure, Axes]:
 
 
 def length_axis(
-    axes: Axes, what: str, trained: Iterable[int], lengths: Sequence[int] | None = None
+    axes: Axes, label: str, trained: Iterable[int], lengths: Sequence[int] | None = None
 ) -> None:
     """Make x a log2 axis of lengths in tokens, with ticks at `lengths` if given, and draw a dotted
     line at each training length."""
@@ -44,7 +44,7 @@ def length_axis(
     else:
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
-    axes.set_xlabel(f"{what} (dotted: training length)")
+    axes.set_xlabel(f"{label} (dotted: training length)")
     axes.grid(alpha=0.3)
 
 

@@ -1,4 +1,4 @@
-"""What passkey and needle retrieval share: prompt lengths, batches, answers."""
+"""Shared by passkey and needle retrieval: prompt lengths, batches, answers."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from scripts.common.runs import BATCH_TOKENS, LoadedRun
 T = TypeVar("T")
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
-# The question to a model fine-tuned on SQuAD, after the context; a space and the answer follow.
+# A question after its context, as in fine-tuning on SQuAD; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
 
 

@@ -1,4 +1,4 @@
-"""What the commands on finished runs share: opening a run, and measuring it once."""
+"""Shared by the commands on finished runs: opening a run, and measuring it only once."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ BATCH_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a finished run is opened; `add_options` explains the fields."""
+    """How to open a finished run; `add_options` explains the fields."""
 
     rope: str
     rope_factor: float | None = None
@@ -43,11 +43,11 @@ class RunOptions:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `RunOptions` has as fields."""
+    """Add the command-line options that are the fields of `RunOptions`."""
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     names = ", ".join(Rope.SCALINGS)
     parser.add_argument("--rope", default="dynamic_ntk", help=f"scaling: {names} (%(default)s)")
-    parser.add_argument("--rope_factor", type=float, help="see model.Rope; default: its own")
+    parser.add_argument("--rope_factor", type=float, help="see model.Rope, which has the default")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
@@ -60,7 +60,7 @@ class Request(RunOptions, ABC):
     """What an evaluation script is asked to measure: its command-line options as fields.
 
     The script parses its command line into a request, and scripts.reproduce builds one for each
-    table, so both identify a measurement by the same facts.
+    table, so both identify a measurement in the same way.
     """
 
     script: ClassVar[str]
@@ -115,7 +115,7 @@ def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | No
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A finished run, its model on its device, in evaluation mode, RoPE scaled as asked."""
+    """A finished run, its model on its device, in evaluation mode, with scaled RoPE."""
 
     path: Path
     config: Config
@@ -142,11 +142,11 @@ def run_facts(config: Config, step: int, options: RunOptions) -> dict:
 
 
 def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
-    """Load a run for evaluation. Raises UserError where it or the device is not there."""
+    """Load a run for evaluation. Raises UserError where the run or the device is missing."""
     device = pick_device(options.device)
     dtype = options.torch_dtype
     config = checkpoint.read_config(path)
-    # the implementation that trained it was chosen for that machine
+    # the path it was trained with was chosen for that machine
     config = config.replace(attention_impl=options.attention_impl)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
     step = checkpoint.load_weights(model, path, options.checkpoint)
@@ -163,7 +163,7 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
     return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
 
 
-def holding_folder(paths: Sequence[str | Path]) -> Path:
+def common_folder(paths: Sequence[str | Path]) -> Path:
     """Where a picture of these runs goes: the run's folder, or the common parent of several."""
     folders = [Path(path).resolve() for path in paths]
     if len(folders) == 1:
@@ -171,9 +171,9 @@ def holding_folder(paths: Sequence[str | Path]) -> Path:
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
-def check_places(paths: Sequence[str | Path]) -> None:
+def check_output_folders(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
-    for folder in (*paths, holding_folder(paths)):
+    for folder in (*paths, common_folder(paths)):
         check_writable(folder)
 
 
@@ -181,7 +181,7 @@ def read_results(path: Path) -> list[dict]:
     """The measurements in a results file. Raises UserError where it holds something else."""
     results = read_json(path)
     if results is not None and not isinstance(results, list):
-        raise UserError(f"{path}: it holds no list of measurements; move it out of the way")
+        raise UserError(f"{path}: it has no list of measurements; move it out of the way")
     return results or []
 
 
@@ -206,12 +206,12 @@ class Results:
 
     def discard(self, key: str) -> None:
         """Remove the measurement, and `key` from all the others."""
-        kept = [{k: v for k, v in one.items() if k != key} for one in self.others()]
+        kept = [{k: v for k, v in other.items() if k != key} for other in self.others()]
         write_json(self.path, kept)
 
     def others(self) -> list[dict]:
         # read again to keep what other processes have saved in the meantime
-        return [one for one in read_results(self.path) if not matches(one, self.facts)]
+        return [r for r in read_results(self.path) if not matches(r, self.facts)]
 
     @property
     def parts(self) -> dict[str, dict]:

@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh: enters the repository's folder and puts a .venv on PATH that
-# has what a requirements file pins.
+# Sourced by quickstart.sh and test.sh: enters the repository and puts a .venv on PATH, with
+# everything that a requirements file pins.
 # usage: setup REQUIREMENTS_FILE
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
@@ -8,7 +8,7 @@ setup() {
     local python=${PYTHON:-python3}
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         echo "error: Python 3.11 or newer is needed, and $python is $("$python" -V 2>&1)." >&2
-        echo "       Name another one with: PYTHON=python3.12 bash $0" >&2
+        echo "       Choose another one with: PYTHON=python3.12 bash $0" >&2
         exit 1
     fi
     if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then

@@ -1,11 +1,11 @@
-"""A table or figure of the papers, from nothing to the numbers beside the paper's own.
+"""Reproduce a table or figure of the papers: train, evaluate, and compare with the paper's numbers.
 
 python -m scripts.reproduce table1 --scale tiny --seeds 2
 python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
 
 Prints the cost, trains the missing runs in OUT/<scale>/<row>/seed<seed> (on all GPUs of the
 machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
-tables share the runs. An interrupted command continues from where it was; nothing is done twice.
+tables share the runs. An interrupted command continues where it stopped; nothing is done twice.
 --only and --seeds limit the work; the table has every available row for these seeds, and never
 replaces one with more rows or seeds.
 """
@@ -35,7 +35,7 @@ def main() -> None:
         epilog=list_experiments(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="one of those below")
+    parser.add_argument("name", metavar="NAME", help="one of the names below")
     parser.add_argument(
         "--scale", required=True, help="124m (the papers'), another of configs/scales, or a FILE.py"
     )
@@ -43,13 +43,13 @@ def main() -> None:
     parser.add_argument(
         "--seeds", action=AtLeast, least=1, default=1, help=f"runs a row, from seed {FIRST_SEED}"
     )
-    parser.add_argument("--data", metavar="DIR", help="shards to train on, not the scale's own")
+    parser.add_argument("--data", metavar="DIR", help="shards to train on instead of the scale's")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
-    parser.add_argument("--out", default="out", metavar="DIR", help="holds the runs (%(default)s)")
+    parser.add_argument("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
     parser.add_argument(
-        "--results", default="results", metavar="DIR", help="holds the tables (%(default)s)"
+        "--results", default="results", metavar="DIR", help="where tables go (%(default)s)"
     )
-    parser.add_argument("--plan", action="store_true", help="say what it would cost, and stop")
+    parser.add_argument("--plan", action="store_true", help="print what it would cost, and stop")
     parser.add_argument("--wandb_mode", default="auto", choices=choices("wandb_mode"))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
@@ -58,7 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.name
     if name not in EXPERIMENTS:
-        raise UserError(f"{name!r} is none of {', '.join(EXPERIMENTS)}")
+        raise UserError(f"{name!r} is not one of {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[name]
     chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
     for row in chosen:
@@ -88,13 +88,13 @@ def main() -> None:
     if arguments.plan:
         return
     if evaluation.trained:
-        there = {row for row in experiment.rows if row in chosen or evaluation.results(work, row)}
-        keep_whole(work.folder, {(row, seed) for row in there for seed in work.seeds})
+        rows = {row for row in experiment.rows if row in chosen or evaluation.results(work, row)}
+        refuse_smaller_table(work.folder, {(row, seed) for row in rows for seed in work.seeds})
     stop_on_signals()
     failures = train(runs, scale)
     failures += evaluation.measure(work)
     table = build_table(name, experiment, work, failures)
-    keep_whole(work.folder, runs_of(table), failures)
+    refuse_smaller_table(work.folder, runs_of(table), failures)
     report.write(work.folder, table, experiment.draw(table))
     print("\n" + (work.folder / "table.md").read_text())
     print(f"written: {work.folder}")
@@ -107,12 +107,14 @@ def runs_of(table: dict) -> set[tuple[str, int]]:
     return {(name, run["seed"]) for name, row in table["rows"].items() for run in row["runs"]}
 
 
-def keep_whole(folder: Path, there: set[tuple[str, int]], failures: Sequence[str] = ()) -> None:
+def refuse_smaller_table(
+    folder: Path, available: set[tuple[str, int]], failures: Sequence[str] = ()
+) -> None:
     """Raise UserError where the folder's table has rows or seeds that are missing now, as in a
     clone that has the table but not the runs."""
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})
-    if lost := sorted(before - there):
-        seeds = {seed: [row for row, its in lost if its == seed] for _, seed in lost}
+    if lost := sorted(before - available):
+        seeds = {seed: [row for row, s in lost if s == seed] for _, seed in lost}
         shown = "; ".join(f"seed {seed} of {', '.join(rows)}" for seed, rows in seeds.items())
         raise UserError(
             f"{folder} has a table of {len(before)} runs; the new one would be without {shown}; "
@@ -128,14 +130,14 @@ def stop_on_signals() -> None:
 
 
 def list_experiments() -> str:
-    """The names, with their training cost from scratch."""
+    """The names of all experiments, with their training cost from scratch."""
     scale = open_scale("124m", "out", None, "disabled", [])
-    lines = ["what there is, and what it trains at scale 124m for each seed, once for all of them:"]
+    lines = ["the names, and what each trains at scale 124m per seed; all share the runs:"]
     for name, experiment in EXPERIMENTS.items():
         runs = [scale.run(row, FIRST_SEED) for row in experiment.rows]
         runs = with_bases(runs) if experiment.evaluation.trained else []
         tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
-        what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "nothing, minutes"
+        what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "no training, minutes"
         lines.append(f"  {name:15} {experiment.title}: {what}")
     return "\n".join(lines)
 
@@ -152,7 +154,7 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
         if results := evaluation.results(work, row):
             rows[row] = report.summarise(results) | {"paper": paper.get(row)}
     if not rows:
-        raise UserError("no row is there: " + "; ".join(failures))
+        raise UserError("no row is available: " + "; ".join(failures))
     keys, better = evaluation.columns(config), evaluation.better
     lengths = not isinstance(keys[0], str)
     table = {

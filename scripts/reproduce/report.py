@@ -67,13 +67,13 @@ def best_rows(table: dict, column: int) -> set[str]:
 
 def compare(table: dict) -> None:
     """Add to every row the difference between ours and the paper's, or both ratios to softmax."""
-    zero = table["rows"].get("softmax")
+    baseline = table["rows"].get("softmax")
     for row in table["rows"].values():
         paper = row["paper"] or [None] * len(table["columns"])
         if table["compare"] == "ratio":
             row["compared"] = {
-                "ours": ratios(row["mean"], zero and zero["mean"]),
-                "paper": ratios(paper, zero and zero["paper"]),
+                "ours": ratios(row["mean"], baseline and baseline["mean"]),
+                "paper": ratios(paper, baseline and baseline["paper"]),
             }
         else:
             row["compared"] = [
@@ -82,9 +82,9 @@ def compare(table: dict) -> None:
             ]
 
 
-def ratios(values: list, zero: list | None) -> list:
-    pairs = zip(values, zero or [None] * len(values), strict=True)
-    return [None if value is None or first is None else value / first for value, first in pairs]
+def ratios(values: list, baseline: list | None) -> list:
+    pairs = zip(values, baseline or [None] * len(values), strict=True)
+    return [None if value is None or base is None else value / base for value, base in pairs]
 
 
 def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
@@ -118,11 +118,11 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
             + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
         )  # fmt: skip
         if best := best_rows(table, last):
-            told = ", ".join(f"`{name}`" for name in rows if name in best)
+            names = ", ".join(f"`{name}`" for name in rows if name in best)
             sentences.append(
                 "Bold: the best of a column and every row that cannot be told from it, because the "
                 "means differ by no more than the larger of the two rows' ranges. In the last "
-                f"column: {told}."
+                f"column: {names}."
             )
     elif seeds and table["better"][last]:
         sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
@@ -238,24 +238,24 @@ def curves(table: dict) -> dict[str, Figure]:
         points = [(m, v) for m, v in zip(x, row["paper"] or [], strict=False) if v is not None]
         if points:
             axes[1].plot(*zip(*points, strict=True), **row_style(i))
-    for title, one in zip(("ours", f"the paper's ({table['paper_scale']})"), axes, strict=False):
-        one.set_xscale("log", base=2)
-        one.set_xticks(x, [f"{multiple:g}x" for multiple in x])
-        one.minorticks_off()
-        one.set_xlabel("length, in multiples of the training length")
-        one.set_ylabel(table["unit"])
+    for title, ax in zip(("ours", f"the paper's ({table['paper_scale']})"), axes, strict=False):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(x, [f"{multiple:g}x" for multiple in x])
+        ax.minorticks_off()
+        ax.set_xlabel("length, in multiples of the training length")
+        ax.set_ylabel(table["unit"])
         if "%" in table["unit"]:
-            one.set_ylim(-3, 103)
-        one.set_title(f"{title}: {table['scale']}" if title == "ours" else title, fontsize="medium")
-        one.grid(alpha=0.3)
+            ax.set_ylim(-3, 103)
+        ax.set_title(f"{title}: {table['scale']}" if title == "ours" else title, fontsize="medium")
+        ax.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize="small")
     return {f"{table['name']}.png": figure}
 
 
 def dots(table: dict) -> dict[str, Figure]:
     """A panel for each column: every row's seeds and the paper's value, relative to softmax."""
-    names, columns, zero = list(table["rows"]), table["columns"], table["rows"].get("softmax")
-    if zero is None:
+    names, columns, baseline = list(table["rows"]), table["columns"], table["rows"].get("softmax")
+    if baseline is None:
         return {}
     across, ratio = min(4, len(columns)), table["compare"] == "ratio"
     down = -(-len(columns) // across)
@@ -263,22 +263,24 @@ def dots(table: dict) -> dict[str, Figure]:
     figure.set_layout_engine("constrained")
     axes = figure.subplots(down, across, sharey=True, squeeze=False)
 
-    def relative(value: float, first: float) -> float:
-        return value / first if ratio else value - first
+    def relative(value: float, base: float) -> float:
+        return value / base if ratio else value - base
 
-    for column, one in zip(range(len(columns)), axes.flat, strict=False):
+    for column, ax in zip(range(len(columns)), axes.flat, strict=False):
         for y, row in enumerate(table["rows"].values()):
-            ours = [relative(run["values"][column], zero["mean"][column]) for run in row["runs"]]
-            one.plot(ours, [y] * len(ours), "o", color="C0", alpha=0.7, label="ours, each seed")
+            ours = [
+                relative(run["values"][column], baseline["mean"][column]) for run in row["runs"]
+            ]
+            ax.plot(ours, [y] * len(ours), "o", color="C0", alpha=0.7, label="ours, each seed")
             if row["paper"] and row["paper"][column] is not None:
-                paper = relative(row["paper"][column], zero["paper"][column])
-                one.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
-        one.set_yticks(range(len(names)), names)
-        one.set_xlabel(f"{columns[column]}\n{'over' if ratio else 'minus'} softmax's", fontsize=8)
-        one.axvline(1 if ratio else 0, color="0.6", linewidth=1)
-        one.grid(alpha=0.3)
-    for one in axes.flat[len(columns) :]:
-        one.axis("off")
+                paper = relative(row["paper"][column], baseline["paper"][column])
+                ax.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
+        ax.set_yticks(range(len(names)), names)
+        ax.set_xlabel(f"{columns[column]}\n{'over' if ratio else 'minus'} softmax's", fontsize=8)
+        ax.axvline(1 if ratio else 0, color="0.6", linewidth=1)
+        ax.grid(alpha=0.3)
+    for ax in axes.flat[len(columns) :]:
+        ax.axis("off")
     axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
     figure.suptitle(f"{table['unit']}, scale {table['scale']}", fontsize="medium")
     handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -291,21 +293,21 @@ def loss_over_p(table: dict) -> dict[str, Figure]:
     """Loss over p: a panel for each attention variant, a curve for each length."""
     families: dict[str, list[tuple[float, dict]]] = {}
     for name, row in table["rows"].items():
-        first, _, p = name.rpartition("_p")
-        families.setdefault(first, []).append((float(p), row))
+        variant, _, p = name.rpartition("_p")
+        families.setdefault(variant, []).append((float(p), row))
     figure, axes = panels(len(families), sharey=True)
-    for (first, members), one in zip(families.items(), axes, strict=True):
+    for (variant, members), ax in zip(families.items(), axes, strict=True):
         members.sort(key=lambda member: member[0])
         ps = [p for p, _ in members]
         for i, length in enumerate(table["columns"]):
-            one.plot(ps, [row["mean"][i] for _, row in members], label=length, **row_style(i))
+            ax.plot(ps, [row["mean"][i] for _, row in members], label=length, **row_style(i))
             low, high = ([row[side][i] for _, row in members] for side in ("low", "high"))
-            one.fill_between(ps, low, high, color=row_style(i)["color"], alpha=0.2)
-        one.set_xlabel("p")
-        one.set_ylabel(table["unit"])
-        one.set_title(f"{first}, {table['scale']}", fontsize="medium")
-        one.grid(alpha=0.3)
-        one.legend(fontsize="small")
+            ax.fill_between(ps, low, high, color=row_style(i)["color"], alpha=0.2)
+        ax.set_xlabel("p")
+        ax.set_ylabel(table["unit"])
+        ax.set_title(f"{variant}, {table['scale']}", fontsize="medium")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize="small")
     return {f"{table['name']}.png": figure}
 
 
@@ -353,4 +355,4 @@ def trials(table: dict) -> dict[str, Figure]:
 def scores(table: dict) -> list[dict]:
     """The needle scores of each row's first seed."""
     parts = [measured["parts"].values() for measured in first_seeds(table).values()]
-    return [next(part for part in of_run if "one needle" in part) for of_run in parts]
+    return [next(part for part in run_parts if "one needle" in part) for run_parts in parts]

@@ -52,8 +52,8 @@ class Evaluation:
     better: str | tuple[str, ...] | None = "lower"  # a tuple: for each column
     digits: int = 4
     finetuned: bool = False  # on SQuAD before measuring
-    prompt: Callable[[Config], int] = lambda config: 1  # the shortest length it fits
-    refuse: Callable[[Config], object] = lambda config: None  # raises UserError
+    prompt: Callable[[Config], int] = lambda config: 1  # the shortest length that fits it
+    refuse: Callable[[Config], object] = lambda config: None  # may raise UserError
 
     trained = True
 
@@ -62,12 +62,12 @@ class Evaluation:
         return stretched(self.keys, self.prompt(config), config)
 
     def notes(self, config: Config) -> tuple[str, ...]:
-        first, *_ = stretched((1,), self.prompt(config), config)
-        if first == 1:
+        factor, *_ = stretched((1,), self.prompt(config), config)
+        if factor == 1:
             return ()
         return (
-            f"The paper's lengths begin at the training length. Here they begin at {first} times "
-            f"that, and are all {first} times as long, since the prompt takes "
+            f"The paper's lengths begin at the training length. Here they begin at {factor} times "
+            f"that, and are all {factor} times as long, since the prompt takes "
             f"{self.prompt(config)} tokens.",
         )
 
@@ -76,7 +76,7 @@ class Evaluation:
         return [sys.executable, "-m", f"scripts.{request.script}", *request.arguments()]
 
     def check(self, work: Work) -> None:
-        """Raise UserError now for whatever would be refused after training."""
+        """Raise UserError for anything that would be refused after training."""
         if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
             raise UserError(
                 "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
@@ -87,10 +87,10 @@ class Evaluation:
             self.refuse(work.scale.config)
             self.request(work.scale.config).check(work.scale.config)
         for run in work.runs if self.finetuned else ():
-            if problem := other_tuning(run, work):
+            if problem := tuning_difference(run, work):
                 raise UserError(
                     f"{self.folder(run)} was fine-tuned with {problem}; move it away to fine-tune "
-                    "again, or ask for the same as then"
+                    "again, or request the same as before"
                 )
 
     def plan(self, work: Work) -> str:
@@ -134,7 +134,7 @@ class Evaluation:
         facts = run_facts(config, step, request) | request.facts(config)
         measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
         selected = (request.select(measurement, config) for measurement in measurements)
-        return next((one for one in selected if one is not None), None)
+        return next((m for m in selected if m is not None), None)
 
     def results(self, work: Work, row: str) -> list[dict]:
         """The entries of table.json for the finished and measured runs of a row."""
@@ -142,7 +142,7 @@ class Evaluation:
         for run in (work.scale.run(row, seed) for seed in work.seeds):
             if not run.finished or run.disagreement():
                 continue
-            if self.finetuned and other_tuning(run, work):
+            if self.finetuned and tuning_difference(run, work):
                 continue
             if measured := self.find(run):
                 results.append(
@@ -162,8 +162,8 @@ class Evaluation:
 
 def machine(config: Config) -> list[str]:
     """The options that select the device and dtype of training, unless they are automatic."""
-    asked = {"device": config.device, "dtype": config.dtype}
-    return [f"--{key}={value}" for key, value in asked.items() if value != "auto"]
+    settings = {"device": config.device, "dtype": config.dtype}
+    return [f"--{key}={value}" for key, value in settings.items() if value != "auto"]
 
 
 def finetuned(run: PlannedRun) -> bool:
@@ -179,23 +179,23 @@ def squad_digest(path: str, config: Config) -> str:
     return finetune_squad.digest(examples)
 
 
-def other_tuning(run: PlannedRun, work: Work) -> str | None:
+def tuning_difference(run: PlannedRun, work: Work) -> str | None:
     """How the existing fine-tuned run differs from the one requested: its questions, its initial
     weights, or a setting, with both values. None if it does not."""
     folder = run.folder / "squad"
     if checkpoint.step(folder) is None:
         return None
     facts = read_json(folder / "squad.json") or {}
-    asked = {
+    requested = {
         "began_with": checkpoint.checkpoint_id(run.folder),
         **finetune_squad.recipe(run.config, facts.get("examples", 0)),
     }
     if work.squad:
-        asked["sha256"] = squad_digest(work.squad, work.scale.config)
+        requested["sha256"] = squad_digest(work.squad, work.scale.config)
     else:
-        asked["squad"] = finetune_squad.DATASET
+        requested["squad"] = finetune_squad.DATASET
     saved = facts | checkpoint.read_config(folder).as_dict()
-    for key, value in asked.items():
+    for key, value in requested.items():
         if saved.get(key) != value:
             return f"{key} = {saved.get(key)!r}, not {value!r}"
     return None
@@ -242,14 +242,14 @@ class Benchmark:
         saved, here = read_json(self.file(work)), environment()
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
-        asked = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
-        config = next(iter(benchmark.parse_rows(asked)[0].values()))
+        requested = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
+        config = next(iter(benchmark.parse_rows(requested)[0].values()))
         dtype = pick_dtype(config.dtype, pick_device(config.device))
         settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         for key, value in settings.items():
             # paths and logging do not affect a step
-            free = key in ("out_dir", "data_dir", "wandb_mode")
-            if not free and saved["settings"].get(key) != value:
+            ignored = key in ("out_dir", "data_dir", "wandb_mode")
+            if not ignored and saved["settings"].get(key) != value:
                 return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
         return None
 
@@ -258,18 +258,18 @@ class Benchmark:
         if not self.file(work).exists():
             return f"to measure: {steps}"
         if difference := self.difference(work):
-            return f"to measure again: {steps}; {self.file(work)} is of {difference}"
+            return f"to measure again: {steps}; {self.file(work)} has {difference}"
         return f"measured before: {self.file(work)}; delete it to measure again"
 
     def measure(self, work: Work) -> list[str]:
         if self.file(work).exists() and not self.difference(work):
             return []
         work.folder.mkdir(parents=True, exist_ok=True)
-        asked = self.arguments(work)
-        command = [sys.executable, "-m", "scripts.benchmark", *asked["configs"]]
-        command += [f"--scale={asked['scale']}"] if asked["scale"] else []
-        command += [f"--set={setting}" for setting in asked["set"]]
-        command += [f"--impls={asked['impls']}", f"--out={self.file(work)}"]
+        options = self.arguments(work)
+        command = [sys.executable, "-m", "scripts.benchmark", *options["configs"]]
+        command += [f"--scale={options['scale']}"] if options["scale"] else []
+        command += [f"--set={setting}" for setting in options["set"]]
+        command += [f"--impls={options['impls']}", f"--out={self.file(work)}"]
         if code := call(command):
             raise UserError(f"scripts.benchmark ended with exit code {code}; its message is above")
         return []
@@ -304,14 +304,14 @@ def at(multiple: float, config: Config) -> int:
 
 
 def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
-    """The multiples times the smallest integer at which the training length holds a prompt; names
+    """The multiples times the smallest integer at which the training length fits a prompt; names
     are unchanged."""
-    first = -(-prompt // config.block_size)
-    return tuple(one if isinstance(one, str) else one * first for one in multiples)
+    factor = -(-prompt // config.block_size)
+    return tuple(m if isinstance(m, str) else m * factor for m in multiples)
 
 
 def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = None) -> dict:
-    """How the runs of a scale are opened, as keywords of a request."""
+    """How to open the runs of a scale, as keywords of a request."""
     return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
 
 

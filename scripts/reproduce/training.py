@@ -26,7 +26,7 @@ from runtime.files import read_json
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIRST_SEED = Config.seed
 # Settings that may differ between machines that train one table; the rest define a run.
-OF_THE_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
+PER_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Row:
     name: str
     file: Path
     changes: Callable[[Config], dict] = lambda scale: {}
-    base: str | None = None  # the row whose last weights it starts from
+    base: str | None = None  # the row whose final weights it starts from
 
 
 def swap(scale: Config) -> dict:
-    """SSMax (e): softmax's weights without training; s is 1 over the mean of log n (Sect. 3)."""
+    """SSMax (e): softmax's weights as they are; s is 1 over the mean of log n (Sect. 3)."""
     return {"s_init": scale.block_size / math.lgamma(scale.block_size + 1), "max_iters": 0}
 
 
@@ -86,8 +86,8 @@ def find_row(name: str) -> Row:
     for folder in (CONFIGS, CONFIGS / "ablations"):
         if (folder / f"{name}.py").is_file():
             return Row(name, folder / f"{name}.py")
-    first, _, p = name.rpartition("_p")
-    return Row(name, CONFIGS / f"{first}_p15.py", lambda scale: {"p": float(p)})
+    variant, _, p = name.rpartition("_p")
+    return Row(name, CONFIGS / f"{variant}_p15.py", lambda scale: {"p": float(p)})
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,17 @@ class PlannedRun:
         if self.step is None:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
-        for key, mine in self.config.as_dict().items():
-            same = saved[key] == mine or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
+        for key, own in self.config.as_dict().items():
+            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
             if key == "data_dir":
-                same = Path(saved[key]).resolve() == Path(mine).resolve()
+                same = Path(saved[key]).resolve() == Path(own).resolve()
             if not same:
-                return f"{key} = {saved[key]!r}, not {mine!r}"
+                return f"{key} = {saved[key]!r}, not {own!r}"
         if self.base:
-            begin = self.config.init_from
-            there = self.base.step is not None and checkpoint.checkpoint_id(begin)
-            if read_json(self.folder / "began_with.json") != there:
-                return f"other first weights than those of {begin} as it is now"
+            start = self.config.init_from
+            current = self.base.step is not None and checkpoint.checkpoint_id(start)
+            if read_json(self.folder / "began_with.json") != current:
+                return f"initial weights other than those now in {start}"
         return None
 
 
@@ -179,27 +179,27 @@ def open_scale(
 
     Raises UserError for an unknown scale, and for a setting that would change the runs.
     """
-    there = {"124m": ()} | {
+    known = {"124m": ()} | {
         path.stem: (str(path),) for path in sorted((CONFIGS / "scales").glob("*.py"))
     }
     if name.endswith(".py"):
-        there = {Path(name).stem: (name,)}
+        known = {Path(name).stem: (name,)}
         name = Path(name).stem
-    elif name not in there:
-        raise UserError(f"--scale {name!r} is one of {', '.join(there)}, or a config file")
+    elif name not in known:
+        raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
     for pair in settings:
         key, equals, _ = pair.partition("=")
         if not equals:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
-        if key not in OF_THE_MACHINE:
+        if key not in PER_MACHINE:
             raise UserError(
-                f"--set {pair!r} would make other runs than the scale's, for which there is "
-                f"--scale FILE.py; --set takes {', '.join(sorted(OF_THE_MACHINE))}"
+                f"--set {pair!r} would change the scale's runs, which only --scale FILE.py "
+                f"may do; --set takes {', '.join(sorted(PER_MACHINE))}"
             )
     extra = [f"--wandb_mode={wandb_mode}", *(f"--{pair}" for pair in settings)]
     if data:
         extra.append(f"--data_dir={data}")
-    return Scale(name, there[name], Path(out), tuple(extra))
+    return Scale(name, known[name], Path(out), tuple(extra))
 
 
 def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
@@ -213,7 +213,7 @@ def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
 
 
 def check(runs: list[PlannedRun]) -> None:
-    """Raise UserError now for whatever training would refuse later, and for runs that differ."""
+    """Raise UserError for anything that training would refuse later, and for runs that differ."""
     for run in runs:
         if problem := run.disagreement():
             raise UserError(
@@ -248,7 +248,7 @@ def cost(runs: list[PlannedRun], scale: Scale) -> str:
     """A sentence on what is left to train: runs, tokens, and time where steps have been timed."""
     left = [run for run in with_bases(runs) if not run.finished]
     if not left:
-        return f"to train: nothing, all of {len(runs)} runs are done"
+        return f"to train: nothing, all {len(runs)} runs are done"
     begun = sum(run.step is not None for run in left)
     text = (
         f"to train: {len(left)} runs ({begun} of them continued), "
@@ -256,7 +256,7 @@ def cost(runs: list[PlannedRun], scale: Scale) -> str:
     )
     timed = timings(scale.out / scale.name)
     if not timed:
-        return text + "; no time can be told before a step has been timed at this scale"
+        return text + "; the time is unknown until a step has been timed at this scale"
     other = statistics.mean(timed.values())
     seconds = sum(
         timed.get(run.name, other) * run.tokens_left / run.config.total_batch_size for run in left
@@ -272,8 +272,8 @@ def cost(runs: list[PlannedRun], scale: Scale) -> str:
 def train(runs: list[PlannedRun], scale: Scale) -> list[str]:
     """Train the unfinished runs one after the other; returns a sentence for each failure.
 
-    A run that fails, such as one that diverges, does not keep the others from being trained; one
-    that is refused (exit code 2) does.
+    A run that fails, such as one that diverges, does not stop the others; one that is refused (exit
+    code 2) does.
     """
     failures = []
     for run in with_bases(runs):
@@ -281,7 +281,7 @@ def train(runs: list[PlannedRun], scale: Scale) -> list[str]:
             continue
         print(f"\n{run.folder}; {cost(runs, scale)}", flush=True)
         if run.base and not run.base.finished:
-            failures.append(f"{run.folder} begins with {run.base.folder}, which is not finished")
+            failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             continue
         arguments = run.arguments
         if run.step is not None:
