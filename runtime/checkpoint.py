@@ -289,11 +289,17 @@ def step_of(name: str) -> int:
     return int(name[5:-3])
 
 
-def step(run: str | Path) -> int | None:
-    """The step of a run's newest checkpoint, None where there is none."""
+def newest(run: str | Path) -> Path | None:
+    """The newest checkpoint that a run's index lists, None where there is none."""
     index = read_index(run)
     names = index.newest_first("step") if index else []
-    return step_of(names[0]) if names else None
+    return Path(run) / names[0] if names else None
+
+
+def step(run: str | Path) -> int | None:
+    """The step of a run's newest checkpoint, None where there is none."""
+    path = newest(run)
+    return step_of(path.name) if path else None
 
 
 def exists(run: str | Path) -> bool:

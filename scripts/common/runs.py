@@ -125,13 +125,13 @@ class LoadedRun:
     facts: dict  # `run_facts`
 
 
-def run_facts(config: Config, step: int, options: RunOptions) -> dict:
-    """What every measurement records about its run and how the run was opened."""
+def run_facts(config: Config, weights: Path, options: RunOptions) -> dict:
+    """What every measurement records about its run, its checkpoint and how the run was opened."""
     return {
         "variant": config.variant_name,
         "seed": config.seed,
         "checkpoint": options.checkpoint,
-        "step": step,
+        **checkpoint.recorded_id(weights),  # step and sha256
         "trained_length": config.block_size,
         "rope": options.rope,
         "rope_factor": options.rope_factor,
@@ -149,8 +149,8 @@ def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     # the path it was trained with was chosen for that machine
     config = config.replace(attention_impl=options.attention_impl)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
-    step = checkpoint.load_weights(model, path, options.checkpoint)
-    facts = run_facts(config, step, options)
+    weights = checkpoint.load_weights(model, path, options.checkpoint)
+    facts = run_facts(config, weights, options)
     return LoadedRun(Path(path), config, model.to(device).eval(), device, dtype, facts)
 
 

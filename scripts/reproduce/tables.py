@@ -127,11 +127,11 @@ class Evaluation:
     def find(self, run: PlannedRun) -> dict | None:
         """The run's measurement, reduced to what the table needs; None if that is incomplete."""
         folder, request = self.folder(run), self.request(run.config)
-        if (step := checkpoint.step(folder)) is None:
+        if (weights := checkpoint.newest(folder)) is None:
             return None
         # the saved config, as the script sees it: data_dir may be another path to the same data
         config = checkpoint.read_config(folder)
-        facts = run_facts(config, step, request) | request.facts(config)
+        facts = run_facts(config, weights, request) | request.facts(config)
         measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
         selected = (request.select(measurement, config) for measurement in measurements)
         return next((m for m in selected if m is not None), None)
