@@ -33,7 +33,9 @@ def kills(shards, tmp_path, points, seconds):
     assert run(arguments(shards, whole, "--checkpoint_interval=2", "--max_iters=12")) == 0
     assert_same_run(folder, whole)
     assert not list(folder.glob(".*.tmp"))
-    assert sorted(p.name for p in folder.glob("*.pt")) == sorted(checkpoint.read_index(folder))
+    assert sorted(p.name for p in folder.glob("*.pt")) == sorted(
+        checkpoint.read_index(folder).checkpoints
+    )
     return count
 
 
@@ -120,4 +122,8 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(shards, tmp_path):
     output = tmp_path / "output"
     command = arguments(shards, tmp_path / "run", "--max_iters=1000000")
     assert run(command, output=output, file_limit=50_000) == 2
-    assert "000000.pt: File too large" in output.read_text()
+    message = output.read_text().splitlines()[-1]
+    assert "000000.pt: File too large" in message and "the same command" in message
+    assert run(arguments(shards, tmp_path / "run")) == 0  # nothing of value was there
+    assert run(arguments(shards, tmp_path / "whole")) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
