@@ -1,9 +1,11 @@
 """No run is ever lost: kills at every point of a write, and full disks; all of them real."""
 
+import os
 import random
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,19 +48,22 @@ def test_killed_and_resumed(shards, tmp_path):
 
 
 @pytest.mark.long
-def test_killed_and_resumed_many_times(shards, tmp_path):
-    rng, done = random.Random(1), Counter()
-    for attempt in range(20):
-        folder = tmp_path / str(attempt)
+def test_killed_and_resumed_a_thousand_times(shards, tmp_path):
+    def many(number):
+        """Some 28 kills of one run."""
+        rng, folder = random.Random(number), tmp_path / str(number)
         folder.mkdir()
-        points = [rng.randrange(1, 80) for _ in range(6)]
-        kills(shards, folder, points, [])
-        done.update((folder / "notes").read_text().split())
-        folder = tmp_path / f"{attempt}t"
-        folder.mkdir()
-        done["at a random time"] += kills(shards, folder, [], [rng.random() for _ in range(4)])
+        points = [rng.randrange(1, 80) for _ in range(26)]
+        times = [rng.uniform(0, 0.5) for _ in range(6)]
+        count = kills(shards, folder, points, times)
+        noted = Counter((folder / "notes").read_text().split())
+        noted["at a random time"] = count - noted.total()
+        return noted
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = sum(pool.map(many, range(40)), Counter())
     print(f"\nkills of a training run: {done.total()}: {dict(done)}")
-    assert done.total() >= 120
+    assert done.total() >= 1000
 
 
 def shard_kills(tmp_path, points, shard_size=2000):
