@@ -124,7 +124,7 @@ def test_table1_end_to_end(run, commands, tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     commands.clear()
     assert read(run("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
-    assert "all of 4 runs are done" in capsys.readouterr().out and not commands
+    assert "all 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     # fewer seeds or rows do not take the table's place
     capsys.readouterr()
