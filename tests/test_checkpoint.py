@@ -149,7 +149,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps,
     The best weights so far, of step 0, may be saved already.
     """
     folder = train("run", f"--max_iters={steps}")
-    for path in folder.glob("step_*.pt"):
+    for path in folder.glob("step_*.pt" if with_best else "*.pt"):
         path.unlink()
     index = json.loads((folder / "checkpoints.json").read_text())
     kept = {k: v for k, v in index["checkpoints"].items() if with_best and k.startswith("best")}
