@@ -9,7 +9,7 @@ import torch
 
 from config import Config, load_config
 from model import GPT, rotate
-from runtime.checkpoint import Saver, write_header
+from runtime.checkpoint import Saver, training_state, write_header
 from scripts.common.runs import LoadedRun
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -53,9 +53,9 @@ def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config, job=None)
-    state = {"model": model.state_dict(), "step": 7, "config": model.config.as_dict()}
+    state = training_state("0" * 16, model, [], torch.amp.GradScaler("cpu"), 7, model.config)
     with Saver(folder, keep_last=1, keep_every=0) as saver:
-        saver.save("step", state)
+        saver.save(state)
     return folder
 
 

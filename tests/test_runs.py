@@ -48,14 +48,22 @@ def test_results_of_others_stay(tmp_path):
     second.add("one", {"value": 2})
     first.add("two", {"value": 3})
     saved = json.loads(path.read_text())
-    assert [one["variant"] for one in saved] == ["b", "a"] and saved[1]["environment"]["torch"]
-    assert saved[1]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
-    assert Results(path, {"variant": "a", "step": 7}).values == saved[1]
+    assert [one["variant"] for one in saved] == ["a", "b"] and saved[0]["environment"]["torch"]
+    assert saved[0]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
+    assert Results(path, {"variant": "a", "step": 7}).values == saved[0]
     assert Results(path, {"variant": "a", "step": 8}).values == {}
     second.save(picture="b.png")
     first.discard("picture")
-    (kept,) = json.loads(path.read_text())
-    assert kept["variant"] == "b" and "picture" not in kept
+    kept = json.loads(path.read_text())
+    assert kept == [saved[0], {k: v for k, v in kept[1].items() if k != "picture"}]
+
+
+def test_results_of_another_process_are_kept(tmp_path):
+    mine, theirs = (Results(tmp_path / "results.json", {"step": 7}) for _ in range(2))
+    mine.add("one", {"value": 1})
+    theirs.add("two", {"value": 2})
+    mine.add("three", {"value": 3})
+    assert list(theirs.parts) == ["one", "two", "three"]
 
 
 def test_columns_are_aligned(capsys):

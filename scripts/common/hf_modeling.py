@@ -47,8 +47,11 @@ class Cache(KVCache):
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
-    """The transformers interface. In `forward` a batch may be padded on the right, never on the
-    left; in `generate` not at all, so that all prompts must have the same length."""
+    """The transformers interface.
+
+    In `forward` a batch may be padded on the right, never on the left; in `generate` not at all, so
+    that all prompts must have the same length.
+    """
 
     config_class = SharpAttentionConfig
     _is_stateful = True  # a cache cannot be rolled back: no assisted generation
