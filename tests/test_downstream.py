@@ -101,8 +101,10 @@ def harness(tmp_path_factory):
 def evaluate(call, tasks):
     """Run the script on local tasks; returns the newest measurement of downstream.json."""
 
+    forget = downstream.load_tasks.cache_clear
+
     def run(folder, names, *more):
-        downstream.load_tasks.cache_clear()  # the next command is another process
+        forget()  # as the next command is another process
         common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
         call(downstream, folder, "--tasks", names, *common, *more)
         return read_json(folder / "downstream.json")[-1]

@@ -1,15 +1,12 @@
 """Requests, results and tables that the commands on finished runs share."""
 
-import argparse
 import json
 import sys
 
 import pytest
 
-from errors import UserError
 from scripts import attention_maps, downstream, eval_length, needle, passkey
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.runs import Results, print_table
+from scripts.common.runs import Results
 
 REQUESTS = [
     eval_length.LossRequest(rope="none", lengths=(16, 32), per_position=True),
@@ -64,35 +61,3 @@ def test_results_of_another_process_are_kept(tmp_path):
     theirs.add("two", {"value": 2})
     mine.add("three", {"value": 3})
     assert list(theirs.parts) == ["one", "two", "three"]
-
-
-def test_columns_are_aligned(capsys):
-    print_table([["", "1x"], ["", "128"], ["softmax", "1.5"]], width=9, remarks=["of all"])
-    print_table([["task", "metric", "value"], ["a", "acc_norm", "50.00"]], left=2)
-    assert capsys.readouterr().out.splitlines() == [
-        "                1x   of all",
-        "               128",
-        "softmax        1.5",
-        "task  metric      value",
-        "a     acc_norm    50.00",
-    ]
-
-
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("--samples=0", "--samples 0 must be at least 1"),
-        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
-        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
-        ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
-    ],
-)
-def test_options_are_refused_in_a_sentence(option, message):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", action=AtLeast, least=1)
-    parser.add_argument("--lengths", action=Lengths)
-    with pytest.raises(UserError) as error:
-        parser.parse_args([option])
-    assert str(error.value) == message
-    parsed = parser.parse_args(["--samples=1", "--lengths=8,4"])
-    assert parsed.samples == 1 and parsed.lengths == (8, 4)
