@@ -309,6 +309,21 @@ def test_measured_once(evaluate, tasks, tmp_path, monkeypatch, capsys):
     (tasks / "other.jsonl").write_text(data)
 
 
+def test_a_measurement_of_other_weights_is_not_taken(evaluate, tmp_path):
+    """Another run's results, where the two differ in their weights only."""
+    other, run = (tmp_path / name for name in ("other", "run"))
+    model = small_model("softmax.py").float()
+    saved_run(other, model)
+    with torch.no_grad():
+        model.wte.weight.mul_(-1)
+    saved_run(run, model)
+    first = evaluate(other, "choice,last")
+    (run / "downstream.json").write_text((other / "downstream.json").read_text())
+    second = evaluate(run, "choice,last")
+    assert read_json(run / "downstream.json") == [first, second]
+    assert second["parts"] != first["parts"] and second["sha256"] != first["sha256"]
+
+
 def test_a_quick_try_deletes_no_measurement(evaluate, tmp_path, capsys):
     run = saved_run(tmp_path / "run", small_model("softmax.py").float())
     full = evaluate(run, "choice,last")

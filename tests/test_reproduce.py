@@ -59,7 +59,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     commands.clear()
     assert read_table(reproduced("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
-    assert "all of 4 runs are done" in capsys.readouterr().out and not commands
+    assert "all 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     # fewer seeds or rows do not take the table's place
     capsys.readouterr()
@@ -214,7 +214,7 @@ def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, 
 
 @pytest.fixture
 def start(scale, shards, tmp_path):
-    """Start `python -m scripts.reproduce table_a4` as a process, on runs that all of these share."""
+    """Start `python -m scripts.reproduce table_a4` as a process; all of them share the run."""
     with open(scale, "a") as file:
         file.write("max_iters = 300\ncheckpoint_interval = 20\neval_interval = 300\n")
     started = []
@@ -257,7 +257,7 @@ def test_two_at_the_same_time(start, tmp_path, killed):
         assert 0 < checkpoint.step(folder) < 300
     assert second.wait(timeout=120) == 0
     printed = (tmp_path / "second.txt").read_text()
-    assert "error" not in printed and ("step 300/300" in printed) == killed
+    assert "error:" not in printed and ("step 300/300" in printed) == killed
     steps = list(metrics(folder))
     assert steps == list(range(1, 301))
     table = read_table(tmp_path / "second/small/table_a4")

@@ -61,7 +61,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, shards, tmp_path, monkeypatch, ca
     before = opened.run("softmax_before_f", 1337)
     training.train([before], opened)
     kept, trained = (
-        checkpoint.load(path / "step_000014.pt")["model"]
+        checkpoint.load(path / "step_000014.pt", checkpoint.Weights).model
         for path in (constant / "softmax/seed1337", before.folder)
     )
     assert all(torch.equal(kept[name], trained[name]) for name in kept | trained)
