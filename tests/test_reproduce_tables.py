@@ -10,7 +10,7 @@ import pytest
 from config import load_config
 from data.shards import write_shard
 from errors import UserError
-from runtime import device
+from runtime import checkpoint, device
 from scripts import attention_maps, benchmark, downstream, eval_length, needle
 from scripts.common.papers import PAPERS
 from scripts.reproduce import __main__ as reproduce
@@ -42,6 +42,24 @@ def test_a_measurement_of_something_else_is_not_taken(
     assert (
         len(commands) == 1 and again["rows"]["softmax"]["mean"] == table["rows"]["softmax"]["mean"]
     )
+
+
+def test_a_measurement_of_other_weights_is_not_taken(reproduced, commands, scale, tmp_path):
+    """Another run's results, where the two differ in their learning rate only."""
+    taken = read_table(reproduced("table_a4", "--only=softmax"))["rows"]["softmax"]
+    scale.write_text(scale.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
+    other = f"--out={tmp_path / 'other'}"
+    expected = read_table(reproduced("table_a4", "--only=softmax", other))["rows"]["softmax"]
+    results = tmp_path / "other/small/softmax/seed1337/eval_length.json"
+    copied = (tmp_path / "out/small/softmax/seed1337/eval_length.json").read_text()
+    results.write_text(copied)
+    commands.clear()
+    row = read_table(reproduced("table_a4", "--only=softmax", other))["rows"]["softmax"]
+    assert [command[2] for command in commands] == ["scripts.eval_length"]
+    assert row["mean"] == expected["mean"] != taken["mean"]
+    assert json.loads(results.read_text())[0] == json.loads(copied)[0]
+    sha256 = row["runs"][0]["evaluation"]["sha256"]
+    assert sha256 == checkpoint.checkpoint_id(results.parent)["sha256"]
 
 
 def test_the_maps_are_those_of_the_table(reproduced, call, commands, tmp_path):
@@ -125,6 +143,15 @@ def test_needle_scores_after_fine_tuning(
         message = capsys.readouterr().err
         assert stop.value.code == 2 and f"{tuned} was fine-tuned with {part}" in message
     (tuned / "config.json").write_text(json.dumps(settings))
+    # nor if it began with the weights of another run
+    facts = json.loads((tuned / "squad.json").read_text())
+    other = facts | {"began_with": facts["began_with"] | {"sha256": "0" * 64}}
+    (tuned / "squad.json").write_text(json.dumps(other))
+    with pytest.raises(SystemExit) as stop:
+        reproduced("ssmax_figure6", *arguments)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and f"{tuned} was fine-tuned with began_with = " in message
+    (tuned / "squad.json").write_text(json.dumps(facts))
     opened = training.open_scale(str(scale), str(tmp_path / "out"), str(data), "disabled", [])
     evaluation, made = (
         tables.EXPERIMENTS["ssmax_figure7"].evaluation,
@@ -140,8 +167,9 @@ def test_needle_scores_after_fine_tuning(
         parts[needle.scores_name(1500, 3)] = scores
         (tuned / "needle.json").write_text(json.dumps([measured | {"parts": parts}]))
         assert evaluation.find(made) is None
-    (tuned / "needle.json").write_text(json.dumps([measured | {"sample_seed": 1}]))
-    assert evaluation.find(made) is None
+    for changed in ({"sample_seed": 1}, {"sha256": "0" * 64}):  # other needles, other weights
+        (tuned / "needle.json").write_text(json.dumps([measured | changed]))
+        assert evaluation.find(made) is None
     for i in (6, 7, 8):
         picture = tmp_path / f"results/small/ssmax_figure{i}/ssmax_figure{i}.png"
         assert matplotlib.image.imread(picture).std() > 0
