@@ -223,8 +223,10 @@ class Attention(nn.Module):
         b_init: float,
         gamma: float,
     ) -> None:
-        """The arguments are settings of config.py. With `follow_length` L is the current length
-        instead of `trained_length`."""
+        """The arguments are settings of config.py.
+
+        With `follow_length` L is the current length instead of `trained_length`.
+        """
         super().__init__()
         self.variant, self.p, self.impl = variant, p, impl
         self.head_size, self.gamma = head_size, gamma
@@ -241,8 +243,11 @@ class Attention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0, length: int | None = None
     ) -> Tensor:
-        """`score_scale` multiplies every score (the square of YaRN's attention factor). `length` is
-        the current length if k does not have it yet: the final length of a cache."""
+        """The output [B, H, Lq, d] in v's dtype, with every score multiplied by `score_scale`.
+
+        That factor is the square of YaRN's attention factor. `length` is the current length if k
+        does not have it yet: the final length of a cache.
+        """
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
             path = self._path(q)
@@ -264,8 +269,11 @@ class Attention(nn.Module):
             return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
 
     def _path(self, q: Tensor) -> str:
-        """'sdpa', 'triton', 'blocked' or 'reference', by `impl` and what the variant, q's device
-        and its dtype allow. Raises UserError where `impl` requires kernels that cannot run."""
+        """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
+
+        It follows from `impl` and from what the variant, q's device and its dtype allow. Raises
+        UserError where `impl` requires kernels that cannot run.
+        """
         if self.impl == "auto" and self.variant.is_softmax(self.p):
             return "sdpa"
         if self.impl not in ("auto", "triton"):
@@ -368,8 +376,11 @@ class Attention(nn.Module):
         length: int,
         score_scale: float,
     ) -> Tensor:
-        """The reference in blocks, some queries of some heads of some sequences at a time, so that
-        only their weights are in memory. A block reads no keys beyond its last query."""
+        """The reference in blocks, so that only the weights of one block are in memory.
+
+        A block is some queries of some heads of some sequences. It reads no keys beyond its last
+        query.
+        """
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
         queries = min(Lq, BLOCK_QUERIES)
         matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
@@ -444,8 +455,10 @@ class Attention(nn.Module):
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """x at unit length along the last dimension, in float32 at least; the 1e-12 bounds the gradient
-    of a zero vector."""
+    """x at unit length along the last dimension, in float32 at least.
+
+    The 1e-12 bounds the gradient of a zero vector.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
 

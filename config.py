@@ -27,8 +27,10 @@ def setting(
     choices: Collection[str] | None = None,
     may_change_on_resume: bool = False,
 ) -> T:
-    """A field of Config: its default, its line of --help, the values allowed, and whether a resumed
-    run may change it without becoming a different run."""
+    """A field of Config: its default, its line of --help and the values allowed.
+
+    `may_change_on_resume`: a resumed run may change it without becoming a different run.
+    """
     limits = {"at_least": at_least, "choices": choices}
     return field(
         default=default,
@@ -258,8 +260,10 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings that a config file assigns; names with a leading underscore and modules are its
-    own."""
+    """The settings that a config file assigns.
+
+    Names with a leading underscore and modules are its own.
+    """
     if not Path(path).is_file():
         raise UserError(f"config file {path} does not exist; settings are written --key=value")
     try:
@@ -282,8 +286,10 @@ def require_known_setting(key: str, where: str) -> None:
 
 
 def pop_value(key: str, arguments: list[str]) -> str:
-    """The value of a `--key` without `=`: the next argument, or True for a bool not followed by
-    one."""
+    """The value of a `--key` without `=`.
+
+    It is the next argument, or True for a bool not followed by one.
+    """
     words = ("True", "False", "None") if bool in TYPES[key] else ()
     if words and (not arguments or arguments[0].capitalize() not in words):
         return "True"
@@ -293,8 +299,10 @@ def pop_value(key: str, arguments: list[str]) -> str:
 
 
 def parse(key: str, text: str) -> Any:
-    """The value that an argument's text stands for; text that cannot be parsed is returned as it
-    is, for the type check to refuse."""
+    """The value that an argument's text stands for.
+
+    Text that cannot be parsed is returned as it is, for the type check to refuse.
+    """
     if str in TYPES[key]:
         return text
     try:

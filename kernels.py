@@ -290,8 +290,11 @@ def _activate(
     s, alpha, beta, z_max, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """phi of a tile's scores. With a shift also each row's running maximum of z, and the factor by
-    which earlier sums of phi are rescaled, because a new maximum changes the shift."""
+    """phi of a tile's scores; with a shift also what it changes.
+
+    That is each row's running maximum of z, and the factor by which earlier sums of phi are
+    rescaled, because a new maximum changes the shift.
+    """
     z = s * alpha[:, None]
     if BIASED:
         z += beta[:, None]
@@ -310,8 +313,10 @@ def _activate(
 
 @triton.jit
 def _second_stage(total, a_max, n):
-    """gain and offset of rows, both divided by max_j x_ij, and that maximum, from phi's sum and
-    maximum."""
+    """gain and offset of rows, and max_j x_ij, from phi's sum and maximum.
+
+    Both are divided by that maximum.
+    """
     gain = tl.where(total > DEAD, n / total, 0.0)
     top = gain * a_max
     offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)

@@ -47,8 +47,7 @@ class Rope:
             raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """At this length: the angle per position of each pair, [d/2] in float64, and the factor on
-        every attention score."""
+        """Angles per position [d/2] in float64, and the factor on every score, at this length."""
         d, s = self.head_size, max(1.0, length / self.trained_length)
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
         power = d / max(d - 2, 1)  # with a single pair any base is the same
@@ -66,9 +65,12 @@ class Rope:
         return self.theta**-pairs, 1.0
 
     def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
-        """YaRN (Peng et al. 2023): over the training length, pairs that turn more than 32 times
-        (beta_fast) are kept, those that turn less than once (beta_slow) are interpolated, and a
-        ramp lies between. Its factor 0.1 ln s + 1 on q and k is squared on the scores."""
+        """YaRN (Peng et al. 2023).
+
+        Over the training length, pairs that turn more than 32 times (beta_fast) are kept, those
+        that turn less than once (beta_slow) are interpolated, and a ramp lies between. Its factor
+        0.1 ln s + 1 on q and k is squared on the scores.
+        """
 
         def pair_that_turns(times: int) -> float:
             turn = self.trained_length / (times * 2 * math.pi)
@@ -245,8 +247,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """GPT-2's initialisation: normal(0, 0.02), with a smaller deviation where a projection adds
-        to the residual stream; biases are 0."""
+        """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
+
+        The deviation is smaller where a projection adds to the residual stream.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
@@ -350,9 +354,11 @@ class GPT(nn.Module):
         return count - tables * (self.wte.num_embeddings - self.n_vocab) * self.config.n_embd
 
     def flops_per_token(self) -> float:
-        """FLOPs of a training step per token: 6 per weight of a matrix product (2 forward, 4
-        backward), and the causal half of softmax attention's products, for every variant, so that
-        runs can be compared."""
+        """FLOPs of a training step per token.
+
+        6 per weight of a matrix product (2 forward, 4 backward), and the causal half of softmax
+        attention's products, for every variant, so that runs can be compared.
+        """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd

@@ -40,7 +40,7 @@ from runtime.distributed import (
     restarted,
 )
 from runtime.files import lock_folder, write_json
-from runtime.log import Log
+from runtime.log import Log, best_effort_output
 
 # Each rank's request before a step; the largest applies to all ranks.
 CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
@@ -61,7 +61,10 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with process_group(rank, world_size, device, config.timeout) as report_progress:
+    with (
+        best_effort_output(),
+        process_group(rank, world_size, device, config.timeout) as report_progress,
+    ):
         run = Path(config.out_dir)
         if all_reduce_max(int(restarted()), device):
             # all ranks decide alike, even if not all see the same files

@@ -151,10 +151,10 @@ class Saver:
         self.pending: Future[None] | None = None
 
     def save(self, state: Weights) -> None:
-        """Copy the state to host memory, then write it as a step_*.pt, or, where it is weights
-        alone, as best_*.pt, in the background.
+        """Copy the state to host memory, then write it in the background.
 
-        First waits for the previous checkpoint. Raises UserError if writing that failed.
+        A TrainingState becomes a step_*.pt, other weights best_*.pt. First waits for the previous
+        checkpoint. Raises UserError if writing that failed.
         """
         self.wait()
         kind = "step" if isinstance(state, TrainingState) else "best"

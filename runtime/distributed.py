@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Slurm signals the workers and torchrun, which forwards it: one request arrives twice.
 SAME_REQUEST_S = 3
 HEARTBEAT_S = 1
@@ -189,7 +189,10 @@ class Stop:
     def __enter__(self) -> "Stop":
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
-        self.handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        heeded = set(STOP_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup: the terminal may close
+            heeded.remove(signal.SIGHUP)
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
         self.wakeup_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()

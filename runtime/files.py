@@ -71,11 +71,11 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 
     Without O_NONBLOCK, opening a named pipe would wait for a writer.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
         raise OSError(errno.EINVAL, "not a regular file")
-    return file
+    return open(number, "rb")
 
 
 def check_writable(folder: str | Path) -> None:

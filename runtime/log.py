@@ -4,12 +4,13 @@ import json
 import math
 import netrc
 import os
+import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +24,46 @@ from runtime.files import atomic_write, open_regular, read_json, write_json
 # A spike: a loss at least SPIKE standard deviations above the mean of the last SPIKE_STEPS steps,
 # once there are SPIKE_AFTER of them.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
+
+
+class BestEffortStream:
+    """A stream whose write errors are ignored: a closed pipe, a full disk, a terminal that is gone.
+
+    What is printed is never worth a run; metrics.jsonl has it.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def best_effort_output() -> Iterator[None]:
+    """Go on without standard output or standard error while the block runs, if they are lost."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, BestEffortStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in before:
+            try:
+                stream.flush()
+            except OSError:  # else the interpreter would complain when it exits
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+        sys.stdout, sys.stderr = before
 
 
 class WandbRun(msgspec.Struct):

@@ -47,7 +47,7 @@ from runtime import checkpoint
 from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import Log
+from runtime.log import Log, best_effort_output
 from scripts.common.arguments import AtLeast
 from scripts.common.retrieval import ASK
 from train import check_weights, stop_diverged, train_step
@@ -95,7 +95,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
     out, device = Path(arguments.out_dir), pick_device(arguments.device)
-    with lock_folder(out, "training this run"):
+    with best_effort_output(), lock_folder(out, "training this run"):
         stopped = prepare_and_finetune(out, device, arguments)
     if stopped:
         sys.exit(EXIT_STOPPED)

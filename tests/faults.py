@@ -125,6 +125,22 @@ def file_limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def output_lost(how):
+    """What is printed goes nowhere: "pipe", as after `| head`, or "disk", a full one."""
+    if how == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+def nohup(_):
+    """As the command of that name does it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def stuck_at(step):
     """Never return from reading the batch of this step."""
     from data.loader import TrainLoader
@@ -192,5 +208,16 @@ def same_request_s(seconds):
 
 
 FAULTS = {
-    f.__name__: f for f in (kill_at, file_limit, stuck_at, dead_at, nan_at, slow, same_request_s)
+    f.__name__: f
+    for f in (
+        kill_at,
+        file_limit,
+        output_lost,
+        nohup,
+        stuck_at,
+        dead_at,
+        nan_at,
+        slow,
+        same_request_s,
+    )
 }

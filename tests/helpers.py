@@ -53,7 +53,7 @@ def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config, job=None)
-    state = training_state("0" * 16, model, [], torch.amp.GradScaler("cpu"), 7, model.config)
+    state = training_state("id", model, [], torch.amp.GradScaler("cpu"), 7, model.config)
     with Saver(folder, keep_last=1, keep_every=0) as saver:
         saver.save(state)
     return folder

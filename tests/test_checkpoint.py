@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_which_checkpoints_are_kept(train):
     folder = train("run", "--max_iters=14", "--checkpoint_interval=2", "--keep_every=6")
     names = [f"step_{step:06d}.pt" for step in (0, 6, 12, 14)]
     best = f"best_{saved(folder, 'best')['step']:06d}.pt"
-    assert sorted(checkpoint.read_index(folder)) == sorted([*names, best])
+    assert sorted(checkpoint.read_index(folder).checkpoints) == sorted([*names, best])
     assert sorted(path.name for path in folder.glob("*.pt")) == sorted([*names, best])
     train("run", "--max_iters=16", "--checkpoint_interval=2", "--keep_last=1", "--resume")
     assert [path.name for path in folder.glob("step_*.pt")] == ["step_000016.pt"]
@@ -93,6 +94,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, h
         checkpoint.load_weights(GPT(checkpoint.read_config(folder)), folder, "best")
 
 
+def vouch_for(file, **more):
+    """Make the index of its run list a file, as if the run had saved it."""
+    path = file.parent / "checkpoints.json"
+    entry = {"bytes": file.stat().st_size, "sha256": files.sha256_of(file)}
+    index = json.loads(path.read_text()) | more
+    path.write_text(json.dumps(index | {"checkpoints": {file.name: entry}}))
+
+
 def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
     folder = train("run")
 
@@ -102,22 +111,22 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
 
     file = folder / "step_000006.pt"
     torch.save({"model": Evil(), "step": 6, "config": {}}, file)
-    digest = files.sha256_of(file)
-    index = {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
-    (folder / "checkpoints.json").write_text(json.dumps(index))
+    vouch_for(file)
     refused(capsys, lambda: train("run", "--resume"), "step_000006.pt", "cannot be read")
     assert not (tmp_path / "evil").exists()
     torch.load(file, weights_only=False)  # the trap itself works
     assert (tmp_path / "evil").exists()
 
 
-def test_what_is_no_run_is_not_overwritten(train, capsys, monkeypatch):
+def test_what_is_no_run_is_not_overwritten(train, capsys):
     """A foreign config.json, the records of a run whose checkpoints are gone."""
-    folder = train("run", "--max_iters=2")
+    folder = train("run", "--max_iters=4")
     records = (folder / "metrics.jsonl").read_text()
-    refused(capsys, lambda: train("run", "--resume", "--max_iters=1"), "has 2 steps")
-    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
+    refused(capsys, lambda: train("run", "--resume", "--max_iters=1"), "has 4 steps")
+    for path in folder.glob("*.pt"):
         path.unlink()
+    refused(capsys, lambda: train("run"), "holds a run")
+    (folder / "checkpoints.json").unlink()
     refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
     assert (folder / "metrics.jsonl").read_text() == records
     (folder / "metrics.jsonl").unlink()
@@ -126,14 +135,94 @@ def test_what_is_no_run_is_not_overwritten(train, capsys, monkeypatch):
     assert "gpt2" in (folder / "config.json").read_text()
     (folder / "config.json").unlink()
     train("run", "--max_iters=1")
-    # the same job, started again, replaces what it left before its first checkpoint
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    again = train("again", "--max_iters=1")
-    for path in (*again.glob("*.pt"), again / "checkpoints.json"):
+    (folder / "metrics.jsonl").write_text("somebody's notes")
+    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
         path.unlink()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train("again", "--max_iters=2")
-    assert list(metrics(again)) == [1, 2]
+    refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps):
+    """By the same command, whatever it had logged until then; a kill may cut the last line."""
+    folder = train("run", f"--max_iters={steps}")
+    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
+        path.unlink()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    train("run", "--max_iters=2")
+    assert list(metrics(folder)) == [1, 2]
+
+
+def test_what_is_of_another_run_is_refused(train, capsys):
+    folder, other = train("run"), train("other", "--seed=1")
+    before = (folder / "metrics.jsonl").read_bytes()
+    shutil.copy(other / "metrics.jsonl", folder)
+    refused(capsys, lambda: train("run", "--resume"), "metrics.jsonl is of another run")
+    (folder / "metrics.jsonl").write_bytes(b"")
+    train("run", "--resume")  # lost, as after a full disk: the run goes on without
+    (folder / "metrics.jsonl").write_bytes(before)
+    newest = folder / "step_000006.pt"
+    renamed = newest.rename(folder / "step_000009.pt")
+    vouch_for(renamed)
+    message = ("step_000009.pt: it was renamed: it is of step 6",)
+    refused(capsys, lambda: train("run", "--resume", "--max_iters=12"), *message)
+    shutil.copy(other / newest.name, newest)
+    vouch_for(newest)
+    refused(capsys, lambda: train("run", "--resume"), "step_000006.pt: it belongs to another run")
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"best_val_loss": "low"}, "Expected `float`, got `str` - at `$.best_val_loss`"),
+        ({"skipped": None}, "Expected `int`, got `null` - at `$.skipped`"),
+        ({"optimizers": []}, "does not fit this run"),
+        ({"optimizers": [{}]}, "does not fit this run"),
+        ({"scaler": [1]}, "Expected `object`, got `array` - at `$.scaler`"),
+        ({"model": {"wte.weight": 1}}, "does not fit this run"),
+        ({"step": -6}, "at `$.step`"),
+        ({"run_id": ...}, "missing required field `run_id`"),
+        ({"optimizers": ...}, "missing required field `optimizers`"),
+    ],
+)
+def test_a_checkpoint_with_a_field_of_another_kind_is_refused(train, capsys, change, says):
+    folder = train("run")
+    file = folder / "step_000006.pt"
+    content = torch.load(file, weights_only=True) | change
+    torch.save({key: value for key, value in content.items() if value is not ...}, file)
+    vouch_for(file)
+    refused(capsys, lambda: train("run", "--resume", "--max_iters=9"), says)
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("checkpoints.json", '{"run_id": "a", "checkpoints": {"../x.pt": {}}}', "damaged"),
+        (
+            "checkpoints.json",
+            '{"run_id": "a", "checkpoints": {"/tmp/step_000001.pt": {}}}',
+            "damage",
+        ),
+        ("checkpoints.json", '{"step_000006.pt": {"bytes": 1, "sha256": "0"}}', "`run_id`"),
+        ("checkpoints.json", "[1]", "Expected `object`, got `array`"),
+        ("environment.json", "3", "Expected `object`, got `int`"),
+        ("wandb.json", '{"id": "../../x"}', "at `$.id`"),
+        ("wandb.json", '{"id": 3}', "Expected `str`, got `int`"),
+    ],
+)
+def test_files_of_a_run_are_checked_when_they_are_read(
+    train, capsys, monkeypatch, tmp_path, name, text, says
+):
+    folder = train("run", "--max_iters=3")
+    outside = tmp_path / "x.pt"
+    outside.touch()
+    (folder / name).write_text(text)
+    if name == "environment.json":  # read only when a job is restarted
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    mode = "offline" if name == "wandb.json" else "disabled"
+    again = lambda: train("run", "--resume", f"--wandb_mode={mode}")  # noqa: E731
+    refused(capsys, again, f"{name}: ", says)
+    assert outside.exists()
 
 
 def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
@@ -148,23 +237,29 @@ def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", slowly)
     tensor = torch.zeros(3)
+
+    def state(step):
+        return checkpoint.TrainingState(
+            run_id="a", model={"w": tensor}, step=step, config={}, optimizers=[], scaler={}
+        )
+
     with checkpoint.Saver(tmp_path, keep_last=2, keep_every=0) as saver:
-        saver.save("step", {"step": 1, "model": {"w": tensor}, "config": {}})
+        saver.save(state(1))
         tensor += 1  # training goes on
         assert written == [] and not checkpoint.exists(tmp_path)
         threading.Timer(0.2, gate.set).start()
-        saver.save("step", {"step": 2, "model": {"w": tensor}, "config": {}})
+        saver.save(state(2))
         assert written[0] == 1 and checkpoint.find(tmp_path).name == "step_000001.pt"
     assert written == [1, 2]
     for step, value in ((1, 0.0), (2, 1.0)):
-        state = checkpoint.load(tmp_path / f"step_{step:06d}.pt")
-        assert torch.equal(state["model"]["w"], torch.full((3,), value))
+        saved_state = checkpoint.load(tmp_path / f"step_{step:06d}.pt", checkpoint.TrainingState)
+        assert torch.equal(saved_state.model["w"], torch.full((3,), value))
 
 
 @pytest.mark.parametrize("when", ["rename", "index"])
 def test_a_failed_write_ends_the_run_loudly(train, capsys, monkeypatch, when):
     folder = train("run", "--max_iters=3")
-    before = checkpoint.newest_first(checkpoint.read_index(folder), "step")
+    before = checkpoint.read_index(folder).newest_first("step")
     real = os.replace
 
     def fail(source, target):
@@ -176,7 +271,7 @@ def test_a_failed_write_ends_the_run_loudly(train, capsys, monkeypatch, when):
         patch.setattr(os, "replace", fail)
         resume = lambda: train("run", "--max_iters=1000", "--resume")  # noqa: E731
         refused(capsys, resume, "000006.pt: No space left on device; this checkpoint needs")
-    assert checkpoint.newest_first(checkpoint.read_index(folder), "step") == before
+    assert checkpoint.read_index(folder).newest_first("step") == before
     assert len(metrics(folder)) < 100
     train("run", "--resume")
     assert sorted(metrics(folder)) == list(range(1, 7))

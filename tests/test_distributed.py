@@ -27,7 +27,7 @@ from tests.runs import (
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, name):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     command = arguments(shards, folder, "--max_iters=40", "--checkpoint_interval=1000")
@@ -43,6 +43,15 @@ def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, name):
     assert run([*command, "--resume"]) == 0
     assert run(arguments(shards, whole, "--max_iters=40", "--checkpoint_interval=1000")) == 0
     assert_same_run(folder, whole)
+
+
+def test_a_closed_terminal_does_not_stop_a_run_under_nohup(shards, tmp_path):
+    folder = tmp_path / "run"
+    process = start(arguments(shards, folder), slow=0.1, nohup=True)
+    wait_for(lambda: steps_logged(folder) >= 2)
+    os.kill(process.pid, signal.SIGHUP)
+    assert finish(process) == 0
+    assert max(metrics(folder)) == 6
 
 
 def test_a_second_signal_ends_at_once_even_when_stuck(shards, tmp_path):

@@ -1,5 +1,7 @@
 """Files that are whole or not there, and the lock of a folder."""
 
+import os
+
 import pytest
 
 from errors import UserError
@@ -60,3 +62,57 @@ def test_a_refused_folder_is_left_as_it_was(tmp_path):
         (tmp_path / "new" / ".lock").unlink()
         (tmp_path / "new").rmdir()
         1 / 0  # noqa: B018
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    """Not by a temporary file, whose name nobody can know before, nor by the lock or the target."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (".config.json.tmp", "config.json", ".lock"):
+        (folder / name).symlink_to(precious)
+    files.write_json(folder / "config.json", {})
+    assert not (folder / "config.json").is_symlink()
+    with pytest.raises(UserError, match="cannot be locked"):
+        with files.lock_folder(folder, "training this run"):
+            pass
+    assert precious.read_text() == "mine"
+
+
+def test_the_temporary_file_of_a_killed_process_is_deleted_by_the_next_write(tmp_path):
+    path = tmp_path / "file[1].json"  # brackets mean something to glob
+    abandoned, other = tmp_path / ".file[1].json.0a1b2c3d.tmp", tmp_path / ".file1.json.0a1b.tmp"
+    abandoned.touch(), other.touch()
+    with files.atomic_write(path, "w") as first:
+        (in_use,) = set(tmp_path.glob(".*.tmp")) - {other}
+        files.write_json(path, "second")  # at the same time
+        assert in_use.exists() and not abandoned.exists() and other.exists()
+        first.write('"first"')
+    assert files.read_json(path) == "first" and list(tmp_path.glob(".*.tmp")) == [other]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask():
+    os.umask(before := os.umask(0o077))
+    return before
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """A named pipe would wait for a writer for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(UserError, match="cannot be read as JSON: .*not a regular file"):
+            files.read_json(tmp_path / name)
+        with pytest.raises(OSError, match="not a regular file"):
+            files.sha256_of(tmp_path / name)
+
+
+def test_a_lock_can_be_asked_for(tmp_path):
+    folder = tmp_path / "run"
+    assert not files.is_locked(folder)
+    with files.lock_folder(folder, "training this run"):
+        assert files.is_locked(folder) and files.is_locked(folder)
+        (folder / "config.json").touch()
+    assert (folder / ".lock").exists() and not files.is_locked(folder)

@@ -243,14 +243,14 @@ def test_runs_of_other_json(run, value, name, data):
 @given(st.lists(st.one_of(json_values.map(json.dumps), texts), max_size=5))
 def test_metrics_of_anything(tmp_path, lines):
     file = tmp_path / "metrics.jsonl"
-    good = {"step": 1, "loss": 2.5}
-    file.write_text("\n".join([json.dumps(good), *lines]), errors="replace")
-    with Log(tmp_path, Config(wandb_mode="disabled"), 3, str, quiet=False) as log:
+    first, good = {"run_id": "id"}, {"step": 1, "loss": 2.5}
+    file.write_text("\n".join([json.dumps(first), json.dumps(good), *lines]), errors="replace")
+    with Log(tmp_path, "id", Config(wandb_mode="disabled"), 3, str, quiet=False) as log:
         log.step(
             step=4, loss=2.0, lr=0.1, grad_norm=1.0, seconds=1.0, tokens=1, mfu=None, memory_mb=1.0
         )  # fmt: skip
     written = [json.loads(line) for line in file.read_text().splitlines()]
-    assert written[0] == good and written[-1]["step"] == 4
+    assert written[:2] == [first, good] and written[-1]["step"] == 4
 
 
 @fuzz(60)

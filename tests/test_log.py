@@ -14,7 +14,7 @@ from runtime import checkpoint
 from runtime.log import Log
 from tests.faults import arguments, finish, run, start
 from tests.helpers import SMALL
-from tests.runs import TIMES, go_on, lines, metrics, steps_logged, wait_for
+from tests.runs import TIMES, assert_same_run, go_on, lines, metrics, steps_logged, wait_for
 from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ def test_a_loss_spike_is_said_with_its_batch(tmp_path, capsys):
     where = "in shard_{} at token 7".format
 
     def log_steps(first, losses):
-        with Log(tmp_path, config, first, where, quiet=False) as log:
+        with Log(tmp_path, "id", config, first, where, quiet=False) as log:
             for step, loss in enumerate(losses, first + 1):
                 log.step(step=step, loss=loss, **values)
 
@@ -51,6 +51,14 @@ def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(shards, tmp_pat
     assert run([*command, "--resume"], output=output) == 0
     assert wandb_id(folder) == identity
     assert len(list(folder.glob(f"wandb/offline-run-*-{identity}*"))) >= 1
+
+
+@pytest.mark.parametrize("how", ["pipe", "disk"])
+def test_lost_output_does_not_end_a_run(shards, tmp_path, how):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert run(arguments(shards, folder), output_lost=how) == 0
+    assert run(arguments(shards, whole)) == 0
+    assert_same_run(folder, whole)
 
 
 def test_disabled_wandb_is_not_imported(shards, tmp_path):

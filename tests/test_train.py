@@ -48,7 +48,7 @@ def test_a_run_learns_and_its_folder_says_everything(train, shards):
     assert abs(losses[1] - math.log(257)) < 0.1
     assert losses[40] < 0.6 * losses[1]
     assert validation[40] < 0.6 * validation[0]
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
     assert {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "memory_mb"} <= line.keys()
     config = json.loads((run / "config.json").read_text())
     assert config["attention"] == "lssar" and config["p"] == 15.0 and config["n_embd"] == 32
@@ -98,6 +98,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(train, optimizer):
     # the last step of the first part validates too; it is no multiple of the interval otherwise
     assert metrics(run, "val_loss") == metrics(whole, "val_loss")
     lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines.pop(0)) == {"run_id": saved(run)["run_id"]}
     assert len(lines) == len({(json.loads(x)["step"], "val_loss" in x) for x in lines})
 
 
@@ -285,3 +286,26 @@ def test_a_float16_step_that_overflows_only_lowers_the_scale():
     while not math.isfinite(norm):
         loss, norm = step()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("first, then", [("float32", "float16"), ("float16", "bfloat16")])
+def test_a_run_goes_on_in_another_precision(train, first, then):
+    run = train("run", "--max_iters=3", f"--dtype={first}")
+    train("run", "--max_iters=9", f"--dtype={then}", "--resume")
+    assert sorted(metrics(run)) == list(range(1, 10)) and metrics(run)[9] < metrics(run)[1]
+
+
+def test_a_run_that_skips_every_step_ends(train, monkeypatch, capsys):
+    forward = GPT.forward
+
+    def poisoned(self, idx, targets=None, cache=None):
+        out = forward(self, idx, targets, cache)
+        return out if targets is None else out * float("nan")
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+    monkeypatch.setattr(train_module, "MOST_SKIPPED", 5)
+    with pytest.raises(SystemExit) as stop:
+        train("run", "--max_iters=100", "--on_nonfinite=skip")
+    printed = capsys.readouterr()
+    assert stop.value.code == 1 and "step 5: loss = nan" in printed.err
+    assert printed.out.count("is not finite: skipped") == 4

@@ -47,7 +47,7 @@ class Cache(KVCache):
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
-    """The transformers interface.
+    """The transformers interface to this repository's GPT.
 
     In `forward` a batch may be padded on the right, never on the left; in `generate` not at all, so
     that all prompts must have the same length.
