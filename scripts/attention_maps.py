@@ -56,10 +56,10 @@ from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import length_axis, save_picture
+from scripts.common.results import Results
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
     open_run,
     picture_path,
@@ -195,7 +195,7 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
     ids = request.ids(config)
     results = Results(request.file(run.path), run.facts | request.facts(config))
     A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
-    results.discard("picture")  # if interrupted here, no measurement claims the picture
+    results.discard("picture")  # if interrupted here, no other measurement claims the picture
     save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
     sums = group_sums(row_numbers(A[None])[0].double())
     results.save(picture=PICTURE, **summary(sums, len(ids)))

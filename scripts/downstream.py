@@ -42,17 +42,16 @@ from runtime.device import autocast
 from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
 from scripts.common.plots import save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.runs import (
     BATCH_TOKENS,
     LoadedRun,
     Request,
-    Results,
     add_options,
     open_run,
     picture_path,
     refuse_early,
     run_names,
-    select_parts,
 )
 from scripts.common.tables import print_table
 

@@ -40,17 +40,16 @@ from errors import UserError, command
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import CURVE_MARKERS, length_axis, one_panel, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.runs import (
     BATCH_TOKENS,
     LoadedRun,
     Request,
-    Results,
     add_options,
     open_run,
     picture_path,
     refuse_early,
     run_names,
-    select_parts,
 )
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, default_lengths, shared_tokens
@@ -151,7 +150,7 @@ def measure(run: LoadedRun, request: LossRequest) -> dict:
     lengths, wanted_positions = request.lengths_of(run.config), request.positions_of(run.config)
     facts = request.facts(run.config)
     results = Results(request.file(run.path), run.facts | facts)
-    losses, by_position = saved(results)
+    losses, by_position = losses_of(results.values)
     todo = [
         n
         for n in lengths
@@ -164,24 +163,35 @@ def measure(run: LoadedRun, request: LossRequest) -> dict:
             size = max(1, BATCH_TOKENS // length)
             batches = validation_batches(data_dir, length, tokens, size, device=run.device)
             means = position_losses(run, counted(batches, bar))
-            losses, by_position = saved(results)  # with what another process may have added
-            losses[length] = means.mean().item()
-            if str(length) in wanted_positions:
-                by_position[str(length)] = means.tolist()
-            known = sorted(losses)
-            results.save(
-                lengths=known, loss=[losses[n] for n in known], loss_by_position=by_position
-            )
+            add_length(results, means, str(length) in wanted_positions)
+    losses, _ = losses_of(results.values)
     selected = select_parts(results.values, "loss_by_position", wanted_positions)
     assert selected is not None  # all of them have been measured
     return selected | {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
 
 
-def saved(results: Results) -> tuple[dict[int, float], dict[str, list[float]]]:
-    """Length -> loss, and length -> the loss at each position, of what has been measured."""
-    values = results.values or {"lengths": [], "loss": [], "loss_by_position": {}}
-    losses = dict(zip(values["lengths"], values["loss"], strict=True))
-    return losses, values["loss_by_position"]
+def losses_of(values: dict) -> tuple[dict[int, float], dict[str, list[float]]]:
+    """The loss by length, and by length the loss at each position, as far as measured."""
+    losses = dict(zip(values.get("lengths", ()), values.get("loss", ()), strict=True))
+    return losses, values.get("loss_by_position", {})
+
+
+def add_length(results: Results, means: Tensor, per_position: bool) -> None:
+    """Add the mean losses [L] at every position of windows of one length."""
+
+    def added(values: dict) -> dict:
+        losses, by_position = losses_of(values)
+        losses[len(means)] = means.mean().item()
+        if per_position:
+            by_position[str(len(means))] = means.tolist()
+        known = sorted(losses)
+        return {
+            "lengths": known,
+            "loss": [losses[n] for n in known],
+            "loss_by_position": by_position,
+        }
+
+    results.update(added)
 
 
 @torch.no_grad()

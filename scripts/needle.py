@@ -43,6 +43,7 @@ from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import heat_maps, one_panel, row_style, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
@@ -53,13 +54,11 @@ from scripts.common.retrieval import (
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
     open_run,
     picture_path,
     refuse_early,
     run_names,
-    select_parts,
 )
 from scripts.common.tables import print_table
 from scripts.common.validation import default_lengths

@@ -26,17 +26,16 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import heat_maps, length_axis, one_panel, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
     open_run,
     picture_path,
     refuse_early,
     run_names,
-    select_parts,
 )
 from scripts.common.tables import print_table
 

@@ -1,6 +1,5 @@
 """Runs, requests and results, as the commands on finished runs share them."""
 
-import json
 import sys
 from dataclasses import fields
 
@@ -9,7 +8,7 @@ import pytest
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from scripts import attention_maps, downstream, eval_length, needle, passkey
-from scripts.common.runs import Results, open_run, picture_path, refuse_early
+from scripts.common.runs import open_run, picture_path, refuse_early
 from tests import faults
 from tests.runs import wait_for
 
@@ -84,28 +83,3 @@ def test_a_run_in_training_can_always_be_opened(shards, tmp_path):
     assert process.is_alive() and len(seen["latest"]) > 50 and seen["best"]
     process.terminate()
     assert faults.finish(process) == EXIT_STOPPED
-
-
-def test_results_of_others_stay(tmp_path):
-    path = tmp_path / "results.json"
-    first, second = (Results(path, {"variant": name, "step": 7}) for name in ("a", "b"))
-    first.add("one", {"value": 1})
-    second.add("one", {"value": 2})
-    first.add("two", {"value": 3})
-    saved = json.loads(path.read_text())
-    assert [one["variant"] for one in saved] == ["a", "b"] and saved[0]["environment"]["torch"]
-    assert saved[0]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
-    assert Results(path, {"variant": "a", "step": 7}).values == saved[0]
-    assert Results(path, {"variant": "a", "step": 8}).values == {}
-    second.save(picture="b.png")
-    first.discard("picture")
-    kept = json.loads(path.read_text())
-    assert kept == [saved[0], {k: v for k, v in kept[1].items() if k != "picture"}]
-
-
-def test_results_of_another_process_are_kept(tmp_path):
-    mine, theirs = (Results(tmp_path / "results.json", {"step": 7}) for _ in range(2))
-    mine.add("one", {"value": 1})
-    theirs.add("two", {"value": 2})
-    mine.add("three", {"value": 3})
-    assert list(theirs.parts) == ["one", "two", "three"]

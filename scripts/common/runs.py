@@ -1,4 +1,4 @@
-"""Shared by the commands on finished runs: opening a run, and measuring it only once."""
+"""Shared by the commands on finished runs: their options, opening a run, naming its pictures."""
 
 import argparse
 import hashlib
@@ -15,8 +15,9 @@ from config import Config, choices
 from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
-from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import check_writable, read_json, write_json
+from runtime.device import pick_device, pick_dtype
+from runtime.files import check_writable
+from scripts.common.results import read_results
 
 # Tokens of an evaluation batch, unless one sequence is longer.
 BATCH_TOKENS = 16384
@@ -113,13 +114,6 @@ def option(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
     return f"--{name}={value}"
-
-
-def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
-    """The measurement with only these entries of measurement[key]; None if one is missing."""
-    if not set(names) <= measurement[key].keys():
-        return None
-    return measurement | {key: {name: measurement[key][name] for name in names}}
 
 
 @dataclass(frozen=True)
@@ -224,52 +218,3 @@ def check_output_folders(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
     for folder in (*paths, common_folder(paths)):
         check_writable(folder)
-
-
-def read_results(path: Path) -> list[dict]:
-    """The measurements in a results file. Raises UserError where it holds something else."""
-    results = read_json(path)
-    if results is not None and not isinstance(results, list):
-        raise UserError(f"{path}: it has no list of measurements; move it out of the way")
-    return results or []
-
-
-def matches(measurement: dict, facts: dict) -> bool:
-    return all(measurement.get(key) == value for key, value in facts.items())
-
-
-class Results:
-    """One measurement in a results file, which is a list of measurements; `facts` identify it.
-
-    It is read again whenever it is needed, since another process may be adding to it. Saving after
-    each part lets an interrupted command continue from there.
-    """
-
-    def __init__(self, path: Path, facts: dict):
-        self.path, self.facts = path, facts
-
-    @property
-    def values(self) -> dict:
-        """What has been saved of the measurement, empty at first."""
-        return next((m for m in read_results(self.path) if matches(m, self.facts)), {})
-
-    def save(self, **values: Any) -> None:
-        """Write the measurement in place of the one before, or after all others."""
-        measurements = read_results(self.path)
-        known = (i for i, m in enumerate(measurements) if matches(m, self.facts))
-        i = next(known, len(measurements))
-        measurements[i : i + 1] = [self.facts | values | {"environment": environment()}]
-        write_json(self.path, measurements)
-
-    def discard(self, key: str) -> None:
-        """Remove `key` from all measurements of the file."""
-        measurements = read_results(self.path)
-        write_json(self.path, [{k: v for k, v in m.items() if k != key} for m in measurements])
-
-    @property
-    def parts(self) -> dict[str, dict]:
-        """The named parts saved so far."""
-        return self.values.get("parts", {})
-
-    def add(self, part: str, value: dict) -> None:
-        self.save(parts=self.parts | {part: value})

@@ -17,7 +17,8 @@ from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
 from scripts.attention_maps import MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
-from scripts.common.runs import Request, matches, read_results, run_facts
+from scripts.common.results import matches, read_results
+from scripts.common.runs import Request, run_facts
 from scripts.downstream import TaskRequest
 from scripts.eval_length import LossRequest, smoothed
 from scripts.needle import NeedleRequest

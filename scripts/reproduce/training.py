@@ -336,8 +336,8 @@ def call_when_free(folder: Path, command: Callable[[], list[str] | None]) -> int
         if (arguments := command()) is None:
             return 0
         code = call(arguments)
-        if code != EXIT_MISTAKE or not is_locked(folder):
-            return code  # else refused, because another process was faster to start
+        if not code or not is_locked(folder):
+            return code  # else another process was faster to start
 
 
 def wait_for_others(folder: Path) -> None:
