@@ -6,8 +6,9 @@ python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengt
 Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
 row for every run, for the text and for the same validation tokens at each length; and draws a
 curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
-text): attention_by_row.png in the run's folder, or for several runs in the folder that contains
-them. The text is given to the model as it is, without end-of-text before it.
+text): attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png in
+the folder that contains them. The text is given to the model as it is, without end-of-text before
+it.
 
 A row is one query's weights over the n >= 2 keys that it sees. Reported are means over rows of
 
@@ -23,7 +24,7 @@ is dead, excluded from the means, and counted.
 RUN/attention_maps.json is a list of measurements. Those of validation tokens are not repeated; a
 text is always measured again, since its maps are drawn.
 
-    variant, seed, checkpoint, step, trained_length, rope, rope_factor, rope_theta, dtype
+    variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
     text, data_dir      one of them is null
     picture             file name, only of the text drawn last: each text overwrites the picture
@@ -55,19 +56,18 @@ from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import length_axis, save_picture
+from scripts.common.results import Results
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
-    check_output_folders,
-    common_folder,
     open_run,
-    print_table,
-    read_results,
+    picture_path,
+    refuse_early,
     run_names,
 )
-from scripts.eval_length import counted, shared_tokens
+from scripts.common.tables import print_table
+from scripts.common.validation import counted, shared_tokens
 
 # LSSAR, Figure A1
 TEXT = (
@@ -135,6 +135,11 @@ class MapsRequest(Request):
         return len(self.ids(config)) + sum(self.facts_at(n, config)["tokens"] for n in lengths)
 
     def check(self, config: Config) -> None:
+        if not -config.n_layer <= self.layer < config.n_layer:
+            raise UserError(
+                f"--layer {self.layer}: a model of n_layer = {config.n_layer} has layers 0 to "
+                f"{config.n_layer - 1}, and -1 to {-config.n_layer} from the last"
+            )
         n = len(self.ids(config))
         if not 2 <= n <= MAP_TOKENS:
             raise UserError(
@@ -152,7 +157,7 @@ class MapsRequest(Request):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
-    parser.add_argument("--layer", type=int, default=-1, help="0 is the first, -1 the last")
+    parser.add_argument("--layer", type=int, help="0 is the first, -1 the last")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", help="text to map (default: that of LSSAR's Figure A1)")
     text.add_argument("--file", help="a UTF-8 file with the text to map")
@@ -160,39 +165,28 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens, such as 1024,8192 (default: 1x and 8x)"
     )
     parser.add_argument(
-        "--tokens", action=AtLeast, least=0, default=TOKENS,
-        help="tokens at each length (%(default)s); 0: only the text",
-    )  # fmt: skip
+        "--tokens", action=AtLeast, least=0, help="at each length (%(default)s); 0: only the text"
+    )
     parser.add_argument("--data_dir", help="shards to use instead of the run's own")
-    add_options(parser)
+    add_options(parser, MapsRequest)
     arguments = parser.parse_args()
-    arguments.text = read_text(arguments)
-    request, paths = MapsRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # errors come before any measurement
-        config = open_run(path, request).config
-        if not -config.n_layer <= request.layer < config.n_layer:
-            raise UserError(
-                f"--layer {request.layer}: {path} has layers 0 to {config.n_layer - 1}, and -1 to "
-                f"{-config.n_layer} from the last"
-            )
-        request.check(config)
-        read_results(request.file(path))
-    check_output_folders(paths)
+    if arguments.file is not None:
+        arguments.text = read_text(arguments.file)
+    request, paths = MapsRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
     results = [measure(open_run(path, request), request) for path in paths]
     names = run_names(paths)
     for results_of_runs in zip(*results, strict=True):
         print_numbers(names, results_of_runs)
     longest = [run_results[-1] for run_results in results]
-    save_picture(plot_rows(names, longest), common_folder(paths) / "attention_by_row.png")
+    save_picture(plot_rows(names, longest), picture_path(paths, "attention_by_row"))
 
 
-def read_text(arguments: argparse.Namespace) -> str:
-    if arguments.file is None:
-        return TEXT if arguments.text is None else arguments.text
+def read_text(file: str) -> str:
     try:
-        return Path(arguments.file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {arguments.file}: cannot be read as text: {error}") from error
+        raise UserError(f"--file {file}: cannot be read as text: {error}") from error
 
 
 def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
@@ -201,7 +195,7 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
     ids = request.ids(config)
     results = Results(request.file(run.path), run.facts | request.facts(config))
     A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
-    results.discard("picture")  # if interrupted here, no measurement claims the picture
+    results.discard("picture")  # if interrupted here, no other measurement claims the picture
     save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
     sums = group_sums(row_numbers(A[None])[0].double())
     results.save(picture=PICTURE, **summary(sums, len(ids)))
@@ -238,8 +232,10 @@ def row_numbers(A: Tensor) -> Tensor:
 
 
 def group_sums(numbers: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5], that is rows, dead
-    rows, and NUMBERS over the others."""
+    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5].
+
+    These are the number of rows, of dead rows, and NUMBERS summed over the others.
+    """
     H, L, _ = numbers.shape
     n = torch.arange(2, L + 1, dtype=numbers.dtype)
     first, entropy, seen, total = numbers[:, 1:].unbind(-1)

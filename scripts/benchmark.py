@@ -31,6 +31,7 @@ from runtime.device import autocast, environment, memory_mb, pick_compile, pick_
 from runtime.files import check_writable, write_json
 from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
+from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
 
@@ -71,7 +72,7 @@ def main() -> None:
         f"{'compiled' if pick_compile(config.compile, device) else 'eager'}, on {made['machine']}, "
         f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
     )
-    print_table(figures, baselines, rows)
+    print_figures(figures, baselines, rows)
     if arguments.out:
         settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
         result = {"environment": made, "settings": settings}
@@ -263,7 +264,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def print_table(
+def print_figures(
     figures: dict[str, dict], baselines: dict[str, str], rows: dict[str, Config]
 ) -> None:
     """Print the figures of `measure`, and below each row the paper's for the same variant."""
@@ -273,19 +274,18 @@ def print_table(
         if not name.startswith("nanoGPT")
     }
     columns = [column for column in PAPER["columns"] if column in next(iter(figures.values()))]
-    width = max(22, *(len(name) + 2 for name in figures))
-    heads = "".join(f"{column:>18}" for column in columns)
-    print(" " * width + heads + "   (ratio to the first row of that length)")
+    table = [["", *columns]]
     for name, row in figures.items():
         base = baselines[name]
-        cells = [f"{row[c]:10.1f} ({row[c] / figures[base][c]:4.2f})" for c in columns]
-        print(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
+        cells = [f"{row[c]:.1f} ({row[c] / figures[base][c]:.2f})" for c in columns]
+        table.append([name, *cells])
         if paper.get(name) and paper[base]:
             theirs, their_base = (
                 dict(zip(PAPER["columns"], paper[n], strict=True)) for n in (name, base)
             )
-            cells = [f"{theirs[c]:10.1f} ({theirs[c] / their_base[c]:4.2f})" for c in columns]
-            print(f"{'  paper, A100':{width}}" + "".join(f"{cell:>18}" for cell in cells))
+            cells = [f"{theirs[c]:.1f} ({theirs[c] / their_base[c]:.2f})" for c in columns]
+            table.append(["  paper, A100", *cells])
+    print_table(table, width=18, remarks=["(ratio to the first row of that length)"])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from model import build_attention
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json, write_json
-from scripts.benchmark import check_paths, measure, print_table
+from scripts.benchmark import check_paths, measure, print_figures
 
 HEADS, HEAD_SIZE = 12, 64
 TOKENS = 32768  # of a batch, at every length
@@ -311,7 +311,7 @@ def training_steps(nanogpt: str | None) -> Iterator[dict]:
         phases = ("train", "eval") if rows is small else ("train",)
         measured = measure(rows, 10, nanogpt, phases)
         print(f"\n{shape} tokens (time of LSSAR's training step: at most 1.10, memory 1.03)")
-        print_table(measured, dict.fromkeys(rows, "softmax"), rows)
+        print_figures(measured, dict.fromkeys(rows, "softmax"), rows)
         yield {"shape": shape, "rows": measured}
 
 

@@ -5,7 +5,7 @@ python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
 Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
-folder, or for several runs downstream_by_run.png in the folder that contains them. Writes
+folder, or for several runs downstream_by_run_RUN_RUN.png in the folder that contains them. Writes
 RUN/downstream.json, a list of measurements, after every task, so that an interrupted command
 continues where it stopped; nothing is measured twice. Needs pip install -r requirements-dev.txt
 and, the first time a task's data are read, a network.
@@ -42,24 +42,23 @@ from runtime.device import autocast
 from scripts.common.arguments import AtLeast
 from scripts.common.papers import LSSAR
 from scripts.common.plots import save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.runs import (
     BATCH_TOKENS,
     LoadedRun,
     Request,
-    Results,
     add_options,
-    check_output_folders,
-    common_folder,
     open_run,
-    print_table,
-    read_results,
+    picture_path,
+    refuse_early,
     run_names,
-    select_parts,
 )
+from scripts.common.tables import print_table
 
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
 # Their columns: (task, metric).
 METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
+PAPER_TASKS = tuple(dict.fromkeys(task for task, _ in METRICS))
 # (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name for it
 SCALES = {
     (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
@@ -76,7 +75,7 @@ class TaskRequest(Request):
     """Scores of tasks of lm-evaluation-harness, over all samples or the first `limit`."""
 
     script, unit = "downstream", "samples"
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = PAPER_TASKS
     include_path: str | None = None
     max_length: int | None = None
     limit: int | None = None
@@ -102,9 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
     parser.add_argument(
-        "--tasks", type=parse_tasks, default="paper",
-        help="tasks of the harness, or 'paper': LSSAR's",
-    )  # fmt: skip
+        "--tasks", type=parse_tasks, help="tasks of the harness, or 'paper': LSSAR's (default)"
+    )
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as YAML files")
     parser.add_argument(
         "--max_length", action=AtLeast, least=1,
@@ -113,34 +111,32 @@ def main() -> None:
     parser.add_argument(
         "--limit", action=AtLeast, least=1, help="only this many samples per task, to try it"
     )
-    add_options(parser)
+    add_options(parser, TaskRequest)
     arguments = parser.parse_args()
-    request, paths = TaskRequest.parse(arguments), [Path(path) for path in arguments.runs]
-    for path in paths:  # errors come before any download
-        checkpoint.read_config(path)
-        checkpoint.find(path, request.checkpoint)
-        read_results(request.file(path))
-    check_output_folders(paths)
+    request, paths = TaskRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
     harness = import_harness()
-    tasks = load_tasks(list(request.tasks), request.include_path)
-    results = [measure(path, request, harness, tasks) for path in paths]
+    tasks = load_tasks(request.tasks, request.include_path)
+    results = [measure(open_run(path, request), request, harness, tasks) for path in paths]
     names = run_names(paths)
     print_scores(names, results)
-    picture = "downstream_by_run.png" if len(results) > 1 else "downstream.png"
-    plot(names, results, common_folder(paths) / picture)
+    if (figure := plot(names, results)) is not None:
+        name = "downstream_by_run" if len(results) > 1 else "downstream"
+        save_picture(figure, picture_path(paths, name))
 
 
-def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]) -> dict:
+def measure(
+    run: LoadedRun, request: TaskRequest, harness: ModuleType, tasks: dict[str, dict]
+) -> dict:
     """One run's scores on the requested tasks, as in its downstream.json."""
-    run = open_run(path, request)
     config, max_length = run.config, request.max_length_of(run.config)
     facts = run.facts | {"lm_eval": harness.__version__}
     facts |= request.facts(config) | {"paper": paper_row(config)}
-    results = Results(request.file(path), facts)
+    results = Results(request.file(run.path), facts)
     for number, (name, loaded) in enumerate(tasks.items(), 1):
         if results.parts.get(name, {}).get("content") == loaded["content"]:
             continue
-        print(f"{path}, task {number} of {len(tasks)}: {name}", flush=True)
+        print(f"{run.path}, task {number} of {len(tasks)}: {name}", flush=True)
         scores = harness.simple_evaluate(
             model=harness_model(run, max_length),
             tasks=loaded["tasks"],
@@ -150,17 +146,18 @@ def measure(path: Path, request: TaskRequest, harness: ModuleType, tasks: dict[s
             log_samples=False,
         )
         results.add(name, {"content": loaded["content"], "scores": readable(scores)})
-    return facts | {"parts": {name: results.parts[name] for name in tasks}}
+    parts = results.parts
+    return facts | {"parts": {name: parts[name] for name in tasks}}
 
 
 # ---- tasks ----
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Task names without repeats; 'paper' stands for those of TABLES."""
-    paper = [task for task, _ in METRICS]
-    groups = [paper if name == "paper" else [name] for name in map(str.strip, text.split(","))]
-    return tuple(dict.fromkeys(sum(groups, [])))
+    """Task names without repeats; 'paper' stands for PAPER_TASKS."""
+    names = map(str.strip, text.split(","))
+    groups = [PAPER_TASKS if name == "paper" else (name,) for name in names]
+    return tuple(dict.fromkeys(sum(groups, ())))
 
 
 def import_harness() -> ModuleType:
@@ -175,11 +172,13 @@ def import_harness() -> ModuleType:
     return lm_eval
 
 
-def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
-    """Name -> the `tasks` with their data, or the group, which has its own score; their `manager`;
-    a fingerprint of their `content`; and their number of `samples`.
+@functools.cache  # loading takes seconds
+def load_tasks(names: tuple[str, ...], folder: str | None) -> dict[str, dict]:
+    """Each task or group by its name, with its data.
 
-    Raises UserError for an unknown name, and where data are neither cached nor reachable.
+    The values are the `tasks`, or the group, which has its own score; their `manager`; a
+    fingerprint of their `content`; and their number of `samples`. Raises UserError for an unknown
+    name, and where data are neither cached nor reachable.
     """
     from lm_eval.tasks import TaskManager
 
@@ -198,11 +197,10 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, dict]:
     return {name: load_task(manager, name) for name in tqdm(names, desc="tasks", delay=2)}
 
 
-@functools.cache  # loading takes seconds
 def count_samples(names: tuple[str, ...], folder: str | None) -> int:
     """Samples of tasks. Raises UserError where the harness, a task or its data are missing."""
     import_harness()
-    return sum(task["samples"] for task in load_tasks(list(names), folder).values())
+    return sum(task["samples"] for task in load_tasks(names, folder).values())
 
 
 def refuse_retries() -> None:
@@ -253,8 +251,10 @@ def fingerprint(tasks: Iterable[Any]) -> str:
 
 
 def harness_model(run: LoadedRun, max_length: int) -> Any:
-    """The run as a model of the harness. As is usual for these, end-of-text comes first only in
-    requests without a context."""
+    """The run as a model of the harness.
+
+    As is usual for these, end-of-text comes first only in requests without a context.
+    """
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -329,10 +329,10 @@ def batches(requests: list[tuple], free: int) -> Iterator[list[tuple]]:
 
 @torch.no_grad()
 def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[float, bool]]:
-    """For every (context, continuation) of token ids: the continuation's log-probability in nats,
-    and whether greedy decoding gives it. Contexts are truncated from the left to max_length.
+    """The log-probability in nats of every continuation, and whether greedy decoding gives it.
 
-    Raises UserError for a continuation of more than max_length tokens.
+    `pairs` are (context, continuation) of token ids; contexts are truncated from the left to
+    max_length. Raises UserError for a continuation of more than max_length tokens.
     """
     results = [(0.0, True)] * len(pairs)
     # The last token is only predicted, so one-token answers to one question share a sequence.
@@ -372,8 +372,10 @@ def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[f
 
 
 def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64 losses in nats [n] of targets [n] given hidden states [n, n_embd], and whether each
-    is the likeliest token [n]."""
+    """Losses in nats of targets [n] given hidden states [n, n_embd], as float64 [n].
+
+    Also whether each target is the likeliest token [n].
+    """
     losses, greedy = [], []
     for h, t in zip(hidden.split(EVALUATED_ROWS), targets.split(EVALUATED_ROWS), strict=True):
         with autocast(run.device, run.dtype):
@@ -384,8 +386,10 @@ def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def continuations(run: LoadedRun, prompts: list) -> list[str]:
-    """For every (prompt ids, maximum new tokens, stop strings): the greedy continuation before the
-    first end-of-text or stop string."""
+    """Greedy continuations, each up to its first end-of-text or stop string.
+
+    `prompts` are (prompt ids, maximum new tokens, stop strings).
+    """
     tokenizer = get_tokenizer(run.config.tokenizer)
     results = [""] * len(prompts)
 
@@ -503,13 +507,14 @@ def print_scores(names: list[str], results: list[dict]) -> None:
     print_table(table, left=3)
 
 
-def plot(names: list[str], results: list[dict], path: Path) -> None:
-    """Bars of the shares of correct answers by task and run, with standard errors and the paper's
-    values. Draws nothing where no task has such a share.
+def plot(names: list[str], results: list[dict]) -> Figure | None:
+    """Bars of the shares of correct answers, by task and run; None where no task has such a share.
+
+    They have their standard errors and the paper's values.
     """
     rows = [row for row in shown(results) if row[1].startswith(SHARES)]
     if not rows:
-        return
+        return None
     longest = max(len(word) for task, metric, _ in rows for word in (task, metric))
     height = 1.4 + 0.2 * len(names) + (0.3 + 0.15 * len(names)) * len(rows)
     figure = Figure(figsize=(5 + 0.08 * longest, height), layout="constrained")
@@ -539,7 +544,7 @@ def plot(names: list[str], results: list[dict], path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", fontsize="small")
-    save_picture(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --per_position --rop
 
 The first compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of SSMax.
 Prints a table with a row for every run and scaling, and draws a curve for each: eval_length.png in
-the run's folder, or for several runs loss_by_length.png in the folder that contains them;
-with --per_position loss_by_position.png instead.
+the run's folder, or for several runs loss_by_length_RUN_RUN.png in the folder that contains them;
+with --per_position loss_by_position.png, or loss_by_position_RUN_RUN.png, instead.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
 
-    variant, seed, checkpoint, step, trained_length     of the run
+    variant, seed, trained_length                       of the run
+    checkpoint, step, sha256                            of its weights
     rope, rope_factor, rope_theta                       as given; null: the default
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     lengths, loss                                       two lists; mean loss in nats per token
@@ -22,11 +23,9 @@ settings. Lengths that it has are not measured again; new ones are added:
 """
 
 import argparse
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,27 +35,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
-from data.loader import validation_batches, validation_tokens
-from data.shards import check_ids, check_tokenizer
+from data.loader import validation_batches
 from errors import UserError, command
-from model import Rope
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import CURVE_MARKERS, length_axis, one_panel, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.runs import (
     BATCH_TOKENS,
     LoadedRun,
     Request,
-    Results,
     add_options,
-    check_output_folders,
-    common_folder,
     open_run,
-    print_table,
-    read_results,
+    picture_path,
+    refuse_early,
     run_names,
-    select_parts,
 )
+from scripts.common.tables import print_table
+from scripts.common.validation import counted, default_lengths, shared_tokens
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -76,7 +72,7 @@ class LossRequest(Request):
     per_position: bool = False
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or tuple(config.block_size * 2**i for i in range(5))
+        return self.lengths or default_lengths(config)
 
     def facts(self, config: Config) -> dict:
         data_dir = self.data_dir or config.data_dir
@@ -111,10 +107,7 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
     parser.add_argument(
-        "--tokens",
-        action=AtLeast,
-        least=1,
-        help="tokens to predict (default: val_tokens)",
+        "--tokens", action=AtLeast, least=1, help="tokens to predict (default: val_tokens)"
     )
     parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     parser.add_argument(
@@ -122,24 +115,18 @@ def main() -> None:
         action="store_true",
         help="also the loss at every position of windows of the greatest length",
     )
-    add_options(parser)
+    add_options(parser, LossRequest)
     arguments = parser.parse_args()
-    requests = scalings(LossRequest.parse(arguments))
-    for path in map(Path, arguments.runs):  # errors come before any measurement
-        requests[0].check(open_run(path, requests[0]).config)
-        read_results(requests[0].file(path))
-    check_output_folders(arguments.runs)
-    results = [
-        [measure(path, request) for request in requests] for path in map(Path, arguments.runs)
-    ]
-    names = run_names(arguments.runs)
+    requests, paths = scalings(LossRequest.parse(arguments)), arguments.runs
+    refuse_early(paths, requests[0])  # they differ in their scaling only, which is checked
+    results = [[measure(open_run(path, one), one) for one in requests] for path in paths]
+    names = run_names(paths)
     print_losses(names, results)
-    folder = common_folder(arguments.runs)
     if arguments.per_position:
-        save_picture(plot_positions(names, results), folder / "loss_by_position.png")
+        save_picture(plot_positions(names, results), picture_path(paths, "loss_by_position"))
     else:
-        picture = "loss_by_length.png" if len(results) > 1 else "eval_length.png"
-        save_picture(plot_lengths(names, results), folder / picture)
+        name = "loss_by_length" if len(results) > 1 else "eval_length"
+        save_picture(plot_lengths(names, results), picture_path(paths, name))
 
 
 def scalings(request: LossRequest) -> list[LossRequest]:
@@ -151,23 +138,19 @@ def scalings(request: LossRequest) -> list[LossRequest]:
             factor = float(number) if colon else request.rope_factor
         except ValueError:
             raise UserError(f"--rope {text!r}: {number!r} must be a number, as in ntk:4") from None
-        theta = {} if request.rope_theta is None else {"theta": request.rope_theta}
-        Rope(2, 1, scaling=rope, factor=factor, **theta)  # raises UserError for invalid values
         requests.append(replace(request, rope=rope, rope_factor=factor))
+        requests[-1].check_rope()
     if len(set(requests)) < len(requests):
         raise UserError(f"--rope {request.rope!r} must name distinct scalings")
     return requests
 
 
-def measure(path: Path, request: LossRequest) -> dict:
+def measure(run: LoadedRun, request: LossRequest) -> dict:
     """A run's measurement with one scaling; its `lengths` and `loss` are the requested ones."""
-    run = open_run(path, request)
     lengths, wanted_positions = request.lengths_of(run.config), request.positions_of(run.config)
     facts = request.facts(run.config)
-    results = Results(request.file(path), run.facts | facts)
-    values = results.values or {"lengths": [], "loss": [], "loss_by_position": {}}
-    losses = dict(zip(values["lengths"], values["loss"], strict=True))
-    by_position = values["loss_by_position"]
+    results = Results(request.file(run.path), run.facts | facts)
+    losses, by_position = losses_of(results.values)
     todo = [
         n
         for n in lengths
@@ -176,19 +159,39 @@ def measure(path: Path, request: LossRequest) -> dict:
     tokens, data_dir = facts["tokens"], facts["data_dir"]
     with tqdm(total=tokens * len(todo), unit="tok", unit_scale=True, disable=not todo) as bar:
         for length in todo:
-            bar.set_description(f"{path} {label(run.facts)} {length}")
+            bar.set_description(f"{run.path} {label(run.facts)} {length}")
             size = max(1, BATCH_TOKENS // length)
             batches = validation_batches(data_dir, length, tokens, size, device=run.device)
             means = position_losses(run, counted(batches, bar))
-            losses[length] = means.mean().item()
-            if str(length) in wanted_positions:
-                by_position[str(length)] = means.tolist()
-            known = sorted(losses)
-            results.save(
-                lengths=known, loss=[losses[n] for n in known], loss_by_position=by_position
-            )
-    selected = select_parts(results.values, "loss_by_position", wanted_positions) or {}
+            add_length(results, means, str(length) in wanted_positions)
+    losses, _ = losses_of(results.values)
+    selected = select_parts(results.values, "loss_by_position", wanted_positions)
+    assert selected is not None  # all of them have been measured
     return selected | {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
+
+
+def losses_of(values: dict) -> tuple[dict[int, float], dict[str, list[float]]]:
+    """The loss by length, and by length the loss at each position, as far as measured."""
+    losses = dict(zip(values.get("lengths", ()), values.get("loss", ()), strict=True))
+    return losses, values.get("loss_by_position", {})
+
+
+def add_length(results: Results, means: Tensor, per_position: bool) -> None:
+    """Add the mean losses [L] at every position of windows of one length."""
+
+    def added(values: dict) -> dict:
+        losses, by_position = losses_of(values)
+        losses[len(means)] = means.mean().item()
+        if per_position:
+            by_position[str(len(means))] = means.tolist()
+        known = sorted(losses)
+        return {
+            "lengths": known,
+            "loss": [losses[n] for n in known],
+            "loss_by_position": by_position,
+        }
+
+    results.update(added)
 
 
 @torch.no_grad()
@@ -201,28 +204,6 @@ def position_losses(run: LoadedRun, batches: Iterable[tuple[Tensor, Tensor]]) ->
         total = total + losses.cpu().double().sum(0)
         windows += len(losses)
     return total / windows
-
-
-def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, their tokens added to the progress bar."""
-    for x, y in batches:
-        yield x, y
-        bar.update(x.numel())
-
-
-@functools.cache
-def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
-    """The most validation tokens, up to `wanted`, that fill whole windows of every length."""
-    check_tokenizer(data_dir, config.tokenizer)
-    tokens = validation_tokens(data_dir, wanted)
-    check_ids(data_dir, tokens, config.n_vocab)
-    unit, available = math.lcm(*lengths), len(tokens) - 1
-    if available < unit:
-        raise UserError(
-            f"{data_dir}: {available} validation tokens, but lengths {list(lengths)} need a "
-            f"multiple of {unit} to predict the same tokens in whole windows"
-        )
-    return available // unit * unit
 
 
 def label(result: dict) -> str:

@@ -13,14 +13,15 @@ at one needle, at half depth of --score_length tokens. Fig. 8: the highest score
 same sum, but not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
-(Fig. 8), the latter two once for several runs, in the folder that contains them. Nothing is
-measured twice.
+(Fig. 8), the latter two once for several runs, as needle_heads_RUN_RUN.png and so on in the folder
+that contains them. Nothing is measured twice.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
 import argparse
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import heat_maps, one_panel, row_style, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
@@ -52,15 +54,14 @@ from scripts.common.retrieval import (
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
-    check_output_folders,
-    common_folder,
     open_run,
-    print_table,
+    picture_path,
+    refuse_early,
     run_names,
-    select_parts,
 )
+from scripts.common.tables import print_table
+from scripts.common.validation import default_lengths
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -109,12 +110,12 @@ def shortest(tokenizer: Tokenizer) -> int:
 class Haystack:
     """Needles in stretches of validation tokens."""
 
-    def __init__(self, data_dir: str, config: Config):
+    def __init__(self, data_dir: str, tokenizer: str, n_vocab: int):
         # 100M tokens, one shard of data.fineweb, are more than any measurement uses
-        check_tokenizer(data_dir, config.tokenizer)
+        check_tokenizer(data_dir, tokenizer)
         self.tokens = validation_tokens(data_dir, 10**8)
-        check_ids(data_dir, self.tokens, config.n_vocab)
-        self.data_dir, self.tokenizer = data_dir, get_tokenizer(config.tokenizer)
+        check_ids(data_dir, self.tokens, n_vocab)
+        self.data_dir, self.tokenizer = data_dir, get_tokenizer(tokenizer)
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack.
@@ -154,23 +155,26 @@ class Haystack:
             yield self.hide(city, number, needle_depth, length, rng.random())
 
 
+open_haystack = functools.cache(Haystack)  # one for all runs with these tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class NeedleRequest(Request):
     """Accuracy over `samples` needles at each length and depth, and needle scores."""
 
     script = "needle"
     lengths: tuple[int, ...] | None = None
-    samples: int
-    score_length: int
-    score_trials: int
+    samples: int = 1000
+    score_length: int = 8000
+    score_trials: int = 100
     data_dir: str | None = None
-    seed: int
+    seed: int = 1337
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or tuple(config.block_size * 2**i for i in range(5))
+        return self.lengths or default_lengths(config)
 
     def haystack(self, config: Config) -> Haystack:
-        return Haystack(self.data_dir or config.data_dir, config)
+        return open_haystack(self.data_dir or config.data_dir, config.tokenizer, config.n_vocab)
 
     def cells(self, config: Config) -> list[tuple[int, float]]:
         """The lengths and depths of the accuracies."""
@@ -207,42 +211,36 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens (default: 1x to 16x the training length)"
     )
     parser.add_argument(
-        "--samples", action=AtLeast, least=1, default=1000, help="per length and depth"
+        "--samples", action=AtLeast, least=1, help="per length and depth (%(default)s)"
     )
     parser.add_argument(
-        "--score_length", action=AtLeast, least=1, default=8000, help="length for the needle scores"
+        "--score_length", action=AtLeast, least=1, help="length for the needle scores (%(default)s)"
     )
     parser.add_argument(
-        "--score_trials", action=AtLeast, least=1, default=100, help="needles to score"
+        "--score_trials", action=AtLeast, least=1, help="needles to score (%(default)s)"
     )
     parser.add_argument("--data_dir", help="shards to take haystacks from (default: the run's own)")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of needles and haystacks")
-    add_options(parser)
+    parser.add_argument("--seed", type=int, help="seed of needles and haystacks")
+    add_options(parser, NeedleRequest)
     arguments = parser.parse_args()
-    request = NeedleRequest.parse(arguments)
-    runs = [open_run(path, request) for path in arguments.runs]
-    for run in runs:  # errors come before any work
-        request.check(run.config)
-    measurements = [open_results(run, request) for run in runs]
-    check_output_folders(arguments.runs)
-    for run, results in zip(runs, measurements, strict=True):
-        measure(run, request, results)
+    request, paths = NeedleRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
+    scores = []
+    for path in paths:
+        results = measure(open_run(path, request), request)
         report(results, request.scores)
-    folder, names = common_folder(arguments.runs), run_names(arguments.runs)
-    scores = [results.parts[request.scores] for results in measurements]
-    save_picture(plot_heads(names, scores), folder / "needle_heads.png")
-    save_picture(plot_scores(names, scores), folder / "needle_scores.png")
+        scores.append(results.parts[request.scores])
+    names = run_names(paths)
+    save_picture(plot_heads(names, scores), picture_path(paths, "needle_heads"))
+    save_picture(plot_scores(names, scores), picture_path(paths, "needle_scores"))
 
 
-def open_results(run: LoadedRun, request: NeedleRequest) -> Results:
-    return Results(request.file(run.path), run.facts | request.facts(run.config))
-
-
-def measure(run: LoadedRun, request: NeedleRequest, results: Results) -> None:
-    """Measure the accuracies and needle scores that the results lack."""
-    haystack = request.haystack(run.config)
-    todo = [(n, d) for n, d in request.cells(run.config) if cell(n, d) not in results.parts]
-    scored = request.scores in results.parts
+def measure(run: LoadedRun, request: NeedleRequest) -> Results:
+    """Measure the accuracies and needle scores that have not been measured."""
+    results = Results(request.file(run.path), run.facts | request.facts(run.config))
+    haystack, known = request.haystack(run.config), results.parts
+    todo = [(n, d) for n, d in request.cells(run.config) if cell(n, d) not in known]
+    scored = request.scores in known
     total = sum(length for length, _ in todo) * request.samples
     total += 0 if scored else request.score_length * (request.score_trials + 1)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
@@ -257,6 +255,7 @@ def measure(run: LoadedRun, request: NeedleRequest, results: Results) -> None:
             results.add(cell(length, depth), {"length": length, "depth": depth} | shares)
         if not scored:
             results.add(request.scores, score(run, request, haystack, bar))
+    return results
 
 
 def cell(length: int, depth: float) -> str:
@@ -337,17 +336,17 @@ def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm)
 
 def report(results: Results, scores: str) -> None:
     """Print one run's accuracy by length and depth and its scores, and draw Fig. 6."""
-    facts = results.facts
-    lengths, depths, shares = found(results.parts)
+    facts, parts = results.facts, results.parts
+    lengths, depths, shares = found(parts)
     print(f"\n{facts['variant']}: needles found (%), RoPE scaling {facts['rope']}")
     table = [["length", *map(str, lengths)]]
     for name, row in zip(depths, shares, strict=True):
         table.append([name, *("" if share is None else f"{100 * share:.1f}" for share in row)])
     print_table(table)
-    tops = [trial["top_score"] for trial in results.parts[scores]["trials"]]
+    tops = [trial["top_score"] for trial in parts[scores]["trials"]]
     print(f"{scores}: mean of each needle's highest {sum(tops) / len(tops):.4f}")
     title = f"{facts['variant']}, needles, RoPE scaling {facts['rope']}"
-    save_picture(plot_found({title: results.parts}), results.path.with_suffix(".png"))
+    save_picture(plot_found({title: parts}), results.path.with_suffix(".png"))
 
 
 def found(parts: dict[str, dict]) -> tuple[list[int], list[str], list[list[float | None]]]:

@@ -6,7 +6,7 @@ LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mo
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
 Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
-runs passkey_by_length.png in the folder that contains them. Nothing is measured twice.
+runs passkey_by_length_RUN_RUN.png in the folder that contains them. Nothing is measured twice.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
@@ -26,19 +26,18 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import heat_maps, length_axis, one_panel, save_picture
+from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
 from scripts.common.runs import (
     LoadedRun,
     Request,
-    Results,
     add_options,
-    check_output_folders,
-    common_folder,
     open_run,
-    print_table,
+    picture_path,
+    refuse_early,
     run_names,
-    select_parts,
 )
+from scripts.common.tables import print_table
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -65,13 +64,13 @@ class PasskeyRequest(Request):
 
     script = "passkey"
     lengths: tuple[int, ...] | None = None
-    trials: int
-    seed: int
+    trials: int = 100
+    seed: int = 1337
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return self.lengths or tuple(config.block_size * n // 2 for n in (2, 3, 4, 8, 16))
 
-    def make_trials(self, config: Config) -> dict[int, list[Trial]]:
+    def trials_of(self, config: Config) -> dict[int, list[Trial]]:
         """The trials of each length. Raises UserError where a length is too short."""
         tokenizer = get_tokenizer(config.tokenizer)
         lengths = self.lengths_of(config)
@@ -87,7 +86,7 @@ class PasskeyRequest(Request):
         return self.trials * sum(self.lengths_of(config))
 
     def check(self, config: Config) -> None:
-        self.make_trials(config)
+        self.trials_of(config)
 
 
 @command
@@ -97,34 +96,30 @@ def main() -> None:
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
     )
-    parser.add_argument("--trials", action=AtLeast, least=1, default=100, help="per length")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of keys and depths")
+    parser.add_argument("--trials", action=AtLeast, least=1, help="per length (%(default)s)")
+    parser.add_argument("--seed", type=int, help="seed of keys and depths")
     parser.add_argument(
         "--show", action=AtLeast, least=0, default=0, metavar="N", help="print N trials per length"
     )
-    add_options(parser)
+    add_options(parser, PasskeyRequest)
     arguments = parser.parse_args()
-    request = PasskeyRequest.parse(arguments)
-    runs = [open_run(path, request) for path in arguments.runs]
-    plans = [prepare(run, request) for run in runs]  # errors come before any work
-    check_output_folders(arguments.runs)
-    for run, (trials, results) in zip(runs, plans, strict=True):
-        measure(run, trials, results)
-        show(run, trials, results, arguments.show)
-        report(results)
-    if len(runs) > 1:
-        figure = plot(run_names(arguments.runs), [results for _, results in plans])
-        save_picture(figure, common_folder(arguments.runs) / "passkey_by_length.png")
+    request, paths = PasskeyRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
+    results = []
+    for path in paths:
+        run = open_run(path, request)
+        results.append(measure(run, request))
+        show(run, request, results[-1], arguments.show)
+        report(results[-1])
+    if len(paths) > 1:
+        figure = plot(run_names(paths), results)
+        save_picture(figure, picture_path(paths, "passkey_by_length"))
 
 
-def prepare(run: LoadedRun, request: PasskeyRequest) -> tuple[dict[int, list[Trial]], Results]:
-    """The trials of each length, and the results to add them to."""
-    trials = request.make_trials(run.config)
-    return trials, Results(request.file(run.path), run.facts | request.facts(run.config))
-
-
-def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) -> None:
-    """Generate and judge answers at the lengths that the results lack."""
+def measure(run: LoadedRun, request: PasskeyRequest) -> Results:
+    """Generate and judge the answers at lengths where that has not been done."""
+    results = Results(request.file(run.path), run.facts | request.facts(run.config))
+    trials = request.trials_of(run.config)
     todo = {length: trials[length] for length in trials if str(length) not in results.parts}
     total = sum(length * len(todo[length]) for length in todo)
     with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
@@ -135,6 +130,7 @@ def measure(run: LoadedRun, trials: dict[int, list[Trial]], results: Results) ->
                 answers += answer(run, [trial.prompt for trial in batch])
                 bar.update(length * len(batch))
             results.add(str(length), judge(todo[length], answers))
+    return results
 
 
 @functools.cache
@@ -145,6 +141,7 @@ def shortest(tokenizer: Tokenizer) -> int:
     return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
 
 
+@functools.cache
 def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
     """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them."""
     rng = random.Random(f"passkey {seed} {length}")
@@ -185,12 +182,12 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     }
 
 
-def show(run: LoadedRun, trials: dict[int, list[Trial]], results: Results, count: int) -> None:
+def show(run: LoadedRun, request: PasskeyRequest, results: Results, count: int) -> None:
     """Print the first `count` prompts of each length and their answers."""
-    tokenizer = get_tokenizer(run.config.tokenizer)
-    for length in trials:
-        judgements = results.parts[str(length)]["trials"][:count]
-        for trial, judged in zip(trials[length][:count], judgements, strict=True):
+    tokenizer, parts = get_tokenizer(run.config.tokenizer), results.parts
+    for length, trials in request.trials_of(run.config).items():
+        judgements = parts[str(length)]["trials"][:count]
+        for trial, judged in zip(trials[:count], judgements, strict=True):
             mark = "right" if judged["correct"] else "wrong"
             print(f"{tokenizer.decode(trial.prompt)}\n-> {judged['answer']!r} ({mark})")
             print("-" * 80)
@@ -198,8 +195,9 @@ def show(run: LoadedRun, trials: dict[int, list[Trial]], results: Results, count
 
 def report(results: Results) -> None:
     """Print one run's accuracy by length and depth, and draw it."""
-    lengths = sorted(map(int, results.parts))
-    facts, parts = results.facts, [results.parts[str(length)] for length in lengths]
+    facts, saved = results.facts, results.parts
+    lengths = sorted(map(int, saved))
+    parts = [saved[str(length)] for length in lengths]
     print(f"\n{facts['variant']}: passkeys found (%), RoPE scaling {facts['rope']}")
     depths = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
     rows = [[part["accuracy_by_depth"][i] for part in parts] for i in range(DEPTHS)]
@@ -217,11 +215,12 @@ def report(results: Results) -> None:
 def plot(names: list[str], runs: list[Results]) -> Figure:
     """LSSAR, Fig. 2: accuracy by length, one line for each run."""
     figure, axes = one_panel()
-    for name, results in zip(names, runs, strict=True):
-        lengths = sorted(map(int, results.parts))
-        accuracy = [100 * results.parts[str(length)]["accuracy"] for length in lengths]
+    all_parts = [results.parts for results in runs]
+    for name, parts in zip(names, all_parts, strict=True):
+        lengths = sorted(map(int, parts))
+        accuracy = [100 * parts[str(length)]["accuracy"] for length in lengths]
         axes.plot(lengths, accuracy, marker="o", label=name)
-    lengths = sorted({int(length) for results in runs for length in results.parts})
+    lengths = sorted({int(length) for parts in all_parts for length in parts})
     length_axis(axes, "length in tokens", {r.facts["trained_length"] for r in runs}, lengths)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("passkeys found (%)")

@@ -1,5 +1,6 @@
 import math
 import os
+import runpy
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from config import Config, load_config
 from data.shards import write_meta, write_shard
 from data.tokenizer import get_tokenizer
 from tests.helpers import SMALL
@@ -110,3 +112,50 @@ def text(tmp_path_factory):
 def one_thread():
     """One thread: sums have the same order at any load, and tests leave the other cores alone."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def scale(tmp_path):
+    """A scale file with the settings of SMALL."""
+    settings = load_config([*SMALL, "--out_dir=unused"]).as_dict()
+    changed = {k: v for k, v in settings.items() if v != getattr(Config, k) and k != "out_dir"}
+    path = tmp_path / "small.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in changed.items()))
+    return path
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that scripts.reproduce would start, run in this process; a list of them."""
+    from scripts.reproduce import tables, training
+
+    done = []
+
+    def call(command):
+        done.append(command)
+        module = command[2] if command[1] == "-m" else command[1].removesuffix(".py")
+        monkeypatch.setattr(sys, "argv", command[2 if command[1] == "-m" else 1 :])
+        monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a second one
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=False)
+        except SystemExit as stop:
+            return stop.code or 0
+        return 0
+
+    monkeypatch.setattr(training, "call", call)
+    monkeypatch.setattr(tables, "call", call)
+    return done
+
+
+@pytest.fixture
+def reproduced(call, commands, scale, shards, tmp_path):
+    """`python -m scripts.reproduce NAME ...` at that scale; returns the table's folder."""
+    from scripts.reproduce import __main__ as reproduce
+
+    def run(name, *arguments):
+        common = ["--wandb_mode=disabled", f"--data={shards}", f"--out={tmp_path / 'out'}"]
+        common += [f"--scale={scale}", f"--results={tmp_path / 'results'}"]
+        call(reproduce, name, *common, *arguments)
+        return tmp_path / "results/small" / name
+
+    return run

@@ -105,5 +105,9 @@ def stub_run(path, tokenizer: str, model) -> LoadedRun:
     return LoadedRun(path, config, model, torch.device("cpu"), torch.float32, facts)
 
 
+def read_table(folder):
+    return json.loads((folder / "table.json").read_text())
+
+
 def not_blank(path):
     return matplotlib.image.imread(path).std() > 0

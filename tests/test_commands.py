@@ -1,11 +1,13 @@
 """What several commands on finished runs refuse in the same way."""
 
 import errno
+import json
 import shutil
 import tempfile
 
 import pytest
 
+from runtime import checkpoint
 from scripts import attention_maps, eval_length, needle, passkey, sample
 
 
@@ -26,6 +28,40 @@ def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch
     assert stop.value.code == 2
     error = f"{run}: no file can be written there: Permission denied"
     assert error in capsys.readouterr().err and sorted(run.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "module, arguments",
+    [
+        (eval_length, ["--lengths=16,32", "--per_position"]),
+        (attention_maps, ["--lengths=16", "--tokens=32"]),
+        (passkey, ["--lengths=300", "--trials=2"]),
+        (needle, "--lengths=240 --samples=1 --score_length=240 --score_trials=1".split()),
+    ],
+)
+def test_a_measurement_of_other_weights_is_not_taken(
+    train, text, call, tmp_path, module, arguments
+):
+    """Another run's results, where the two differ in their learning rate only."""
+    if module is needle:
+        arguments = [*arguments, f"--data_dir={text['bytes']}"]
+    name = f"{module.__name__.removeprefix('scripts.')}.json"
+    other, run = (train(f"run{rate}", f"--learning_rate={rate}") for rate in (0.01, 0.02))
+    call(module, other, *arguments)
+    copied = json.loads((other / name).read_text())
+    shutil.copy(other / name, run)
+    call(module, run, *arguments)
+    measured = json.loads((run / name).read_text())
+    own = checkpoint.checkpoint_id(run)["sha256"]
+    assert [one["sha256"] for one in measured[len(copied) :]] == [own] * len(copied)
+    # the other's stay, but for the picture of attention_maps, which has been drawn over
+    kept = [{key: one[key] for key in one if key != "picture"} for one in copied]
+    assert measured[: len(copied)] == kept
+    (run / name).unlink()
+    call(module, run, *arguments)
+    assert json.loads((run / name).read_text()) == measured[len(copied) :]
+    losses = [one.get("loss") for one in measured]
+    assert module is not eval_length or losses[0] != losses[1]
 
 
 def test_a_folder_that_is_no_run_is_refused(call, tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, 
 def test_eval_length_of_several_runs_draws_one_picture(train, call, tmp_path, monkeypatch, capsys):
     runs = [train(name, f"configs/{name}.py", "--max_iters=1") for name in ("softmax", "lssa")]
     call(eval_length, *runs, "--lengths", "16,64")
-    assert (tmp_path / "loss_by_length.png").exists()
+    assert (tmp_path / "loss_by_length_softmax_lssa.png").exists()
     printed = capsys.readouterr().out
     assert "softmax" in printed and "lssa" in printed
     # the same question again is answered from the file, another one is not

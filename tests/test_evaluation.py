@@ -1,12 +1,28 @@
-"""Attention weights of a model."""
+"""The mean loss of a model, and its attention weights."""
 
 import math
 
 import pytest
 import torch
 
-from evaluation import attention_weights
+from evaluation import attention_weights, mean_loss
 from tests.helpers import ROWS, first_layer, small_model
+
+
+def test_mean_loss_is_over_tokens_not_over_batches():
+    """Against each token's loss, from the logits in float64; batches and windows of any size."""
+    model = small_model("softmax.py").eval()
+    shapes = [(5, 16), (2, 16), (1, 16), (3, 9)]
+    batches = [(torch.randint(257, shape), torch.randint(257, shape)) for shape in shapes]
+    losses = []
+    for x, y in batches:
+        chances = model(x).detach().log_softmax(-1)
+        losses += (-chances.gather(-1, y[..., None])).flatten().tolist()
+    assert len(losses) == 16 * 8 + 27
+    found = mean_loss(model, iter(batches), torch.device("cpu"), torch.float32)
+    assert found == pytest.approx(math.fsum(losses) / len(losses), rel=1e-7)  # float32 logits
+    by_batch = [mean_loss(model, [batch], torch.device("cpu"), torch.float32) for batch in batches]
+    assert found != pytest.approx(sum(by_batch) / len(by_batch), rel=1e-5)
 
 
 def test_attention_weights_of_softmax_against_the_formula():

@@ -21,7 +21,9 @@ def test_generation_never_takes_a_token():
 
 
 def haystack_of(text, name):
-    return needle.Haystack(str(text[name]), small_config("softmax.py", f"--tokenizer={name}"))
+    return needle.Haystack(
+        str(text[name]), name, small_config(f"softmax.py --tokenizer={name}").n_vocab
+    )
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -67,8 +69,7 @@ def test_needle_tells_readers_apart(text, tmp_path, monkeypatch, name):
         folder.mkdir()
         model = Reader(tokenizer, pattern, change)
         run = stub_run(folder, name, model)
-        results = needle.open_results(run, request)
-        needle.measure(run, request, results)
+        results = needle.measure(run, request)
         assert model.never == {tokenizer.eot} and model.lengths == {184, 284, 234}
         for length in (200, 300):
             for depth in ("10%", "30%", "50%", "70%", "90%"):
@@ -144,7 +145,8 @@ def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypa
     assert json.loads((other / "needle.json").read_text()) == whole
     call(needle, run, other, *few)
     assert len(asked) == 8
-    assert not_blank(tmp_path / "needle_heads.png") and not_blank(tmp_path / "needle_scores.png")
+    for name in ("heads", "scores"):
+        assert not_blank(tmp_path / f"needle_{name}_run_other.png")
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, name):
         (tmp_path / folder).mkdir()
         model = Reader(tokenizer, pattern, change)
         run = stub_run(tmp_path / folder, name, model)
-        trials, results = passkey.prepare(run, request)
-        passkey.measure(run, trials, results)
+        results = passkey.measure(run, request)
         # prompt and answer together have the length
         assert model.lengths == {320 - 16, 400 - 16} and model.never == {None}
         for part in results.parts.values():
@@ -108,7 +107,9 @@ def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
 def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
     call(passkey, run, other, "--lengths", "300", "--trials", 2)
-    assert not_blank(tmp_path / "passkey_by_length.png") and not_blank(other / "passkey.png")
+    assert not_blank(tmp_path / "passkey_by_length_run_other.png") and not_blank(
+        other / "passkey.png"
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def test_quickstart(tmp_path):
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     out = copy / "out/quickstart"
-    assert (out / "loss_by_length.png").exists()
+    picture = out / "loss_by_length_softmax_lssar_p15.png"
+    assert picture.exists() and f"picture: {picture.relative_to(copy)}\n" in done.stdout
     for name in ("softmax", "lssar_p15"):
         (result,) = json.loads((out / name / "eval_length.json").read_text())
         assert result["variant"] == name

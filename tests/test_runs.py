@@ -1,90 +1,85 @@
-"""Requests, results and tables that the commands on finished runs share."""
+"""Runs, requests and results, as the commands on finished runs share them."""
 
-import argparse
-import json
 import sys
+from dataclasses import fields
 
 import pytest
 
-from errors import UserError
+from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
 from scripts import attention_maps, downstream, eval_length, needle, passkey
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.runs import Results, print_table
+from scripts.common.runs import open_run, picture_path, refuse_early
+from tests import faults
+from tests.runs import wait_for
 
+# Every option of every evaluation, at another value than its default.
+OPENED = {
+    "rope": "yarn", "rope_factor": 2.5, "rope_theta": 500000.0, "checkpoint": "best",
+    "attention_impl": "reference", "device": "cpu", "dtype": "bfloat16",
+}  # fmt: skip
 REQUESTS = [
-    eval_length.LossRequest(rope="none", lengths=(16, 32), per_position=True),
-    eval_length.LossRequest(rope="yarn", rope_factor=2.5, tokens=64, data_dir="here"),
-    attention_maps.MapsRequest(rope="none", rope_theta=500000.0, layer=0, text="A text.", tokens=0),
-    passkey.PasskeyRequest(rope="none", lengths=(300,), trials=100, seed=1337, device="cpu"),
-    needle.NeedleRequest(
-        rope="none", samples=3, score_length=200, score_trials=2, seed=1, checkpoint="best"
+    eval_length.LossRequest(
+        lengths=(16, 32), tokens=64, data_dir="here", per_position=True, **OPENED
     ),
-    downstream.TaskRequest(rope="none", tasks=("a", "b"), limit=5, dtype="bfloat16"),
-]
+    attention_maps.MapsRequest(
+        layer=0, text="A text.", lengths=(8,), tokens=0, data_dir="here", **OPENED
+    ),
+    passkey.PasskeyRequest(lengths=(300,), trials=7, seed=1, **OPENED),
+    needle.NeedleRequest(
+        lengths=(300, 200), samples=3, score_length=200, score_trials=2, data_dir="here", seed=1,
+        **OPENED,
+    ),
+    downstream.TaskRequest(
+        tasks=("a", "b"), include_path="here", max_length=40, limit=5, **OPENED
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.script)
 def test_the_command_line_of_a_request_is_parsed_into_it(request_, monkeypatch, tmp_path):
     """As scripts.reproduce relies on it, which looks for the measurement by the same request."""
     module, parsed = sys.modules[type(request_).__module__], []
-    parse = type(request_).parse
+    parse, default = type(request_).parse, type(request_)()
+    for field in fields(request_):
+        assert getattr(request_, field.name) != getattr(default, field.name), field.name
 
     def stop(arguments):
         parsed.append(parse(arguments))
         raise SystemExit
 
     monkeypatch.setattr(type(request_), "parse", stop)
-    monkeypatch.setattr(sys, "argv", [module.__name__, *request_.arguments(), str(tmp_path)])
-    with pytest.raises(SystemExit):
-        module.main()
-    assert parsed == [request_]
+    for one in (request_, default):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *one.arguments(), str(tmp_path)])
+        with pytest.raises(SystemExit):
+            module.main()
+    assert parsed == [request_, default] and default.arguments() == []
     assert request_.file(tmp_path).name == f"{module.__name__.removeprefix('scripts.')}.json"
 
 
-def test_results_of_others_stay(tmp_path):
-    path = tmp_path / "results.json"
-    first, second = (Results(path, {"variant": name, "step": 7}) for name in ("a", "b"))
-    first.add("one", {"value": 1})
-    second.add("one", {"value": 2})
-    first.add("two", {"value": 3})
-    saved = json.loads(path.read_text())
-    assert [one["variant"] for one in saved] == ["b", "a"] and saved[1]["environment"]["torch"]
-    assert saved[1]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
-    assert Results(path, {"variant": "a", "step": 7}).values == saved[1]
-    assert Results(path, {"variant": "a", "step": 8}).values == {}
-    second.save(picture="b.png")
-    first.discard("picture")
-    (kept,) = json.loads(path.read_text())
-    assert kept["variant"] == "b" and "picture" not in kept
+def test_pictures_of_other_runs_have_other_names(tmp_path):
+    (one,) = {picture_path([tmp_path / "a"], "loss")}
+    assert one == tmp_path / "a/loss.png"
+    runs = [tmp_path / "x/softmax", tmp_path / "y/lssa"]
+    assert picture_path(runs, "loss") == tmp_path / "loss_x-softmax_y-lssa.png"
+    assert picture_path(runs[:1] * 2, "loss") == tmp_path / "x/loss_softmax_softmax.png"
+    many = [tmp_path / "softmax" / f"seed{i}" for i in range(50)]
+    names = {picture_path(runs, "loss").name for runs in (many, many[:-1], many[:-2])}
+    assert len(names) == 3 and all(len(name) < 120 for name in names)
 
 
-def test_columns_are_aligned(capsys):
-    print_table([["", "1x"], ["", "128"], ["softmax", "1.5"]], width=9, remarks=["of all"])
-    print_table([["task", "metric", "value"], ["a", "acc_norm", "50.00"]], left=2)
-    assert capsys.readouterr().out.splitlines() == [
-        "                1x   of all",
-        "               128",
-        "softmax        1.5",
-        "task  metric      value",
-        "a     acc_norm    50.00",
-    ]
-
-
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("--samples=0", "--samples 0 must be at least 1"),
-        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
-        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
-        ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
-    ],
-)
-def test_options_are_refused_in_a_sentence(option, message):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", action=AtLeast, least=1)
-    parser.add_argument("--lengths", action=Lengths)
-    with pytest.raises(UserError) as error:
-        parser.parse_args([option])
-    assert str(error.value) == message
-    parsed = parser.parse_args(["--samples=1", "--lengths=8,4"])
-    assert parsed.samples == 1 and parsed.lengths == (8, 4)
+def test_a_run_in_training_can_always_be_opened(shards, tmp_path):
+    """Each checkpoint is deleted a step after it was saved."""
+    out = tmp_path / "run"
+    often = ["--checkpoint_interval=1", "--eval_interval=1", "--keep_last=1", "--val_tokens=16"]
+    arguments = faults.arguments(shards, out, *often, "--max_iters=1000000", "--log_interval=1000")
+    process = faults.start(arguments, output=tmp_path / "output")
+    wait_for(lambda: (checkpoint.step(out) or 0) > 0)
+    seen = {"latest": set(), "best": set()}
+    for i in range(150):
+        which = "best" if i % 5 == 0 else "latest"
+        options = eval_length.LossRequest(lengths=(16,), tokens=16, checkpoint=which, device="cpu")
+        refuse_early([out], options)
+        seen[which].add(open_run(out, options).facts["sha256"])
+    assert process.is_alive() and len(seen["latest"]) > 50 and seen["best"]
+    process.terminate()
+    assert faults.finish(process) == EXIT_STOPPED

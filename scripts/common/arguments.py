@@ -1,4 +1,4 @@
-"""Types of command-line options that raise UserError for invalid values."""
+"""argparse actions for options with a checked value: an invalid one raises UserError."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from errors import UserError
 
 
-# Actions, since argparse replaces a UserError raised by a `type` with its own message.
+# Not `type` functions: argparse replaces a UserError raised by one with its own message.
 class AtLeast(argparse.Action):
     """A whole number of at least `least`."""
 

@@ -14,9 +14,14 @@ from runtime.files import atomic_write
 CURVE_MARKERS = "osD^v<>pPX*hd8H"
 
 
-def save_picture(figure: Figure, path: Path) -> None:
+def write_picture(figure: Figure, path: Path) -> None:
     with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=150)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a picture and print its path."""
+    write_picture(figure, path)
     print(f"picture: {os.path.relpath(path)}")
 
 
@@ -34,8 +39,10 @@ def one_panel() -> tuple[Figure, Axes]:
 def length_axis(
     axes: Axes, label: str, trained: Iterable[int], lengths: Sequence[int] | None = None
 ) -> None:
-    """Make x a log2 axis of lengths in tokens, with ticks at `lengths` if given, and draw a dotted
-    line at each training length."""
+    """Make x a log2 axis of lengths in tokens, with a dotted line at each training length.
+
+    Its ticks are at `lengths` where given.
+    """
     for length in trained:
         axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
     axes.set_xscale("log", base=2)

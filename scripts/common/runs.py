@@ -1,6 +1,7 @@
-"""Shared by the commands on finished runs: opening a run, and measuring it only once."""
+"""Shared by the commands on finished runs: their options, opening a run, naming its pictures."""
 
 import argparse
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,18 +15,21 @@ from config import Config, choices
 from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
-from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import check_writable, read_json, write_json
+from runtime.device import pick_device, pick_dtype
+from runtime.files import check_writable
+from scripts.common.results import read_results
 
 # Tokens of an evaluation batch, unless one sequence is longer.
 BATCH_TOKENS = 16384
+# The longest list of runs in a picture's file name, in characters; a longer one is cut.
+LONGEST_LABEL = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How to open a finished run; `add_options` explains the fields."""
 
-    rope: str
+    rope: str = "dynamic_ntk"
     rope_factor: float | None = None
     rope_theta: float | None = None
     checkpoint: str = "latest"
@@ -41,18 +45,24 @@ class RunOptions:
     def torch_dtype(self) -> torch.dtype:
         return pick_dtype(self.dtype, pick_device(self.device))
 
+    def check_rope(self) -> None:
+        """Raise UserError for an unknown RoPE scaling, or an invalid factor or base."""
+        theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
+        Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options that are the fields of `RunOptions`."""
-    parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
+
+def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = RunOptions) -> None:
+    """Add the options of `RunOptions`, and set the defaults of all fields of `options`."""
+    parser.add_argument("--checkpoint", choices=("latest", "best"))
     names = ", ".join(Rope.SCALINGS)
-    parser.add_argument("--rope", default="dynamic_ntk", help=f"scaling: {names} (%(default)s)")
+    parser.add_argument("--rope", help=f"scaling: {names} (%(default)s)")
     parser.add_argument("--rope_factor", type=float, help="see model.Rope, which has the default")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", choices=choices("dtype"))
     impls = choices("attention_impl")
-    parser.add_argument("--attention_impl", default="auto", choices=impls, help="path of attention")
+    parser.add_argument("--attention_impl", choices=impls, help="path of attention")
+    parser.set_defaults(**{field.name: field.default for field in fields(options)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +116,6 @@ def option(name: str, value: Any) -> str:
     return f"--{name}={value}"
 
 
-def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
-    """The measurement with only these entries of measurement[key]; None if one is missing."""
-    if not set(names) <= measurement[key].keys():
-        return None
-    return measurement | {key: {name: measurement[key][name] for name in names}}
-
-
 @dataclass(frozen=True)
 class LoadedRun:
     """A finished run, its model on its device, in evaluation mode, with scaled RoPE."""
@@ -141,17 +144,42 @@ def run_facts(config: Config, weights: Path, options: RunOptions) -> dict:
     }
 
 
+def read_config(path: str | Path, options: RunOptions) -> Config:
+    """A run's config, with the attention path of the options.
+
+    The path it was trained with was chosen for that machine.
+    """
+    return checkpoint.read_config(path).replace(attention_impl=options.attention_impl)
+
+
 def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     """Load a run for evaluation. Raises UserError where the run or the device is missing."""
     device = pick_device(options.device)
     dtype = options.torch_dtype
-    config = checkpoint.read_config(path)
-    # the path it was trained with was chosen for that machine
-    config = config.replace(attention_impl=options.attention_impl)
+    config = read_config(path, options)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
-    weights = checkpoint.load_weights(model, path, options.checkpoint)
-    facts = run_facts(config, weights, options)
+    facts = None
+    while facts is None:
+        weights = checkpoint.load_weights(model, path, options.checkpoint)
+        try:
+            facts = run_facts(config, weights, options)
+        except UserError:
+            if checkpoint.listed(weights):
+                raise  # else a run in training has replaced it: load the new one
     return LoadedRun(Path(path), config, model.to(device).eval(), device, dtype, facts)
+
+
+def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
+    """Raise UserError, before any work, where a run cannot be measured or its results saved."""
+    request.check_rope()
+    pick_dtype(request.dtype, pick_device(request.device))
+    configs = [read_config(path, request) for path in paths]
+    for path in map(Path, paths):
+        checkpoint.find(path, request.checkpoint, quiet=True)  # open_run reports damaged ones
+        read_results(request.file(path))
+    check_output_folders(paths)
+    for config in configs:  # last, as it may take a download
+        request.check(config)
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
@@ -171,66 +199,22 @@ def common_folder(paths: Sequence[str | Path]) -> Path:
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
+def picture_path(paths: Sequence[str | Path], name: str) -> Path:
+    """The file of a picture of these runs, in `common_folder`.
+
+    That of several runs has their folders in its name: other runs have other pictures.
+    """
+    folder = common_folder(paths)
+    if len(paths) == 1:
+        return folder / f"{name}.png"
+    folders = [Path(path).resolve().relative_to(folder) for path in paths]
+    label = "_".join("-".join(one.parts) for one in folders)
+    if len(label) > LONGEST_LABEL:
+        label = f"{label[:LONGEST_LABEL]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+    return folder / f"{name}_{label}.png"
+
+
 def check_output_folders(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
     for folder in (*paths, common_folder(paths)):
         check_writable(folder)
-
-
-def read_results(path: Path) -> list[dict]:
-    """The measurements in a results file. Raises UserError where it holds something else."""
-    results = read_json(path)
-    if results is not None and not isinstance(results, list):
-        raise UserError(f"{path}: it has no list of measurements; move it out of the way")
-    return results or []
-
-
-def matches(measurement: dict, facts: dict) -> bool:
-    return all(measurement.get(key) == value for key, value in facts.items())
-
-
-class Results:
-    """One measurement in a results file, which is a list of measurements, the newest last.
-
-    `facts` identify the measurement; `values` holds what has been saved of it, empty at first.
-    Saving after each part lets an interrupted command continue from there.
-    """
-
-    def __init__(self, path: Path, facts: dict):
-        self.path, self.facts = path, facts
-        self.values: dict = next((r for r in read_results(path) if matches(r, facts)), {})
-
-    def save(self, **values: Any) -> None:
-        self.values = self.facts | values | {"environment": environment()}
-        write_json(self.path, [*self.others(), self.values])
-
-    def discard(self, key: str) -> None:
-        """Remove the measurement, and `key` from all the others."""
-        kept = [{k: v for k, v in other.items() if k != key} for other in self.others()]
-        write_json(self.path, kept)
-
-    def others(self) -> list[dict]:
-        # read again to keep what other processes have saved in the meantime
-        return [r for r in read_results(self.path) if not matches(r, self.facts)]
-
-    @property
-    def parts(self) -> dict[str, dict]:
-        """The named parts saved so far."""
-        return self.values.get("parts", {})
-
-    def add(self, part: str, value: dict) -> None:
-        self.save(parts=self.parts | {part: value})
-
-
-def print_table(
-    rows: Sequence[Sequence[str]], left: int = 1, width: int = 0, remarks: Sequence[str] = ()
-) -> None:
-    """Print aligned columns: the first `left` flush left, the rest flush right and at least `width`
-    wide. `remarks` are printed after the first rows."""
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    for i, row in enumerate(rows):
-        cells = [cell.ljust(w) for cell, w in zip(row[:left], widths[:left], strict=True)]
-        cells += [
-            cell.rjust(max(w, width)) for cell, w in zip(row[left:], widths[left:], strict=True)
-        ]
-        print("".join(cells) + (f"   {remarks[i]}" if i < len(remarks) else ""))

@@ -5,9 +5,9 @@ python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
 
 Prints the cost, trains the missing runs in OUT/<scale>/<row>/seed<seed> (on all GPUs of the
 machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
-tables share the runs. An interrupted command continues where it stopped; nothing is done twice.
---only and --seeds limit the work; the table has every available row for these seeds, and never
-replaces one with more rows or seeds.
+tables share the runs. An interrupted command continues where it stopped; nothing is done twice. A
+run that another process is training is waited for. --only and --seeds limit the work; the table has
+every available row for these seeds, and never replaces one with more rows or seeds.
 """
 
 import argparse
@@ -24,7 +24,17 @@ from scripts.common.arguments import AtLeast
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.reproduce import report
 from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
-from scripts.reproduce.training import FIRST_SEED, Scale, check, cost, open_scale, train, with_bases
+from scripts.reproduce.training import (
+    FIRST_SEED,
+    Scale,
+    check,
+    check_data,
+    cost,
+    missing_shards,
+    open_scale,
+    train,
+    with_bases,
+)
 
 
 @command
@@ -67,16 +77,20 @@ def main() -> None:
     scale = open_scale(
         arguments.scale, arguments.out, arguments.data, arguments.wandb_mode, arguments.set
     )
+    evaluation = experiment.evaluation
+    trained = evaluation.trained
     work = Work(
         scale,
         chosen,
         range(FIRST_SEED, FIRST_SEED + arguments.seeds),
         Path(arguments.results) / scale.name / name,
         arguments.squad,
+        missing_shards(scale.config) if trained and arguments.plan else None,
     )
-    evaluation = experiment.evaluation
-    runs = work.runs if evaluation.trained else []
+    runs = work.runs if trained else []
     check(with_bases(runs))
+    if not work.missing_shards:
+        check_data(runs)
     evaluation.check(work)
     for folder in (work.folder, scale.out):
         check_writable(folder)
@@ -87,7 +101,7 @@ def main() -> None:
     print(evaluation.plan(work), flush=True)
     if arguments.plan:
         return
-    if evaluation.trained:
+    if trained:
         rows = {row for row in experiment.rows if row in chosen or evaluation.results(work, row)}
         refuse_smaller_table(work.folder, {(row, seed) for row in rows for seed in work.seeds})
     stop_on_signals()
@@ -110,8 +124,10 @@ def runs_of(table: dict) -> set[tuple[str, int]]:
 def refuse_smaller_table(
     folder: Path, available: set[tuple[str, int]], failures: Sequence[str] = ()
 ) -> None:
-    """Raise UserError where the folder's table has rows or seeds that are missing now, as in a
-    clone that has the table but not the runs."""
+    """Raise UserError where the folder's table has rows or seeds that are missing now.
+
+    So it is in a clone that has the table but not the runs.
+    """
     before = runs_of(read_json(folder / "table.json") or {"rows": {}})
     if lost := sorted(before - available):
         seeds = {seed: [row for row, s in lost if s == seed] for _, seed in lost}
@@ -181,8 +197,10 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
 
 
 def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list], str]:
-    """Row -> the paper's values for the columns, None where it has none, for rows that have any;
-    and the scale of these values."""
+    """The paper's values for the columns of each row, and the scale of these values.
+
+    A value is None where the paper has none; rows without any value are left out.
+    """
     section, name = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, name

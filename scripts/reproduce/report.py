@@ -21,7 +21,7 @@ from config import Config
 from errors import UserError
 from runtime.files import atomic_write, write_json
 from scripts import eval_length, needle
-from scripts.common.plots import row_style
+from scripts.common.plots import row_style, write_picture
 
 # Keys of an evaluation that are too long for table.json.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
@@ -164,11 +164,11 @@ def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None
     """Save table.md, table.json and the pictures; those that are files are copied."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        with atomic_write(folder / name) as file:
-            if isinstance(picture, Path):
+        if isinstance(picture, Figure):
+            write_picture(picture, folder / name)
+        else:
+            with atomic_write(folder / name) as file:
                 file.write(picture.read_bytes())
-            else:
-                picture.savefig(file, format="png", dpi=150)
     write_json(folder / "table.json", without(table, LONG))
     with atomic_write(folder / "table.md", "w") as file:
         file.write(markdown(table, list(pictures)))

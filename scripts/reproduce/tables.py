@@ -10,20 +10,21 @@ from pathlib import Path
 
 from config import Config
 from data.tokenizer import get_tokenizer
-from errors import UserError
+from errors import EXIT_MISTAKE, UserError
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
 from scripts.attention_maps import MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
-from scripts.common.runs import Request, matches, read_results, run_facts
+from scripts.common.results import matches, read_results
+from scripts.common.runs import Request, run_facts
 from scripts.downstream import TaskRequest
 from scripts.eval_length import LossRequest, smoothed
 from scripts.needle import NeedleRequest
 from scripts.passkey import PasskeyRequest
 from scripts.reproduce import report
-from scripts.reproduce.training import PlannedRun, Scale, call, find_row
+from scripts.reproduce.training import PlannedRun, Scale, call, call_when_free, find_row
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Work:
     seeds: range
     folder: Path
     squad: str | None = None  # SQuAD's train-v2.0.json
+    missing_shards: str | None = None  # a sentence on them; only with --plan
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -83,7 +85,7 @@ class Evaluation:
             )
         if self.finetuned and work.squad and not Path(work.squad).is_file():
             raise UserError(f"--squad {work.squad}: no such file")
-        if not all(self.find(run) for run in work.runs):
+        if not work.missing_shards and not all(self.find(run) for run in work.runs):
             self.refuse(work.scale.config)
             self.request(work.scale.config).check(work.scale.config)
         for run in work.runs if self.finetuned else ():
@@ -94,15 +96,21 @@ class Evaluation:
                 )
 
     def plan(self, work: Work) -> str:
-        left = sum(self.find(run) is None for run in work.runs)
-        if not left:
-            return "to evaluate: 0 runs"
         config, epochs = work.scale.config, finetune_squad.EPOCHS
+        request = self.request(config)
+        try:
+            left = sum(self.find(run) is None for run in work.runs)
+            if not left:
+                return "to evaluate: 0 runs"
+            amount = f"{left} runs, {left * request.amount(config):,} {request.unit} in all"
+        except UserError:
+            if not work.missing_shards:
+                raise
+            amount = f"{len(work.runs)} runs at most, {request.unit} unknown"
+            amount += f" ({work.missing_shards})"
         tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
         shown = " ".join(["python", *self.command(config)[1:]])
-        request = self.request(config)
-        amount = f"{left * request.amount(config):,} {request.unit}"
-        return f"to evaluate: {left} runs, {amount} in all, each {tuning}with {shown}"
+        return f"to evaluate: {amount}, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
         """Measure the finished runs where needed; returns a sentence for each failure."""
@@ -110,15 +118,19 @@ class Evaluation:
         for run in work.runs:
             if not run.finished or self.find(run):
                 continue
-            tuned = self.finetuned and not finetuned(run)
-            commands = [finetune(run, work.squad)] if tuned else []
-            for command in [*commands, [*self.command(run.config), str(self.folder(run))]]:
-                code = call(command)
-                if code == 2:
-                    raise UserError(f"{run.folder} cannot be evaluated; the message is above")
-                if code:
-                    failures.append(f"python {' '.join(command[1:])} ended with exit code {code}")
-                    break
+            command, code = [*self.command(run.config), str(self.folder(run))], 0
+            if self.finetuned:
+                tuning = functools.partial(finetune, run, work.squad)
+                code = call_when_free(self.folder(run), tuning)
+            code = code or call(command)
+            if code == EXIT_MISTAKE:
+                raise UserError(f"{run.folder} cannot be evaluated; the message is above")
+            if code:
+                tuned = not self.finetuned or finetuned(run)
+                failed = (
+                    " ".join(command[1:]) if tuned else f"-m scripts.finetune_squad {run.folder}"
+                )
+                failures.append(f"python {failed} ended with exit code {code}")
         return failures
 
     def folder(self, run: PlannedRun) -> Path:
@@ -180,8 +192,10 @@ def squad_digest(path: str, config: Config) -> str:
 
 
 def tuning_difference(run: PlannedRun, work: Work) -> str | None:
-    """How the existing fine-tuned run differs from the one requested: its questions, its initial
-    weights, or a setting, with both values. None if it does not."""
+    """How the existing fine-tuned run differs from the one requested; None if it does not.
+
+    That is its questions, its initial weights, or a setting, with both values.
+    """
     folder = run.folder / "squad"
     if checkpoint.step(folder) is None:
         return None
@@ -201,7 +215,10 @@ def tuning_difference(run: PlannedRun, work: Work) -> str | None:
     return None
 
 
-def finetune(run: PlannedRun, squad: str | None) -> list[str]:
+def finetune(run: PlannedRun, squad: str | None) -> list[str] | None:
+    """The command that fine-tunes a run, or the rest of it; None if nothing is left."""
+    if finetuned(run):
+        return None
     folder = run.folder / "squad"
     command = [sys.executable, "-m", "scripts.finetune_squad", str(run.folder)]
     command += [f"--out_dir={folder}", *([f"--squad={squad}"] if squad else [])]
@@ -304,8 +321,10 @@ def at(multiple: float, config: Config) -> int:
 
 
 def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
-    """The multiples times the smallest integer at which the training length fits a prompt; names
-    are unchanged."""
+    """The multiples times the smallest integer at which the training length fits a prompt.
+
+    Names are unchanged.
+    """
     factor = -(-prompt // config.block_size)
     return tuple(m if isinstance(m, str) else m * factor for m in multiples)
 

@@ -8,6 +8,7 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +18,15 @@ import torch
 
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, load_config
 from data.shards import check_tokenizer, list_shards
-from errors import UserError
+from errors import EXIT_MISTAKE, UserError
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
-from runtime.files import read_json
+from runtime.files import is_locked, read_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# Between two looks at a run that another process is training.
+POLL_SECONDS = 0.5
 FIRST_SEED = Config.seed
 # Settings that may differ between machines that train one table; the rest define a run.
 PER_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
@@ -49,8 +52,11 @@ def before_swap(scale: Config) -> dict:
 
 
 def kept_step(scale: Config) -> int | None:
-    """The step of the softmax run's checkpoint that (f) can start from: with a constant learning
-    rate, training up to it does not depend on the total steps. None for other schedules."""
+    """The step of the softmax run's checkpoint that (f) can start from, if any.
+
+    With a constant learning rate, training up to it does not depend on the total steps. Other
+    schedules have none.
+    """
     step = before_swap(scale)["max_iters"]
     constant = scale.schedule == "constant" and step % scale.checkpoint_interval == 0
     return step if constant else None
@@ -123,9 +129,24 @@ class PlannedRun:
     def tokens_left(self) -> int:
         return (self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
 
+    def command(self) -> list[str] | None:
+        """The command that trains the rest of the run; None if nothing is left."""
+        if self.finished:
+            return None
+        arguments = self.arguments
+        if self.step is not None:
+            arguments = [a for a in arguments if not a.startswith("--init_from")] + ["--resume"]
+        launcher = [sys.executable]
+        if (processes := processes_of(self.config)) > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc_per_node={processes}"]
+        return [*launcher, "train.py", *arguments]
+
     def disagreement(self) -> str | None:
-        """How the run in the folder differs from this one: a setting, with both values, or its
-        initial weights. None if it does not."""
+        """How the run in the folder differs from this one; None if it does not.
+
+        That is a setting, with both values, or its initial weights.
+        """
         if self.step is None:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
@@ -220,6 +241,20 @@ def check(runs: list[PlannedRun]) -> None:
                 f"{run.folder} was trained with {problem}; move it away, or give another --out"
             )
         accumulation_steps(run.config, processes_of(run.config))
+
+
+def missing_shards(config: Config) -> str | None:
+    """A sentence on the shards to train on that have not been made; None if they have."""
+    try:
+        for split in ("train", "val"):
+            list_shards(config.data_dir, split)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def check_data(runs: list[PlannedRun]) -> None:
+    """Raise UserError where the runs' shards are missing, or were made with another tokenizer."""
     for config in {run.config.data_dir: run.config for run in runs}.values():
         for split in ("train", "val"):
             list_shards(config.data_dir, split)
@@ -283,19 +318,34 @@ def train(runs: list[PlannedRun], scale: Scale) -> list[str]:
         if run.base and not run.base.finished:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             continue
-        arguments = run.arguments
-        if run.step is not None:
-            arguments = [a for a in arguments if not a.startswith("--init_from")] + ["--resume"]
-        launcher = [sys.executable]
-        if (processes := processes_of(run.config)) > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += [f"--nproc_per_node={processes}"]
-        code = call([*launcher, "train.py", *arguments])
-        if code == 2:
+        code = call_when_free(run.folder, run.command)
+        if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
         if code:
             failures.append(f"{run.folder} stopped with exit code {code} at step {run.step}")
     return failures
+
+
+def call_when_free(folder: Path, command: Callable[[], list[str] | None]) -> int:
+    """Run a command that trains the run in a folder, once no other process is training it.
+
+    After each wait `command` says what is left to do, None for nothing. Returns the exit code.
+    """
+    while True:
+        wait_for_others(folder)
+        if (arguments := command()) is None:
+            return 0
+        code = call(arguments)
+        if not code or not is_locked(folder):
+            return code  # else another process was faster to start
+
+
+def wait_for_others(folder: Path) -> None:
+    """Return once no process is training the run in a folder."""
+    if is_locked(folder):
+        print(f"{folder}: another process is training this run; waiting for its end", flush=True)
+    while is_locked(folder):
+        time.sleep(POLL_SECONDS)
 
 
 def call(command: list[str]) -> int:

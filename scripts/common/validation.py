@@ -1,0 +1,40 @@
+"""The validation tokens that an evaluation measures: how many, and at which lengths."""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+from tqdm import tqdm
+
+from config import Config
+from data.loader import validation_tokens
+from data.shards import check_ids, check_tokenizer
+from errors import UserError
+
+
+def default_lengths(config: Config) -> tuple[int, ...]:
+    """1x to 16x the training length."""
+    return tuple(config.block_size * 2**i for i in range(5))
+
+
+@functools.cache
+def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
+    """The most validation tokens, up to `wanted`, that fill whole windows of every length."""
+    check_tokenizer(data_dir, config.tokenizer)
+    tokens = validation_tokens(data_dir, wanted)
+    check_ids(data_dir, tokens, config.n_vocab)
+    unit, available = math.lcm(*lengths), len(tokens) - 1
+    if available < unit:
+        raise UserError(
+            f"{data_dir}: {available} validation tokens, but lengths {list(lengths)} need a "
+            f"multiple of {unit} to predict the same tokens in whole windows"
+        )
+    return available // unit * unit
+
+
+def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, their tokens added to the progress bar."""
+    for x, y in batches:
+        yield x, y
+        bar.update(x.numel())

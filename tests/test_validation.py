@@ -1,0 +1,16 @@
+"""The validation tokens that every length of an evaluation covers."""
+
+import pytest
+
+from errors import UserError
+from scripts.common.validation import default_lengths, shared_tokens
+from tests.helpers import small_config
+
+
+def test_tokens_fill_whole_windows_of_every_length(shards):
+    config = small_config("softmax.py")
+    assert default_lengths(config) == (16, 32, 64, 128, 256)
+    assert shared_tokens(str(shards), (16, 48), 256, config) == 240
+    assert shared_tokens(str(shards), (16, 48), 10**6, config) == 576  # of the 600 there are
+    with pytest.raises(UserError, match="599 validation tokens, but lengths .* multiple of 1024"):
+        shared_tokens(str(shards), (16, 1024), 10**6, config)
