@@ -85,9 +85,10 @@ class Evaluation:
             )
         if self.finetuned and work.squad and not Path(work.squad).is_file():
             raise UserError(f"--squad {work.squad}: no such file")
-        if not work.missing_shards and not all(self.find(run) for run in work.runs):
+        if work.missing_shards or not all(self.find(run) for run in work.runs):
             self.refuse(work.scale.config)
-            self.request(work.scale.config).check(work.scale.config)
+            if not work.missing_shards:
+                self.request(work.scale.config).check(work.scale.config)
         for run in work.runs if self.finetuned else ():
             if problem := tuning_difference(run, work):
                 raise UserError(
@@ -103,11 +104,10 @@ class Evaluation:
             if not left:
                 return "to evaluate: 0 runs"
             amount = f"{left} runs, {left * request.amount(config):,} {request.unit} in all"
-        except UserError:
+        except UserError as error:
             if not work.missing_shards:
                 raise
-            amount = f"{len(work.runs)} runs at most, {request.unit} unknown"
-            amount += f" ({work.missing_shards})"
+            amount = f"{len(work.runs)} runs at most, {request.unit} unknown ({error})"
         tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
         shown = " ".join(["python", *self.command(config)[1:]])
         return f"to evaluate: {amount}, each {tuning}with {shown}"
@@ -118,28 +118,27 @@ class Evaluation:
         for run in work.runs:
             if not run.finished or self.find(run):
                 continue
-            command, code = [*self.command(run.config), str(self.folder(run))], 0
+            code, what = 0, f"-m scripts.finetune_squad {run.folder}"
             if self.finetuned:
                 tuning = functools.partial(finetune, run, work.squad)
                 code = call_when_free(self.folder(run), tuning)
-            code = code or call(command)
+            if not code:
+                command = [*self.command(run.config), str(self.folder(run))]
+                code, what = call(command), " ".join(command[1:])
             if code == EXIT_MISTAKE:
                 raise UserError(f"{run.folder} cannot be evaluated; the message is above")
             if code:
-                tuned = not self.finetuned or finetuned(run)
-                failed = (
-                    " ".join(command[1:]) if tuned else f"-m scripts.finetune_squad {run.folder}"
-                )
-                failures.append(f"python {failed} ended with exit code {code}")
+                failures.append(f"python {what} ended with exit code {code}")
         return failures
 
     def folder(self, run: PlannedRun) -> Path:
         return run.folder / "squad" if self.finetuned else run.folder
 
     def find(self, run: PlannedRun) -> dict | None:
-        """The run's measurement, reduced to what the table needs; None if that is incomplete."""
+        """The finished run's measurement, reduced to what the table needs; None without it."""
         folder, request = self.folder(run), self.request(run.config)
-        if (weights := checkpoint.newest(folder)) is None:
+        weights = checkpoint.newest(folder)
+        if weights is None or not run.finished or (self.finetuned and not finetuned(run)):
             return None
         # the saved config, as the script sees it: data_dir may be another path to the same data
         config = checkpoint.read_config(folder)
