@@ -86,8 +86,8 @@ def sha256_of(path: str | Path) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path, doing: str) -> Iterator[None]:
-    """Create a folder and hold its lock while the block runs.
+def lock_folder(folder: Path, doing: str, name: str = ".lock") -> Iterator[None]:
+    """Create a folder and hold its lock, the file `name`, while the block runs.
 
     The system releases the lock when the process ends, however it ends. A folder that was created
     here and in which nothing was written is removed again. Raises UserError where the folder cannot
@@ -96,7 +96,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     check_writable(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
+    lock = folder / name
     with open(lock, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
