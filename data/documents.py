@@ -15,13 +15,14 @@ ROWS_AT_ONCE = 64
 class Documents:
     """The strings in one column of a split of a dataset, in order.
 
-    `path` and `where` are what `datasets.load_dataset` takes: a repository, or "parquet" and
-    data_files. `part` (index, count) has only the row groups index - 1, index - 1 + count, ...; a
-    file that is not parquet counts as one row group. Error messages call the dataset `source`.
+    `path` and `where` are what `datasets.load_dataset` takes: a repository, a folder, or "parquet",
+    and which files. `part` (index, count) has only the row groups index - 1, index - 1 + count, ...
+    of all files; a file that is not parquet counts as one row group. Error messages call the
+    dataset `source`.
 
-    A whole dataset is read file by file from the hub (`remote`), otherwise row group by row group,
-    for which `datasets` opens its file anew: cheap on disk, but three requests over the network.
-    `size` is the number of these units.
+    A `remote` dataset is read file by file unless it is in parts, others row group by row group,
+    for each of which `datasets` opens its file anew: cheap on disk, but requests and megabytes over
+    the network. `size` is the number of these units.
 
     Raises UserError where it cannot be read, has no such column, or has fewer than `count` row
     groups.

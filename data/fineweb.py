@@ -206,6 +206,16 @@ def part_of(text: str) -> shards.Part:
     return index, count
 
 
+def share(files: list, part: shards.Part) -> tuple[list, shards.Part]:
+    """The files that a part of a set is made from, and the part of their row groups.
+
+    Of N files or more, part I of N gets files I, I + N, ... whole, so that a machine has only these
+    to download; of fewer it gets row groups I, I + N, ... of all.
+    """
+    index, count = part
+    return (files, part) if len(files) < count else (files[index - 1 :: count], shards.WHOLE)
+
+
 def names_of(repo: str, name: str | None) -> tuple[str, str]:
     """A dataset's prefix of shards' names, and the name of the default folder."""
 
@@ -279,7 +289,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("--split: files given with --parquet have no splits")
         paths = local_files(args.parquet)
         files = [(path.name, path.stat().st_size) for path in paths]
-        documents = parquet_files(" ".join(args.parquet), paths, args.column, part)
+        chosen, row_groups = share(paths, part)
+        documents = parquet_files(" ".join(args.parquet), chosen, args.column, row_groups)
     else:
         split = args.split or "train"
         options = [split] if split != "train" else []
@@ -291,12 +302,17 @@ def main(argv: list[str] | None = None) -> None:
             build(out_dir, prefix, [], "gpt2", args.shard_size, args.workers, source, same, part)
             return
         files, in_repo, revision = hub_files(repo, name, split)
-        if args.streaming:
-            documents = Documents(source, repo, args.column, split, part, remote=True, name=name)
-        else:
-            root = download(repo, in_repo, revision)
-            patterns = {split: [escape(path) for path in in_repo]}
-            documents = Documents(source, root, args.column, split, part, data_files=patterns)
+        chosen, row_groups = share(in_repo, part)
+        documents = Documents(
+            source,
+            repo if args.streaming else download(repo, chosen, revision),
+            args.column,
+            split,
+            row_groups,
+            remote=args.streaming,
+            revision=revision if args.streaming else None,
+            data_files={split: [escape(path) for path in chosen]},
+        )
     make(out_dir, prefix, documents, files, args.shard_size, args.workers, part)
 
 

@@ -488,6 +488,13 @@ def test_parts_made_at_the_same_time_and_killed(corpus, tmp_path):
     assert all_but_locks(out) == all_but_locks(tmp_path / "whole")
 
 
+def test_a_part_gets_files_or_row_groups():
+    assert fineweb.share([1, 2, 3, 4, 5], (1, 1)) == ([1, 2, 3, 4, 5], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (2, 2)) == ([2, 4], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (5, 5)) == ([5], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (5, 6)) == ([1, 2, 3, 4, 5], (5, 6))
+
+
 def test_parts_divide_the_row_groups(corpus):
     documents, folder = corpus
     files = sorted(folder.iterdir())
@@ -594,6 +601,21 @@ def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, hub
         assert meta.pop("source") == "HuggingFaceFW/fineweb-edu sample-10BT"
         assert meta.items() <= local_meta.items()
         assert made | {"meta.json": None} == local | {"meta.json": None}
+
+    # A part is made from some of the files, and no other is downloaded.
+    run_fineweb(folder, tmp_path / "part", "--dataset=fineweb-edu", "--part=2/2")
+    for name, option in (("streamed2", ["--streaming"]), ("downloaded2", [])):
+        part = tmp_path / name
+        made = run("--dataset=fineweb-edu", "--part=2/2", f"--out_dir={part}", *option)
+        assert made.returncode == 0, made.stderr
+        assert option or sent == []  # it is in the cache
+        sent.clear()
+        metas = [shards.read_meta(folder, (2, 2)) for folder in (tmp_path / "part", part)]
+        assert metas[0] | {"source": None} == metas[1] | {"source": None}
+    shutil.rmtree(tmp_path / "home")
+    part = tmp_path / "downloaded3"
+    assert run("--dataset=fineweb-edu", "--part=1/2", f"--out_dir={part}").returncode == 0
+    assert sent == [None]
 
     # What is done needs no network.
     shutil.rmtree(root)
