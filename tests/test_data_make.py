@@ -310,7 +310,7 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     )
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3, 64])
+@pytest.mark.parametrize("rows_at_once", [1, 3, 16, 64])
 def test_documents_from_any_one_on(corpus, monkeypatch, rows_at_once):
     """From the state of each document, in a reader of its own; batches cross row groups."""
     monkeypatch.setattr("data.documents.ROWS_AT_ONCE", rows_at_once)
