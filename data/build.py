@@ -121,12 +121,12 @@ def claim(out_dir: Path, settings: dict, part: shards.Part = shards.WHOLE) -> It
         meta = shards.read_meta(out_dir, part)
         if any(out_dir.glob("*.bin")):
             records = [
-                read_json(path)
+                read_json(path, shards.Settings)
                 for name in (shards.META, shards.PROGRESS)
                 for path in (out_dir / name, *shards.files_of_parts(out_dir, name))
             ]
             # another part's may have gone since it was listed
-            _require_same(out_dir, [record for record in records if record], settings)
+            _require_same(out_dir, [dict(record) for record in records if record], settings)
         yield meta
 
 
@@ -137,15 +137,30 @@ def all_cores() -> int:
     return os.cpu_count() or 1
 
 
+class Written(shards.Entry):
+    """A shard that is done: `documents` have begun with it, and `following` is what comes next."""
+
+    split: str
+    stream: int
+    documents: int
+    following: tuple[int, int, int, Any]  # stream, document, token of that document, its state
+
+
+class Progress(shards.Settings):
+    """The content of progress.json."""
+
+    shards: list[Written]
+
+
 class _Writer:
     """Adds shards to a folder and lists those that are whole, `done`, in its progress.json."""
 
     def __init__(self, out_dir: Path, prefix: str, settings: dict, part: shards.Part):
         self.out_dir, self.prefix, self.settings, self.part = out_dir, prefix, settings, part
         self.path = out_dir / shards.of_part(shards.PROGRESS, part)
-        progress = read_json(self.path)
-        listed: list[dict] = progress["shards"] if progress else []
-        self.done = list(takewhile(self._is_whole, listed))
+        progress = read_json(self.path, Progress)
+        listed = progress["shards"] if progress else []
+        self.done: list[Written] = list(takewhile(self._is_whole, listed))
         self._save()
 
     def add(
@@ -183,9 +198,7 @@ class _Writer:
             (self.out_dir / shard["name"]).unlink()
         self.path.unlink()
 
-    def _is_whole(self, shard: dict) -> bool:
-        if "documents" not in shard:  # an earlier version began the set
-            return False
+    def _is_whole(self, shard: Written) -> bool:
         try:
             return len(shards.read_shard(self.out_dir / shard["name"])) == shard["tokens"]
         except UserError:

@@ -10,7 +10,9 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -27,6 +29,35 @@ TOKEN = np.dtype("<u2")
 
 META = "meta.json"
 PROGRESS = "progress.json"
+
+
+class Entry(TypedDict):
+    """A shard, as meta.json lists it; its name must not lead out of the folder."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+_(train|val)_\d+\.bin$")]
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    sha256: str
+
+
+class Settings(TypedDict):
+    """How a set is made: `source` names its documents, `fingerprint` changes with them."""
+
+    tokenizer: str
+    shard_size: int
+    fingerprint: str
+    source: str
+    parts: NotRequired[int]  # their number, of a set made in parts
+
+
+class Meta(Settings):
+    """The content of meta.json."""
+
+    vocab_size: int
+    documents: int | None  # None: of published shards
+    tokens: int
+    shards: list[Entry]
+
+
 # Which part of a set, from 1 on, and the number of its parts.
 Part = tuple[int, int]
 WHOLE: Part = (1, 1)
@@ -153,48 +184,34 @@ def read_meta(data_dir: str | Path, part: Part = WHOLE) -> dict | None:
     """The meta.json of a folder of shards, or of one part; None: published shards come without one.
 
     For a set made in parts, those that are there are combined into one. Raises UserError where a
-    file is there but is not a JSON object, or parts of different sets are there.
+    file is damaged, or parts of different sets are there.
     """
     data_dir = Path(data_dir)
-    meta = _read_object(data_dir / of_part(META, part))
+    meta = read_json(data_dir / of_part(META, part), Meta)
     paths = files_of_parts(data_dir, META)
-    if meta is not None or part != WHOLE or not paths:
-        return meta
-    metas = [_read_object(path) or {} for path in paths]
-    try:
-        for path, other in zip(paths, metas, strict=True):
-            for key in ("tokenizer", "vocab_size", "shard_size", "fingerprint", "parts"):
-                if other[key] != metas[0][key]:
-                    raise UserError(
-                        f"{path}: made with {key} {other[key]}, but {paths[0].name} with "
-                        f"{metas[0][key]}: they are parts of different sets"
-                    )
-        shards = [shard for other in metas for shard in other["shards"]]
-        return metas[0] | {
-            "documents": sum(other["documents"] for other in metas),
-            "tokens": sum(other["tokens"] for other in metas),
-            "shards": sorted(shards, key=lambda shard: shard["name"]),
-        }
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{paths[0]}: not the {META} of a part of a set") from error
+    if meta is not None:
+        return dict(meta)
+    if part != WHOLE or not paths:
+        return None
+    metas = [other for path in paths if (other := read_json(path, Meta))]
+    for path, other in zip(paths, metas, strict=True):
+        for key in ("tokenizer", "vocab_size", "shard_size", "fingerprint", "parts"):
+            if other.get(key) != metas[0].get(key):
+                raise UserError(
+                    f"{path}: made with {key} {other.get(key)}, but {paths[0].name} with "
+                    f"{metas[0].get(key)}: they are parts of different sets"
+                )
+    shards = [shard for other in metas for shard in other["shards"]]
+    return dict(metas[0]) | {
+        "documents": sum(other["documents"] or 0 for other in metas),
+        "tokens": sum(other["tokens"] for other in metas),
+        "shards": sorted(shards, key=lambda shard: shard["name"]),
+    }
 
 
 def write_meta(data_dir: str | Path, meta: dict, part: Part = WHOLE) -> None:
-    """Write meta.json, or that of one part, whole or not at all.
-
-    Its keys are `tokenizer`, `vocab_size`, `shard_size`, `source`, `fingerprint`, `documents`,
-    `tokens` and `shards`, a list of `name`, `tokens` and `sha256`; in a part's also `parts`, their
-    number.
-    """
+    """Write meta.json, or that of one part, whole or not at all: see Meta."""
     write_json(Path(data_dir) / of_part(META, part), meta)
-
-
-def _read_object(path: Path) -> dict | None:
-    """The object in a JSON file, None if there is no such file."""
-    value = read_json(path)
-    if value is not None and not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object; delete it or make the set again")
-    return value
 
 
 def _check_parts(data_dir: Path) -> None:

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from config import Config, load_config
 from data.shards import write_meta, write_shard
 from data.tokenizer import get_tokenizer
-from tests.helpers import SMALL
+from tests.helpers import SMALL, set_meta
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def shards(tmp_path_factory):
         tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
         tokens[0] = 256
         write_shard(folder / f"{name}.bin", tokens)
-    write_meta(folder, {"tokenizer": "bytes", "vocab_size": 257, "shards": []})
+    write_meta(folder, set_meta("bytes"))
     return folder
 
 

@@ -49,6 +49,12 @@ def small_model(case: str, *more: str) -> GPT:
     return model
 
 
+def set_meta(tokenizer: str, **more) -> dict:
+    """The meta.json of a folder of shards, as the data commands leave it."""
+    sizes = {"shard_size": 1000, "vocab_size": 257, "documents": 1, "tokens": 0, "shards": []}
+    return {"tokenizer": tokenizer, "fingerprint": "f", "source": "tests", **sizes, **more}
+
+
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)

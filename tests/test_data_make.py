@@ -198,7 +198,7 @@ def test_resume_after_a_stop_between_shard_and_progress(corpus, tmp_path, monkey
     with pytest.raises(KeyError):
         run_fineweb(folder, out)
     assert len(list(out.glob("*.bin"))) == 3
-    (out / ".fineweb_train_000003.bin.tmp").write_bytes(b"half")
+    (out / ".fineweb_train_000003.bin.0a1b2c3d.tmp").write_bytes(b"half")
     (out / "fineweb_train_000001.bin").write_bytes(b"damaged since")
     monkeypatch.setattr(build, "write_json", write_json)
     assert run_fineweb(folder, out) == whole
@@ -264,6 +264,37 @@ def test_two_makers_of_one_set_are_refused(corpus, tmp_path, refused):
     with build.claim(tmp_path / "out", settings):
         line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out")
     assert "another process is making this set" in line
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"shards": None}, "Expected `array`, got `null` - at `$.shards`"),
+        ({"shards": [1]}, "Expected `object`, got `int` - at `$.shards[0]`"),
+        ({"name": "../outside_train_000000.bin"}, "at `$.shards[0].name`"),
+        ({"name": "/outside_train_000000.bin"}, "at `$.shards[0].name`"),
+        ({"following": [0, 0]}, "at `$.shards[0].following`"),
+    ],
+)
+def test_a_progress_that_was_tampered_with_is_refused(corpus, tmp_path, refused, change, says):
+    """A name in it that leads out of the folder once deleted that file."""
+    _, folder = corpus
+    out, outside = tmp_path / "out", tmp_path / "outside_train_000000.bin"
+    shards.write_shard(outside, np.ones(3, np.uint16))
+    out.mkdir()
+    (out / "x_train_000001.bin").touch()
+    settings = {"tokenizer": "gpt2", "shard_size": 3, "fingerprint": "", "source": ""}
+    entry = {
+        "name": "a_train_000000.bin", "tokens": 3, "sha256": "", "split": "train", "stream": 0,
+        "documents": 1, "following": [1, 0, 0, None],
+    }  # fmt: skip
+    listed = {"shards": [entry | change]} if "shards" not in change else change
+    (out / "progress.json").write_text(json.dumps(settings | listed))
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", out, "--workers", 1)
+    assert "progress.json: damaged: " in line or "made with" in line
+    with pytest.raises(UserError, match=re.escape(says)):
+        build._Writer(out, "a", settings, shards.WHOLE)
+    assert outside.exists()
 
 
 def test_fineweb_refusals(corpus, tmp_path, refused):

@@ -10,6 +10,7 @@ import pytest
 from data import shards
 from errors import UserError
 from runtime.files import sha256_of
+from tests.helpers import set_meta
 
 
 def shard_bytes(tokens, magic=20240520, version=1, n=None):
@@ -142,21 +143,39 @@ def test_check_shards_finds_a_token_outside_the_vocabulary(tmp_path):
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path):
     shards.check_tokenizer(tmp_path, "gpt2")  # published shards have no meta.json
-    shards.write_meta(tmp_path, {"tokenizer": "gpt2"})
+    shards.write_meta(tmp_path, set_meta("gpt2"))
     shards.check_tokenizer(tmp_path, "gpt2")
     message = f"{tmp_path} was made with tokenizer 'gpt2', but tokenizer = 'bytes'"
     with pytest.raises(UserError, match=re.escape(message)):
         shards.check_tokenizer(tmp_path, "bytes")
     shards.write_meta(tmp_path, {})
-    with pytest.raises(UserError, match="tokenizer None, but"):
+    with pytest.raises(UserError, match="meta.json: damaged: .*missing required field"):
         shards.check_tokenizer(tmp_path, "gpt2")
 
 
 def test_meta(tmp_path):
     assert shards.read_meta(tmp_path) is None
-    meta = {"tokenizer": "gpt2", "shards": [{"name": "x_train_000001.bin", "tokens": 3}]}
+    meta = set_meta("gpt2", shards=[{"name": "x_train_000001.bin", "tokens": 3, "sha256": "0"}])
     shards.write_meta(tmp_path, meta)
     assert shards.read_meta(tmp_path) == meta
     (tmp_path / "meta.json").write_text("{")
     with pytest.raises(UserError, match="meta.json: cannot be read as JSON"):
+        shards.read_meta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"shards": None}, "Expected `array`, got `null` - at `$.shards`"),
+        ({"shards": [1]}, "Expected `object`, got `int` - at `$.shards[0]`"),
+        ({"tokens": "many"}, "Expected `int`, got `str` - at `$.tokens`"),
+        ({"tokens": ...}, "missing required field `tokens`"),
+        ({"shards": [{"name": "../x_train_000001.bin", "tokens": 1, "sha256": ""}]}, "$.shards[0]"),
+        ({"shards": [{"name": "/x_train_000001.bin", "tokens": 1, "sha256": ""}]}, "$.shards[0]"),
+    ],
+)
+def test_a_meta_with_a_field_of_another_kind_is_refused(tmp_path, change, says):
+    meta = set_meta("gpt2") | change
+    shards.write_meta(tmp_path, {key: value for key, value in meta.items() if value is not ...})
+    with pytest.raises(UserError, match=re.escape(says)):
         shards.read_meta(tmp_path)

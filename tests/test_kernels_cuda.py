@@ -10,7 +10,7 @@ import kernels
 import train as training
 from attention import VARIANTS, kernel_obstacle
 from data.shards import write_meta, write_shard
-from tests.helpers import ROWS, small_config
+from tests.helpers import ROWS, set_meta, small_config
 from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
 
 pytestmark = [
@@ -167,7 +167,7 @@ def words(tmp_path):
     for name, n in (("text_val_000000", 40000), ("text_train_000001", 360000)):
         text = b"".join(vocabulary[i] for i in rng.integers(0, 2000, size=n))
         write_shard(tmp_path / f"{name}.bin", np.frombuffer(text, np.uint8).astype(np.uint16))
-    write_meta(tmp_path, {"tokenizer": "bytes", "vocab_size": 257, "shards": []})
+    write_meta(tmp_path, set_meta("bytes"))
     return tmp_path
 
 
