@@ -2,7 +2,8 @@
 
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
 that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
-repository made it, `meta.json`; `progress.json` exists only while the set is being made.
+repository made it, `meta.json`; `progress.json` exists only while the set is being made. A set
+made in N parts has `meta.1-of-N.json` to `meta.N-of-N.json` instead.
 """
 
 import hashlib
@@ -26,6 +27,9 @@ TOKEN = np.dtype("<u2")
 
 META = "meta.json"
 PROGRESS = "progress.json"
+# Which part of a set, from 1 on, and the number of its parts.
+Part = tuple[int, int]
+WHOLE: Part = (1, 1)
 
 
 def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> str:
@@ -56,6 +60,8 @@ def read_shard(path: str | Path) -> NDArray[np.uint16]:
     path = Path(path)
     try:
         size = path.stat().st_size
+        if not path.is_file():  # opening a FIFO would wait for ever
+            raise UserError(f"{path}: the shard cannot be read: it is not a regular file")
         header = np.fromfile(path, dtype=HEADER, count=3)
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
@@ -78,13 +84,15 @@ def read_shard(path: str | Path) -> NDArray[np.uint16]:
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError where the folder does not exist, is unfinished, or has no shard of the split.
+    Raises UserError where the folder does not exist, is unfinished, lacks a part of its set, or has
+    no shard of the split.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: no such folder; {_how_to_make(data_dir)}")
-    if (data_dir / PROGRESS).exists():
+    if (data_dir / PROGRESS).exists() or files_of_parts(data_dir, PROGRESS):
         raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
+    _check_parts(data_dir)
     shards = sorted(data_dir.glob(f"*_{split}_*.bin"))
     if not shards:
         raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {_how_to_make(data_dir)}")
@@ -128,26 +136,81 @@ def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
         )
 
 
-def read_meta(data_dir: str | Path) -> dict | None:
-    """The meta.json of a folder of shards, or None: published shards come without one.
+def of_part(name: str, part: Part) -> str:
+    """The name under which a part keeps a file: meta.json, or meta.3-of-16.json."""
+    index, count = part
+    stem, _, suffix = name.rpartition(".")
+    return name if part == WHOLE else f"{stem}.{index}-of-{count}.{suffix}"
 
-    Raises UserError where the file is there but is not a JSON object.
+
+def files_of_parts(data_dir: Path, name: str) -> list[Path]:
+    """The paths of meta.json or progress.json of all parts that are in a folder."""
+    pattern = re.compile(rf"{Path(name).stem}\.\d+-of-\d+\.json")
+    return sorted(path for path in data_dir.glob("*-of-*.json") if pattern.fullmatch(path.name))
+
+
+def read_meta(data_dir: str | Path, part: Part = WHOLE) -> dict | None:
+    """The meta.json of a folder of shards, or of one part; None: published shards come without one.
+
+    For a set made in parts, those that are there are combined into one. Raises UserError where a
+    file is there but is not a JSON object, or parts of different sets are there.
     """
-    meta = read_json(Path(data_dir) / META)
-    if meta is not None and not isinstance(meta, dict):
-        raise UserError(
-            f"{Path(data_dir) / META}: not a JSON object; delete it or make the set again"
-        )
-    return meta
+    data_dir = Path(data_dir)
+    meta = _read_object(data_dir / of_part(META, part))
+    paths = files_of_parts(data_dir, META)
+    if meta is not None or part != WHOLE or not paths:
+        return meta
+    metas = [_read_object(path) or {} for path in paths]
+    try:
+        for path, other in zip(paths, metas, strict=True):
+            for key in ("tokenizer", "vocab_size", "shard_size", "fingerprint", "parts"):
+                if other[key] != metas[0][key]:
+                    raise UserError(
+                        f"{path}: made with {key} {other[key]}, but {paths[0].name} with "
+                        f"{metas[0][key]}: they are parts of different sets"
+                    )
+        shards = [shard for other in metas for shard in other["shards"]]
+        return metas[0] | {
+            "documents": sum(other["documents"] for other in metas),
+            "tokens": sum(other["tokens"] for other in metas),
+            "shards": sorted(shards, key=lambda shard: shard["name"]),
+        }
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{paths[0]}: not the {META} of a part of a set") from error
 
 
-def write_meta(data_dir: str | Path, meta: dict) -> None:
-    """Write meta.json, whole or not at all.
+def write_meta(data_dir: str | Path, meta: dict, part: Part = WHOLE) -> None:
+    """Write meta.json, or that of one part, whole or not at all.
 
     Its keys are `tokenizer`, `vocab_size`, `shard_size`, `source`, `fingerprint`, `documents`,
-    `tokens` and `shards`, a list of `name`, `tokens` and `sha256`.
+    `tokens` and `shards`, a list of `name`, `tokens` and `sha256`; in a part's also `parts`, their
+    number.
     """
-    write_json(Path(data_dir) / META, meta)
+    write_json(Path(data_dir) / of_part(META, part), meta)
+
+
+def _read_object(path: Path) -> dict | None:
+    """The object in a JSON file, None if there is no such file."""
+    value = read_json(path)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object; delete it or make the set again")
+    return value
+
+
+def _check_parts(data_dir: Path) -> None:
+    """Raise UserError where the folder has some parts of a set but not all, with all shards."""
+    found = {path.name for path in files_of_parts(data_dir, META)}
+    if not found:
+        return
+    count = max(int(name.split("-")[-1].removesuffix(".json")) for name in found)
+    if missing := [i for i in range(1, count + 1) if of_part(META, (i, count)) not in found]:
+        raise UserError(
+            f"{data_dir}: of {count} parts {', '.join(map(str, missing))} cannot be found: make "
+            f"what is missing with --part {missing[0]}/{count} and so on, or copy it there"
+        )
+    for shard in (read_meta(data_dir) or {})["shards"]:
+        if not (data_dir / shard["name"]).exists():
+            raise UserError(f"{data_dir}: {shard['name']} is missing: copy it from its part")
 
 
 def _how_to_make(data_dir: Path) -> str:

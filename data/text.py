@@ -12,21 +12,25 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from typing import IO
 
 from tqdm import tqdm
 
 from data.build import SHARD_SIZE, Stream, all_cores, build
-from data.parquet import read_documents
+from data.documents import parquet_files
 from data.tokenizer import TOKENIZERS
 from errors import UserError, command
 from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".parquet")
+# The longest line of a .jsonl file in bytes. Reading one takes three times as much memory, and nine
+# times if one of its characters takes Python four bytes, since then all do.
+MAX_LINE = 1 << 27
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -76,30 +80,59 @@ def list_stdlib() -> list[tuple[str, Path]]:
 def read_file(path: Path) -> Iterator[str]:
     """The documents of one file, without empty ones.
 
-    Raises UserError where the file cannot be read or parsed.
+    Raises UserError where the file cannot be read or parsed, is not a regular file, or has a line
+    of JSON longer than MAX_LINE.
     """
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for ever
+        raise UserError(f"{path}: cannot be read: it is not a regular file")
     if path.suffix == ".parquet":
-        yield from filter(None, read_documents([path]))
+        yield from (text for text, _ in parquet_files(str(path), [path]).read() if text)
         return
     try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+        with open(path, "rb") as file:
+            if path.suffix in PLAIN:
+                yield from filter(None, [_decode(path, file.read(), 0)])
+            else:
+                yield from _read_lines(path, file)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if path.suffix in PLAIN:
-        yield from filter(None, [text])
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                document = json.loads(line)["text"]
-            except (ValueError, LookupError, TypeError) as error:
-                raise UserError(f'{path}: line {number} has no JSON field "text"') from error
-            if not isinstance(document, str):
-                raise UserError(f'{path}: line {number}: "text" is {document!r}, not a string')
-            if document:
-                yield document
+
+
+def _read_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
+    """The documents of an open .jsonl file, without empty ones."""
+    start = 0
+    for number in count(1):
+        line = file.readline(MAX_LINE + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE:
+            raise UserError(
+                f"{path}: line {number} is longer than {MAX_LINE:,} bytes: divide the document "
+                "into several, or give it as a .txt file"
+            )
+        text = _decode(path, line, start)
+        start += len(line)
+        if not text.strip():
+            continue
+        del line  # memory, of a long one
+        try:
+            document = json.loads(text)["text"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f'{path}: line {number} has no JSON field "text"') from error
+        if not isinstance(document, str):
+            raise UserError(f'{path}: line {number}: "text" is {document!r}, not a string')
+        del text
+        if document:
+            yield document
+
+
+def _decode(path: Path, data: bytes, start: int) -> str:
+    """Bytes of a file, from byte `start` of it on, as text."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = start + error.start
+        raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {at}") from error
 
 
 def inspect(files: list[tuple[str, Path]], skip_unreadable: bool = False) -> list[Source]:
@@ -133,13 +166,15 @@ def choose_validation(sources: list[Source]) -> tuple[list[Source], list[Source]
 def stream(sources: list[Source], split: str) -> Stream:
     """The documents of these sources, all for one split."""
 
-    def documents(start: int) -> Iterator[str]:
+    def documents(start: int, state: None) -> Generator[tuple[str, None]]:
         for source in sources:
             if start < source.documents:
-                yield from islice(read_file(source.path), start, None)
+                for text in islice(read_file(source.path), start, None):
+                    yield text, None
             start = max(start - source.documents, 0)
 
-    return Stream(documents, sum(source.documents for source in sources), lambda shard: split)
+    size = sum(source.documents for source in sources)
+    return Stream(documents, lambda shard: split, size, lambda document, state: document)
 
 
 @command

@@ -335,7 +335,7 @@ def require_unused_folder(run: Path) -> None:
     elif metrics.is_file() and metrics.stat().st_size:
         # the first checkpoint is saved before the second is due
         first_steps = (config or {}).get("checkpoint_interval", 0)
-        if (run / INDEX).exists() or last_step(metrics) > first_steps:
+        if last_step(metrics) > first_steps:
             at_risk = metrics
     if at_risk:
         raise UserError(

@@ -137,8 +137,8 @@ def sha256_of(path: str | Path) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path, doing: str) -> Iterator[None]:
-    """Create a folder and hold its lock while the block runs.
+def lock_folder(folder: Path, doing: str, name: str = ".lock") -> Iterator[None]:
+    """Create a folder and hold its lock, the file `name`, while the block runs.
 
     The system releases the lock when the process ends, however it ends. If nothing was written to
     the folder, what was created here is removed again. Raises UserError where the folder cannot be
@@ -147,7 +147,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     check_writable(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock, before = folder / ".lock", set(folder.iterdir())
+    lock, before = folder / name, set(folder.iterdir())
     try:
         number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:

@@ -141,12 +141,22 @@ def test_what_is_no_run_is_not_overwritten(train, capsys):
     refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
 
 
+@pytest.mark.parametrize("with_best", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps):
-    """By the same command, whatever it had logged until then; a kill may cut the last line."""
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps, with_best):
+    """By the same command, whatever it had logged until then; a kill may cut the last line.
+
+    The best weights so far, of step 0, may be saved already.
+    """
     folder = train("run", f"--max_iters={steps}")
-    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
+    for path in folder.glob("step_*.pt" if with_best else "*.pt"):
         path.unlink()
+    index = json.loads((folder / "checkpoints.json").read_text())
+    kept = {k: v for k, v in index["checkpoints"].items() if with_best and k.startswith("best")}
+    if with_best:
+        (folder / "checkpoints.json").write_text(json.dumps(index | {"checkpoints": kept}))
+    else:
+        (folder / "checkpoints.json").unlink()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     train("run", "--max_iters=2")

@@ -3,11 +3,16 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import build, fineweb, shards, text
-from data.parquet import count_documents, read_documents
+from data.documents import Documents, parquet_files
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import read_json, sha256_of
@@ -281,7 +286,7 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
         fineweb.main, *base, other
     )
     null = write_parquet(tmp_path / "null.parquet", ["a", "b", None])
-    assert "null.parquet: row 2 has no text" in refused(fineweb.main, *base, null)
+    assert "null.parquet: document 2 has no text" in refused(fineweb.main, *base, null)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     shards.write_shard(foreign / "fineweb_train_000007.bin", np.array([1], dtype=np.uint16))
@@ -290,82 +295,368 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     assert "workers 0" in refused(fineweb.main, *base, folder, "--workers", 0)
     assert "shard_size 0" in refused(fineweb.main, *base, folder, "--shard_size", 0)
     assert "only for fineweb's" in refused(fineweb.main, "--ready", "--dataset", "fineweb-edu")
+    assert "--ready_shards: it says how many" in refused(
+        fineweb.main, *base, folder, "--ready_shards", 2
+    )
+    assert "--split: files given with --parquet" in refused(
+        fineweb.main, *base, folder, "--split", "train"
+    )
+    assert "only for fineweb's" in refused(fineweb.main, "--ready", "--part", "1/2")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    line = refused(fineweb.main, *base, tmp_path / "pipe.parquet")
+    assert "pipe.parquet: cannot be read: it is not a regular file" in line
     assert "ready_shards 104: there are 1 to 103" in refused(
         fineweb.main, "--ready", "--ready_shards", 104, "--out_dir", out
     )
 
 
-def test_parquet_from_any_document_on(corpus):
+@pytest.mark.parametrize("rows_at_once", [1, 3, 16, 64])
+def test_documents_from_any_one_on(corpus, monkeypatch, rows_at_once):
+    """From the state of each document, in a reader of its own; batches cross row groups."""
+    monkeypatch.setattr("data.documents.ROWS_AT_ONCE", rows_at_once)
     documents, folder = corpus
     files = sorted(folder.iterdir())
-    assert [count_documents(file) for file in files] == [40, len(documents) - 40]
-    for start in range(len(documents) + 2):
-        assert list(read_documents(files, start)) == documents[start:]
+    whole = list(parquet_files("x", files).read())
+    assert [text for text, _ in whole] == documents
+    done = [parquet_files("x", files).done(n, state) for n, (_, state) in enumerate(whole)]
+    assert parquet_files("x", files).size == 14 and done[0] == 0
+    assert done == sorted(done) and 14 - 64 // 7 - 1 <= done[-1] <= 13
+    reader = parquet_files("x", files)
+    for start in range(0, len(documents), 5):
+        state = json.loads(json.dumps(whole[start][1]))
+        rest = list(reader.read(start, state))
+        assert [text for text, _ in rest] == documents[start:]
 
 
-def test_documents_are_those_of_the_datasets_library(corpus, tmp_path):
-    """What `datasets` streams from the same files, and what a file system of fsspec opens."""
-    import fsspec
-    from datasets import load_dataset
+def test_going_on_reads_no_earlier_row_group(corpus, monkeypatch):
+    from datasets.packaged_modules.parquet.parquet import Parquet
 
     documents, folder = corpus
+    files = sorted(folder.iterdir())
+    generate, read = Parquet._generate_tables, []
+
+    def counted(self, files, row_groups_list):
+        read.extend(row_groups_list)
+        return generate(self, files, row_groups_list)
+
+    monkeypatch.setattr(Parquet, "_generate_tables", counted)
+    monkeypatch.setattr("data.documents.ROWS_AT_ONCE", 7)
+    *_, (_, state) = parquet_files("x", files).read()
+    assert len(read) == 14
+    read.clear()
+    rest = parquet_files("x", files).read(len(documents) - 1, state)
+    assert [text for text, _ in rest] == documents[-1:]
+    assert read == [(5,), (6,), (7,)]  # of the second file; the last batch has rows of all three
+
+
+def test_a_state_of_other_units_is_not_trusted(corpus):
+    """Row groups in one way of reading, files in the other: what is passed over is counted."""
+    documents, folder = corpus
     files = [str(file) for file in sorted(folder.iterdir())]
-    streamed = load_dataset("parquet", data_files=files, split="train", streaming=True)
-    assert [row["text"] for row in streamed] == documents
-    system = fsspec.filesystem("local")
-    assert list(read_documents(files, 45, system.open)) == documents[45:]
+    by_file = Documents("x", "parquet", remote=True, data_files=files)
+    by_group = parquet_files("x", files)
+    assert (by_file.size, by_group.size) == (2, 14)
+    for one, other in ((by_file, by_group), (by_group, by_file)):
+        (_, state) = list(one.read())[80]
+        assert [text for text, _ in other.read(80, state)] == documents[80:]
+        assert [text for text, _ in one.read(80, state)] == documents[80:]
 
 
-def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, monkeypatch, capsys):
-    """A folder stands in for the hub: all three ways of reading it give the same shards."""
-    import huggingface_hub
+def run_parts(folder, out, count, shard_size=300):
+    for i in range(1, count + 1):
+        run_fineweb(folder, out(i), f"--part={i}/{count}", shard_size=shard_size)
 
+
+def documents_in(paths):
+    """The documents of these shards, each shard's file continuing the one before."""
+    tok = get_tokenizer("gpt2")
+    tokens = np.concatenate([shards.read_shard(path) for path in paths])
+    starts = np.flatnonzero(tokens == tok.eot)
+    assert starts[0] == 0
+    return [tok.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
+
+
+def test_parts_make_one_set_together(corpus, tmp_path, refused):
+    documents, folder = corpus
+    out = tmp_path / "out"
+    run_parts(folder, lambda i: out, 3)
+    metas = [shards.read_meta(out, (i, 3)) for i in (1, 2, 3)]
+    assert [meta["parts"] for meta in metas] == [3, 3, 3]
+    found = []
+    for i, meta in enumerate(metas):
+        names = [shard["name"] for shard in meta["shards"]]
+        assert names == [
+            f"fineweb_{'train' if number else 'val'}_{number:06d}.bin"
+            for number in range(i, i + 3 * len(names), 3)
+        ]
+        found += documents_in([out / name for name in names])
+    assert sorted(found) == sorted(documents)
+    assert len(found) == shards.read_meta(out)["documents"] == len(documents)
+    listed = shards.list_shards(out, "val") + shards.list_shards(out, "train")
+    assert sorted(p.name for p in listed) == sorted(p.name for p in out.glob("*.bin"))
+    assert [s["name"] for s in shards.read_meta(out)["shards"]] == sorted(p.name for p in listed)
+    assert shards.read_meta(out)["tokens"] == len(expected_tokens(documents))
+
+    # in folders of their own, copied together
+    run_parts(folder, lambda i: tmp_path / f"{i}", 3)
+    shutil.copytree(tmp_path / "1", tmp_path / "copy")
+    copies = [
+        shutil.copytree(tmp_path / f"{i}", tmp_path / "copy", dirs_exist_ok=True) for i in (2, 3)
+    ]
+    assert all_but_locks(copies[0]) == all_but_locks(out)
+
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", out, "--shard_size", 300)
+    assert "out: made in 3 parts, not 1" in line
+    again = run_fineweb(folder, out, "--part=2/3", shard_size=300)
+    assert all_but_locks(out) == {k: v for k, v in again.items() if ".lock" not in k}
+    base = ("--parquet", folder, "--out_dir", out, "--shard_size", 300, "--part")
+    assert "part 4/3: give I/N" in refused(fineweb.main, *base, "4/3")
+    assert "part 0/3: give I/N" in refused(fineweb.main, *base, "0/3")
+    assert "14 row groups do not make 15 parts" in refused(fineweb.main, *base, "1/15")
+
+
+def all_but_locks(folder):
+    return {name: data for name, data in contents(folder).items() if ".lock" not in name}
+
+
+def test_an_incomplete_set_of_parts_is_not_used(corpus, tmp_path):
     _, folder = corpus
-    root = tmp_path / "hub"
-    (root / "sample").mkdir(parents=True)
-    (root / "sample" / "10BT").symlink_to(folder)
+    out = tmp_path / "out"
+    run_parts(folder, lambda i: out, 3)
+    (out / "meta.2-of-3.json").rename(out / "away")
+    for split in ("train", "val"):
+        with pytest.raises(UserError, match="out: of 3 parts 2 cannot be found: .*--part 2/3"):
+            shards.list_shards(out, split)
+    (out / "away").rename(out / "meta.2-of-3.json")
+    (out / "progress.3-of-3.json").write_text("{}")
+    with pytest.raises(UserError, match="unfinished"):
+        shards.list_shards(out, "train")
+    (out / "progress.3-of-3.json").unlink()
+    (out / "fineweb_train_000004.bin").rename(out / "away")
+    with pytest.raises(UserError, match="fineweb_train_000004.bin is missing"):
+        shards.list_shards(out, "val")
+    (out / "away").rename(out / "fineweb_train_000004.bin")
+    assert shards.list_shards(out, "val")
+    meta = shards.read_meta(out, (3, 3))
+    for change, message in (
+        ({"fingerprint": "x"}, r"meta.3-of-3.json: made with fingerprint x, but meta.1-of-3"),
+        ({"parts": 4}, "parts of different sets"),
+        ({"tokens": None}, "meta.1-of-3.json: not the meta.json of a part"),
+    ):
+        shards.write_meta(out, meta | change, (3, 3))
+        with pytest.raises(UserError, match=message):
+            shards.list_shards(out, "train")
 
-    class Hub:
-        def __init__(self, **_):
-            pass
 
-        def list_repo_tree(self, repo, path, repo_type):
-            assert (repo, repo_type) == ("HuggingFaceFW/fineweb-edu", "dataset")
-            for file in sorted((root / path).iterdir(), reverse=True):
-                size = file.stat().st_size
-                yield huggingface_hub.hf_api.RepoFile(
-                    path=f"{path}/{file.name}", size=size, oid="0"
-                )
+def test_parts_resume_after_every_shard_beside_each_other(corpus, tmp_path, monkeypatch):
+    _, folder = corpus
+    run_parts(folder, lambda i: tmp_path / "whole", 2, shard_size=1500)
+    out = tmp_path / "out"
+    for i in (2, 1):
+        stop_after_each_shard(
+            monkeypatch, lambda i=i: run_fineweb(folder, out, f"--part={i}/2", shard_size=1500)
+        )
+        monkeypatch.undo()
+        monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
+    assert all_but_locks(out) == all_but_locks(tmp_path / "whole")
 
-        def open(self, path, mode):
-            opened.append(path)
-            return open(root / path.removeprefix("datasets/HuggingFaceFW/fineweb-edu/"), mode)
 
-    opened = []
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(huggingface_hub, "HfFileSystem", Hub)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: root)
-    monkeypatch.setattr(fineweb, "reach_hub", lambda: None)
-    more = ["--dataset=fineweb-edu", "--shard_size=1000", "--workers=1"]
+def test_parts_made_at_the_same_time_and_killed(corpus, tmp_path):
+    """Two makers and one folder: kill -9 of one leaves the other alone."""
+    folder, out = tmp_path / "big", tmp_path / "out"
+    folder.mkdir()
+    write_parquet(folder / "x.parquet", make_documents(2000, longest=800), rows=100)
+    run_parts(folder, lambda i: tmp_path / "whole", 2, shard_size=8000)
+    command = [sys.executable, "-m", "data.fineweb", f"--parquet={folder}", f"--out_dir={out}"]
+    command += ["--shard_size=8000", "--workers=1"]
+    first, second = (
+        subprocess.Popen([*command, f"--part={i}/2"], cwd=ROOT, stderr=subprocess.PIPE)
+        for i in (1, 2)
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "fineweb_train_000010.bin").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    first.kill()
+    first.communicate()
+    _, error = second.communicate()
+    assert second.returncode == 0, error
+    assert (out / "progress.1-of-2.json").exists() and not (out / "progress.2-of-2.json").exists()
+    with pytest.raises(UserError, match="unfinished"):
+        shards.list_shards(out, "train")
+    with build.claim(out, read_json(out / "meta.2-of-2.json"), (2, 2)):  # a lock of its own
+        run_fineweb(folder, out, "--part=1/2", shard_size=8000)
+    assert all_but_locks(out) == all_but_locks(tmp_path / "whole")
+
+
+def test_a_part_gets_files_or_row_groups():
+    assert fineweb.share([1, 2, 3, 4, 5], (1, 1)) == ([1, 2, 3, 4, 5], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (2, 2)) == ([2, 4], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (5, 5)) == ([5], (1, 1))
+    assert fineweb.share([1, 2, 3, 4, 5], (5, 6)) == ([1, 2, 3, 4, 5], (5, 6))
+
+
+def test_parts_divide_the_row_groups(corpus):
+    documents, folder = corpus
+    files = sorted(folder.iterdir())
+    parts = [[text for text, _ in parquet_files("x", files, part=(i, 3)).read()] for i in (1, 2, 3)]
+    assert parts[1][:7] == documents[7:14]
+    assert sorted(sum(parts, [])) == sorted(documents)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A folder, as the hub's API gives the files of any dataset."""
+
+    protocol_version = "HTTP/1.1"
+    root: Path
+    sent: list[str]
+
+    def do_GET(self):
+        url = urlsplit(unquote(self.path))
+        if match := re.fullmatch("/api/datasets/[^/]+/[^/]+/revision/.*", url.path):
+            files = [{"rfilename": str(f.relative_to(self.root))} for f in self.files(self.root)]
+            self.answer(json.dumps({"id": "owner/name", "sha": "0" * 40, "siblings": files}))
+        elif match := re.fullmatch("/api/datasets/[^/]+/[^/]+/tree/[^/]+/?(.*)", url.path):
+            deep = "recursive=true" in url.query.lower()
+            self.answer(json.dumps([self.entry(f) for f in self.files(self.root / match[1], deep)]))
+        elif match := re.fullmatch("/datasets/[^/]+/[^/]+/resolve/[^/]+/(.*)", url.path):
+            file = self.root / match[1]
+            if self.command == "GET" and file.suffix == ".parquet":
+                self.sent.append(self.headers.get("Range"))
+            self.answer(file.read_bytes() if file.is_file() else None)
+        else:
+            self.answer(None)
+
+    do_HEAD = do_GET
+
+    def files(self, folder, deep=True):
+        return sorted(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
+
+    def entry(self, file):
+        kind = "file" if file.is_file() else "directory"
+        path = file.relative_to(self.root).as_posix()
+        return {"type": kind, "path": path, "size": file.stat().st_size, "oid": "0" * 40}
+
+    def answer(self, data):
+        found, data = data is not None, data.encode() if isinstance(data, str) else data or b""
+        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{len(data)}"'}
+        status = 200
+        if not found:
+            status, headers["X-Error-Code"] = 404, "EntryNotFound"
+        elif wanted := self.headers.get("Range"):
+            first, last = wanted.removeprefix("bytes=").split("-")
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            status, data = 206, data[int(first) : int(last) + 1]
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server that stands in for the hub: its folder, what it sent, and how to run a command."""
+    root, sent = tmp_path / "hub", []
+    root.mkdir()
+    handler = type("Handler", (Hub,), {"root": root, "sent": sent})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "no_proxy": "127.0.0.1",
+    }
+
+    def run(*argv):
+        command = [sys.executable, "-m", "data.fineweb", "--shard_size=1000", "--workers=1", *argv]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+    yield root, sent, run
+    server.shutdown()
+
+
+def test_downloaded_streamed_and_local_shards_are_the_same(corpus, tmp_path, hub):
+    """All three ways of reading a dataset give the same shards."""
+    _, folder = corpus
+    root, sent, run = hub
+    shutil.copytree(folder, root / "sample" / "10BT")
+    (root / "README.md").write_text(
+        "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n"
+        "  - split: train\n    path: sample/10BT/*\n---\n"
+    )
     local = run_fineweb(folder, tmp_path / "local", "--dataset=fineweb-edu")
     assert "fineweb_edu_val_000000.bin" in local
     for name, option in (("streamed", ["--streaming"]), ("downloaded", [])):
-        fineweb.main([f"--out_dir={tmp_path / name}", *more, *option])
-        made = contents(tmp_path / name)
-        assert bool(opened) == (name == "streamed")
-        opened.clear()
+        out = tmp_path / name
+        made = run("--dataset=fineweb-edu", f"--out_dir={out}", *option)
+        assert made.returncode == 0, made.stderr
+        assert all(sent) if option else sent == [None, None]  # ranges of files, or files
+        sent.clear()
+        made = contents(out)
         meta, local_meta = (json.loads(c["meta.json"]) for c in (made, local))
         assert meta.pop("source") == "HuggingFaceFW/fineweb-edu sample-10BT"
         assert meta.items() <= local_meta.items()
         assert made | {"meta.json": None} == local | {"meta.json": None}
 
-    # What is done needs no network.
-    def unreachable():
-        raise AssertionError("asked the hub")
+    # A part is made from some of the files, and no other is downloaded.
+    run_fineweb(folder, tmp_path / "part", "--dataset=fineweb-edu", "--part=2/2")
+    for name, option in (("streamed2", ["--streaming"]), ("downloaded2", [])):
+        part = tmp_path / name
+        made = run("--dataset=fineweb-edu", "--part=2/2", f"--out_dir={part}", *option)
+        assert made.returncode == 0, made.stderr
+        assert option or sent == []  # it is in the cache
+        sent.clear()
+        metas = [shards.read_meta(folder, (2, 2)) for folder in (tmp_path / "part", part)]
+        assert metas[0] | {"source": None} == metas[1] | {"source": None}
+    shutil.rmtree(tmp_path / "home")
+    part = tmp_path / "downloaded3"
+    assert run("--dataset=fineweb-edu", "--part=1/2", f"--out_dir={part}").returncode == 0
+    assert sent == [None]
 
-    monkeypatch.setattr(fineweb, "reach_hub", unreachable)
-    fineweb.main([f"--out_dir={tmp_path / 'streamed'}", *more])
-    assert "already done" in capsys.readouterr().out
+    # What is done needs no network.
+    shutil.rmtree(root)
+    done = run("--dataset=HuggingFaceFW/fineweb-edu", f"--out_dir={out}")
+    assert "already done" in done.stdout, done.stderr
+    none = run("--dataset=fineweb-edu", "--name=sample-1BT", f"--out_dir={tmp_path / 'none'}")
+    assert none.returncode == 2
+    assert none.stderr.splitlines()[-1].startswith("error: HuggingFaceFW/fineweb-edu: ")
+
+
+def test_any_dataset_of_the_hub(tmp_path, hub):
+    """JSON lines, a configuration, a split and a column of its own."""
+    root, _, run = hub
+    documents = make_documents(90)
+    (root / "lines").mkdir()
+    for k in (0, 1):
+        lines = [json.dumps({"n": n, "body": text}) for n, text in enumerate(documents[k::2])]
+        (root / "lines" / f"{k}.jsonl").write_text("\n".join(lines))
+    (root / "README.md").write_text(
+        "---\nconfigs:\n- config_name: small\n  data_files:\n"
+        "  - split: held\n    path: lines/*\n---\n"
+    )
+    given = ["--dataset=some/Train-Set.v2", "--name=small", "--split=held", "--column=body"]
+    for out, option in ((tmp_path / "a", "--streaming"), (tmp_path / "b", "--part=1/1")):
+        made = run(*given, option, f"--out_dir={out}")
+        assert made.returncode == 0, made.stderr
+        tokens = np.concatenate([shards.read_shard(p) for p in ordered(out)])
+        assert np.array_equal(tokens, expected_tokens(documents[::2] + documents[1::2]))
+        assert shards.read_meta(out)["source"] == "some/Train-Set.v2 small held body"
+        assert (out / "set_v2_val_000000.bin").exists()
+    none = run(*given[:2], "--split=none", f"--out_dir={tmp_path / 'c'}")
+    assert "no split 'none' of small" in none.stderr
+
+
+def test_names_of_datasets():
+    assert fineweb.names_of("HuggingFaceFW/fineweb", "sample-10BT") == ("fineweb", "fineweb10B")
+    edu = fineweb.names_of("HuggingFaceFW/fineweb-edu", "sample-350BT")
+    assert edu == ("fineweb_edu", "fineweb_edu350B")
+    assert fineweb.names_of("a/My.Set", None) == ("my_set", "my_set")
+    # *_train_* and *_val_* find the shards of a split
+    assert fineweb.names_of("a/x-train-y", "val") == ("x_y", "x_y_")
 
 
 def test_ready_shards(tmp_path, monkeypatch, capsys, refused):
@@ -551,3 +842,31 @@ def test_unreadable_files_of_the_standard_library_are_counted(tmp_path, capsys):
     sources = text.inspect(text.list_files([tmp_path]), skip_unreadable=True)
     assert [source.name for source in sources] == ["b.py"]
     assert "skipped 1 files that are not UTF-8" in capsys.readouterr().out
+
+
+def test_a_fifo_is_refused(tmp_path, refused):
+    """Opening it would wait until somebody writes into it."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    out = ("--out_dir", tmp_path / "out")
+    for suffix in text.SUFFIXES:
+        pipe = tmp_path / "in" / f"pipe{suffix}"
+        os.mkfifo(pipe)
+        for given in (pipe, tmp_path / "in"):
+            line = refused(text.main, given, *out)
+            assert f"pipe{suffix}: cannot be read: it is not a regular file" in line
+        pipe.unlink()
+
+
+def test_long_lines_of_json_are_refused(tmp_path, monkeypatch, refused):
+    path, line = tmp_path / "x.jsonl", json.dumps({"text": "é" * 100}, ensure_ascii=False)
+    path.write_text(f"{line}\n\n{line}", encoding="utf-8")
+    size = len(line.encode())
+    monkeypatch.setattr(text, "MAX_LINE", size + 1)
+    assert list(text.read_file(path)) == ["é" * 100] * 2
+    monkeypatch.setattr(text, "MAX_LINE", size - 1)
+    line = refused(text.main, path, "--out_dir", tmp_path / "out")
+    assert f"x.jsonl: line 1 is longer than {size - 1} bytes: divide the document" in line
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
+    with pytest.raises(UserError, match="not UTF-8 text: invalid start byte at byte 24"):
+        list(text.read_file(path))

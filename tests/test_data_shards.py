@@ -1,5 +1,6 @@
 """Shard files: their bytes, what is refused, the folder that holds them."""
 
+import os
 import re
 import struct
 
@@ -51,6 +52,14 @@ def test_refuses_what_is_no_whole_shard(tmp_path, data, message):
     with pytest.raises(UserError, match=message) as error:
         shards.read_shard(path)
     assert str(path) in str(error.value)
+
+
+def test_refuses_a_fifo(tmp_path):
+    """Opening it would wait until somebody writes into it."""
+    os.mkfifo(tmp_path / "x_train_000001.bin")
+    (path,) = shards.list_shards(tmp_path, "train")
+    with pytest.raises(UserError, match="x_train_000001.bin: the shard cannot.*not a regular file"):
+        shards.read_shard(path)
 
 
 def test_refuses_a_missing_shard(tmp_path):

@@ -106,7 +106,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
     pair, outputs = group(
-        arguments(shards, tmp_path / "run", "--timeout=5"), tmp_path, {rank: faults}
+        arguments(shards, tmp_path / "run", "--timeout=8"), tmp_path, {rank: faults}
     )
     started = time.monotonic()
     assert finish(pair[1 - rank]) == 1
