@@ -216,7 +216,7 @@ def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, 
 def start(scale, shards, tmp_path):
     """Start `python -m scripts.reproduce table_a4` as a process; all of them share the run."""
     with open(scale, "a") as file:
-        file.write("max_iters = 300\ncheckpoint_interval = 20\neval_interval = 300\n")
+        file.write("max_iters = 1200\ncheckpoint_interval = 50\neval_interval = 1200\n")
     started = []
 
     def process(name):
@@ -254,12 +254,12 @@ def test_two_at_the_same_time(start, tmp_path, killed):
         wait_for(lambda: (checkpoint.step(folder) or 0) > 0)
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
-        assert 0 < checkpoint.step(folder) < 300
+        assert 0 < checkpoint.step(folder) < 1200
     assert second.wait(timeout=120) == 0
     printed = (tmp_path / "second.txt").read_text()
-    assert "error:" not in printed and ("step 300/300" in printed) == killed
+    assert "error:" not in printed and ("step 1200/1200" in printed) == killed
     steps = list(metrics(folder))
-    assert steps == list(range(1, 301))
+    assert steps == list(range(1, 1201))
     table = read_table(tmp_path / "second/small/table_a4")
     if not killed:
         assert first.wait(timeout=120) == 0
