@@ -80,6 +80,6 @@ def test_a_run_in_training_can_always_be_opened(shards, tmp_path):
         options = eval_length.LossRequest(lengths=(16,), tokens=16, checkpoint=which, device="cpu")
         refuse_early([out], options)
         seen[which].add(open_run(out, options).facts["sha256"])
-    assert process.is_alive() and len(seen["latest"]) > 50 and seen["best"]
+    assert process.is_alive() and len(seen["latest"]) > 10 and seen["best"]
     process.terminate()
     assert faults.finish(process) == EXIT_STOPPED
