@@ -1,13 +1,16 @@
 """The attention family: a table of variants, and four paths that compute them.
 
 Every variant in the papers comes from three choices. For one head of size d, with a row (query) i
-that sees n_i keys, and s_ij = q_i . k_j:
+that sees n_i keys, its own the last, and s_ij = q_i . k_j:
 
-    scores      z_ij = scale_i s_ij + bias_i               the argument of phi
-    normalise   A_ij = phi(z_ij) / norm_i, j <= n_i        stage 1: the l1 norm or a fixed one
-    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1    stage 2, only if p is set
+    scores      z_ij = scale_i s_ij + bias_i                   the argument of phi
+    normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1: the l1 norm or a fixed one
+    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, only if p is set
 
-o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1).
+o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
+min(i, W). The papers have no windows: every n in a formula is this n_i, that in n > 3 and the index
+of SSMax's p_n included, recentring subtracts the mean of the keys seen, and L stays a length of
+text, whatever the window.
 
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
@@ -88,6 +91,7 @@ class RowContext:
     """The quantities that a variant's formulas may use, for the rows (queries) of one call."""
 
     n: Tensor  # [Lq, 1] keys that each row sees
+    last: Tensor  # [Lq, 1] the last of them, counted from 0
     d: int  # head size
     L: int  # the training length, or the current one (setting `attention_length`)
     gamma: float
@@ -95,6 +99,11 @@ class RowContext:
     s: Tensor = field(init=False)  # [H, 1, 1]
     b: Tensor = field(init=False)  # [H, 1, 1]
     p_n: Tensor = field(init=False)  # [Lq, 1]
+
+    def sees(self, keys: int) -> Tensor:
+        """Whether each row sees each of this many keys, [Lq, keys]."""
+        key = torch.arange(keys, device=self.last.device)
+        return (key <= self.last) & (key > self.last - self.n)
 
 
 @dataclass(frozen=True)
@@ -136,8 +145,7 @@ def log_d_log_n(rows: RowContext) -> Tensor:
 
 def recentre(A: Tensor, rows: RowContext) -> Tensor:
     """A minus the mean of its row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    keys = torch.arange(A.shape[-1], device=A.device)
-    return A - ((keys < rows.n) & (rows.n > 3)) / rows.n
+    return A - (rows.sees(A.shape[-1]) & (rows.n > 3)) / rows.n
 
 
 def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
@@ -200,9 +208,9 @@ class Attention(nn.Module):
     """One layer's attention, for any row of `VARIANTS`.
 
     Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, H, Lk, d] after RoPE, Lq <= Lk: the
-    queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys. Returns
-    [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64 for float64
-    inputs), with autocast off.
+    queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
+    window has. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32
+    (float64 for float64 inputs), with autocast off.
     """
 
     s: nn.Parameter | None
@@ -222,6 +230,7 @@ class Attention(nn.Module):
         s_init: float,
         b_init: float,
         gamma: float,
+        window: int | None = None,
     ) -> None:
         """The arguments are settings of config.py.
 
@@ -229,7 +238,7 @@ class Attention(nn.Module):
         """
         super().__init__()
         self.variant, self.p, self.impl = variant, p, impl
-        self.head_size, self.gamma = head_size, gamma
+        self.head_size, self.gamma, self.window = head_size, gamma, window
         self.trained_length, self.follow_length = trained_length, follow_length
         initial = {
             "s": torch.full((n_head,), s_init),
@@ -249,8 +258,10 @@ class Attention(nn.Module):
         does not have it yet: the final length of a cache.
         """
         length = self._length(k.shape[2] if length is None else length)
+        unseen = first_key(k.shape[2] - q.shape[2], self.window)  # by any query
+        k, v = k[:, :, unseen:], v[:, :, unseen:]
         with torch.autocast(q.device.type, enabled=False):
-            path = self._path(q)
+            path = self._path(q, self._cuts(k))
             if path == "triton":
                 return self._triton(q, k, v, length, score_scale)
             if path == "sdpa":
@@ -268,22 +279,28 @@ class Attention(nn.Module):
         with torch.autocast(q.device.type, enabled=False):
             return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
 
-    def _path(self, q: Tensor) -> str:
+    def _cuts(self, k: Tensor) -> bool:
+        """Whether the window is shorter than these keys."""
+        return self.window is not None and self.window < k.shape[2]
+
+    def _path(self, q: Tensor, windowed: bool = False) -> str:
         """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
-        It follows from `impl` and from what the variant, q's device and its dtype allow. Raises
+        It follows from `impl` and from what the variant, q's device and its dtype allow. On a GPU
+        the kernels take a softmax with a window, of which torch has no fused attention. Raises
         UserError where `impl` requires kernels that cannot run.
         """
-        if self.impl == "auto" and self.variant.is_softmax(self.p):
-            return "sdpa"
         if self.impl not in ("auto", "triton"):
             return self.impl
+        softmax = self.impl == "auto" and self.variant.is_softmax(self.p)
+        if softmax and not (windowed and q.is_cuda):
+            return "sdpa"
         obstacle = self._triton_obstacle(q)
         if obstacle is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
-        return "blocked"
+        return "sdpa" if softmax else "blocked"
 
     def _triton_obstacle(self, q: Tensor) -> str | None:
         """Why the fused kernels cannot take these queries; None if they can."""
@@ -328,8 +345,7 @@ class Attention(nn.Module):
             z = z * inv_key_norm
         if variant.bias is not None:
             z = z + variant.bias(rows)
-        hidden = torch.arange(k.shape[2], device=k.device) >= rows.n  # [Lq, Lk]
-        z = z.masked_fill(hidden, variant.phi.zero)
+        z = z.masked_fill(~rows.sees(k.shape[2]), variant.phi.zero)
         if variant.shift is not None:
             z = z + variant.shift(z.detach().amax(-1, keepdim=True))
         A = variant.phi.function(z)
@@ -340,10 +356,11 @@ class Attention(nn.Module):
 
     def _rows(self, q: Tensor, k: Tensor, heads: slice, length: int) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
-        n = torch.arange(Lk - Lq + 1, Lk + 1, device=q.device)[:, None]  # [Lq, 1]
+        last = torch.arange(Lk - Lq, Lk, device=q.device)[:, None]  # [Lq, 1]
+        n = (last + 1).clamp_max(Lk if self.window is None else self.window)
         # float32 at least: bfloat16 cannot count past 256
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        rows = RowContext(n=n.to(dtype), d=self.head_size, L=length, gamma=self.gamma)
+        n_float = n.to(torch.promote_types(q.dtype, torch.float32))
+        rows = RowContext(n_float, last, d=self.head_size, L=length, gamma=self.gamma)
         if self.s is not None:
             rows.s = self.s[heads, None, None]
         if self.b is not None:
@@ -379,20 +396,21 @@ class Attention(nn.Module):
         """The reference in blocks, so that only the weights of one block are in memory.
 
         A block is some queries of some heads of some sequences. It reads no keys beyond its last
-        query.
+        query, and none before the window of its first.
         """
         (B, H, Lq, _), Lk = q.shape, k.shape[2]
         queries = min(Lq, BLOCK_QUERIES)
-        matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * Lk)
+        most = Lk if self.window is None else min(Lk, self.window + queries - 1)  # keys of a block
+        matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * most)
         heads, sequences = min(H, max(1, matrices)), max(1, matrices // H)
-        recompute = torch.is_grad_enabled() and B * H * Lq * Lk > KEEP_SCORES
+        recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
 
         def block(part: tuple[slice, slice], start: int, end: int) -> Tensor:
-            n = Lk - Lq + end  # keys that the last of these queries sees
+            keys = slice(first_key(Lk - Lq + start, self.window), Lk - Lq + end)
             args = (
                 q[part][:, :, start:end],
-                k[part][:, :, :n],
-                v[part][:, :, :n],
+                k[part][:, :, keys],
+                v[part][:, :, keys],
                 None if inv_key_norm is None else inv_key_norm[part],
                 part[1],
                 length,
@@ -434,6 +452,7 @@ class Attention(nn.Module):
             p=self.p,
             unit=variant.l2_normalise,
             signed=variant.phi.signed,
+            window=self.window if self._cuts(k) else None,
         )
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
@@ -444,6 +463,8 @@ class Attention(nn.Module):
         if isinstance(scale, Tensor):  # one for each row: torch takes a single number
             q, scale = q * scale, 1.0
         q, k = q.to(v.dtype), k.to(v.dtype)
+        if self._cuts(k):
+            return self._sdpa_in_blocks(q, k, v, length, scale)
         mask, causal = None, 1 < Lq == Lk
         if 1 < Lq < Lk:
             # is_causal aligns the first query with the first key, but queries after a cache are
@@ -452,6 +473,26 @@ class Attention(nn.Module):
 
             mask = causal_lower_right(Lq, Lk)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+    def _sdpa_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
+        """Softmax with a window: each block of queries over its own keys, with a mask of theirs."""
+        past = k.shape[2] - q.shape[2]
+        out = []
+        for start in range(0, q.shape[2], BLOCK_QUERIES):
+            queries = q[:, :, start : start + BLOCK_QUERIES]
+            end = past + start + queries.shape[2]
+            keys = slice(first_key(past + start, self.window), end)
+            some = k[:, :, keys]
+            mask = self._rows(queries, some, slice(None), length).sees(some.shape[2])
+            out.append(
+                F.scaled_dot_product_attention(queries, some, v[:, :, keys], mask, scale=scale)
+            )
+        return torch.cat(out, dim=2)
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first key that the query at a position sees."""
+    return 0 if window is None else max(0, position + 1 - window)
 
 
 def l2_normalise(x: Tensor) -> Tensor:

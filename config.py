@@ -65,6 +65,9 @@ class Config:
     s_init: float = setting(1.0, "initial value of SSMax's s; 0.1685 for its variants (e), (f)")
     b_init: float = setting(0.0, "initial value of b in SSMax (d) and Eq. 3")
     gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.")
+    window: int | None = setting(
+        None, "keys that each row sees, its own the last; None: all", at_least=1
+    )
     # model
     n_layer: int = setting(12, "transformer blocks", at_least=1)
     n_head: int = setting(12, "attention heads per block", at_least=1)

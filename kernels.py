@@ -21,6 +21,9 @@ U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, 
 so that accumulating U in the forward pass saves the backward pass from computing E separately.
 shift_i, which l1 cancels, keeps phi from under- or overflowing (Phi.shift); otherwise it is 0.
 
+With a window of W keys, row i sees the keys i - W < j <= i, and n_i is min(i, W). Tiles in which no
+row sees a key are never visited.
+
 Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
 the order of summation must be fixed (torch.use_deterministic_algorithms) or scale and bias are
@@ -45,6 +48,8 @@ TIED = tl.constexpr(16 * 2.0**-23)
 INTERPRETED = triton.knobs.runtime.interpret
 # Each head's 1 / |k| is padded to a multiple of this, which every block of keys divides.
 PADDING = tl.constexpr(128)
+# The largest score of a row that has seen no key yet: with a window its first tile may have none.
+NO_SCORE = tl.constexpr(-1e30)
 
 
 def blocks(*shapes: tuple[int, int, int, int]) -> list[triton.Config]:
@@ -65,7 +70,7 @@ BACKWARD_BLOCKS = blocks(
 FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
 # The autotuner measures once for all calls that share these, and caches the result as JSON.
 # `size` and `work` are the bit lengths of the number of keys, and of queries in all heads.
-AUTOTUNE_KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION"]
+AUTOTUNE_KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION", "WINDOW"]
 # Arguments that Triton would otherwise compile separate kernels for when they are 1 or divisible by
 # 16.
 UNSPECIALISED = ["B", "H", "size", "work"]
@@ -416,15 +421,30 @@ def _scale_and_bias(
     return alpha, beta
 
 
+# Each loop over tiles runs in parts: part 0, without a mask, over the tiles that every row of a
+# block sees whole, part 1 over those on the diagonal, and with a window part 2 over those on its
+# edge.
+
+
 @triton.jit
-def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The end of the tiles that all rows of a block see whole, and of the keys that any sees."""
-    full = (block * BLOCK_M + past + 1) // BLOCK_N * BLOCK_N
-    return full, tl.minimum(block * BLOCK_M + BLOCK_M + past, Lk)
+def _key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """For each part, the first key of its tiles and the end of its keys, for a block of rows."""
+    row = block * BLOCK_M + past  # the first row's own key
+    full, begin, whole = (row + 1) // BLOCK_N * BLOCK_N, 0, 0
+    if WINDOW is not None:
+        begin = tl.maximum(row + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        whole = tl.cdiv(tl.maximum(row + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
+        whole = tl.minimum(whole, full)
+    return (whole, full), (full, tl.minimum(row + BLOCK_M, Lk)), (begin, whole)
 
 
-# Each loop over keys runs twice: without a mask over the tiles that every row of the block sees
-# whole, then with the mask over those on the diagonal.
+@triton.jit
+def _visible(keys, rows, past, WINDOW: tl.constexpr):
+    """Whether rows see keys, which broadcast against them."""
+    visible = keys <= rows + past
+    if WINDOW is not None:
+        visible = visible & (keys > rows + past - WINDOW)
+    return visible
 
 
 @autotuned(FORWARD_BLOCKS)
@@ -434,7 +454,8 @@ def _forward_one_stage(
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
     B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -446,20 +467,20 @@ def _forward_one_stage(
     alpha, beta = _scale_and_bias(
         q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
     )
-    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
+    tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     a_max = tl.full([BLOCK_M], DEAD, tl.float32)
-    z_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+    z_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = keys[None, :] <= rows[:, None] + past
+            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             a, z_max, rescale = _activate(
-                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, MASKED
+                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, PART > 0
             )
             if SHIFT is not None:
                 total, acc = total * rescale, acc * rescale[:, None]
@@ -492,7 +513,8 @@ def _forward_two_stages(
     q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
     B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
@@ -503,21 +525,21 @@ def _forward_two_stages(
     alpha, beta = _scale_and_bias(
         q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
     )
-    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
+    tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row
     total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     compensation = tl.zeros([BLOCK_M], tl.float32)
-    z_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+    z_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = keys[None, :] <= rows[:, None] + past
+            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             a, z_max, rescale = _activate(
-                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, MASKED
+                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, PART > 0
             )
             if SHIFT is not None:
                 total, a_max = total * rescale, a_max * rescale
@@ -528,20 +550,23 @@ def _forward_two_stages(
             a_max = tl.maximum(a_max, tl.max(a, 1))
     if SHIFT is not None:
         beta += SHIFT(z_max)
-    n = (rows + past + 1).to(tl.float32)
+    n = rows + past + 1
+    if WINDOW is not None:
+        n = tl.minimum(n, WINDOW)
+    n = n.to(tl.float32)
     gain, offset, top = _second_stage(total, a_max, n)
 
     # ---- pass 2: the re-weighted weights, times V ----
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = keys[None, :] <= rows[:, None] + past
-            a, _, _ = _activate(s, alpha, beta, z_max, visible, PHI, None, BIASED, MASKED)
+            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
+            a, _, _ = _activate(s, alpha, beta, z_max, visible, PHI, None, BIASED, PART > 0)
             t = _reweighted(a, gain[:, None], offset[:, None])
             u = _power_less_one(t, P)
             w = u * t
@@ -640,6 +665,20 @@ def _gradients(
     return A, dz
 
 
+@triton.jit
+def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """For each part, the first row of its tiles and the end of its rows, for a block of keys."""
+    begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
+    # the first block of rows that all see all of these keys, but for a window
+    full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
+    whole, last = Lq, Lq
+    if WINDOW is not None:
+        end = block * BLOCK_N - past + WINDOW  # of the rows that see the first of these keys
+        whole = tl.minimum(tl.maximum(end, 0) // BLOCK_M * BLOCK_M, Lq)
+        last = tl.minimum(end + BLOCK_N - 1, Lq)
+    return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
+
+
 @autotuned(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
@@ -647,7 +686,8 @@ def _backward_keys(
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
     bh, block = tl.program_id(0), tl.program_id(1)
@@ -662,14 +702,11 @@ def _backward_keys(
         inverse = tl.load(_padded(K_INVERSE, bh, Lk) + keys)[:, None]
         unit_k = (k * inverse).to(k.dtype)
     past = Lk - Lq
-    begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
-    # the first block of rows that all see all of these keys
-    full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
+    tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for MASKED in tl.static_range(2):
-        first = begin if MASKED else full
-        for start in range(first, tl.minimum(full, Lq) if MASKED else Lq, BLOCK_M):
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
             q = _load(Q, q_strides, rows, Lq, D, BLOCK_D)
             dout = _load(DOUT, dout_strides, rows, Lq, D, BLOCK_D)
@@ -683,7 +720,8 @@ def _backward_keys(
             A, dz = _gradients(
                 s, dp, alpha[None, :], beta[None, :], gain[None, :], delta[None, :],
                 offset[None, :], inv_w[None, :], coupling[None, :], slope[None, :],
-                keys[:, None] <= rows[None, :] + past, PHI, SLOPE, SIGNED, P, L1, BIASED, MASKED,
+                _visible(keys[:, None], rows[None, :], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
+                BIASED, PART > 0,
             )  # fmt: skip
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
             ds = (dz * alpha[None, :]).to(q.dtype)
@@ -722,7 +760,8 @@ def _backward_queries(
     q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
     PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of rows and, if LEARNT, the gradients of scale and bias."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -736,12 +775,12 @@ def _backward_queries(
         ROWS, TERMS, bh, rows, B * H, Lq, P
     )
     past = Lk - Lq
-    full, last = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N)
+    tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dscale, dbias = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in range(full * MASKED, last if MASKED else full, BLOCK_N):
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
             v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
@@ -750,7 +789,8 @@ def _backward_queries(
             _, dz = _gradients(
                 s, dp, alpha[:, None], beta[:, None], gain[:, None], delta[:, None],
                 offset[:, None], inv_w[:, None], coupling[:, None], slope[:, None],
-                keys[None, :] <= rows[:, None] + past, PHI, SLOPE, SIGNED, P, L1, BIASED, MASKED,
+                _visible(keys[None, :], rows[:, None], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
+                BIASED, PART > 0,
             )  # fmt: skip
             if LEARNT:
                 dscale += tl.sum(dz * s, 1)
@@ -930,7 +970,7 @@ def _outputs(
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool, signed: bool, save: bool,
+    phi: str, shifted: bool, p: float, unit: bool, signed: bool, window: int | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, the row vectors and 1 / |k|."""
     B, H, Lq, d = q.shape
@@ -945,7 +985,7 @@ def _forward(
             )
         constants = dict(
             PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
-            SAVE=save, PRECISION=_precision(), **head,
+            SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
 
         def grid(meta):
@@ -968,15 +1008,15 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, save):
+def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save):
     return _outputs(q, k, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u: Tensor, rows: Tensor,
-    k_inverse: Tensor, phi: str, p: float, unit: bool, signed: bool, l1: bool, biased: bool,
-    learnt: bool,
+    k_inverse: Tensor, phi: str, p: float, unit: bool, signed: bool, window: int | None, l1: bool,
+    biased: bool, learnt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, if learnt, the gradients of scale and bias, [B, H, Lq]."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
@@ -997,6 +1037,7 @@ def _backward(
         BIASED=biased,
         UNIT=unit,
         PRECISION=_precision(),
+        WINDOW=window,
         **head,
     )
     with _device(q):
@@ -1023,7 +1064,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, u, rows, k_inverse, phi, p, unit, signed, l1, biased, learnt):
+def _(dout, q, k, v, out, u, rows, k_inverse, phi, p, unit, signed, window, l1, biased, learnt):
     return _like(q), _like(k), _like(k), *_row_gradients(q, learnt)
 
 
@@ -1033,9 +1074,9 @@ def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, scale, bias, norm, phi, _, p, unit, signed, _ = inputs
+    q, k, v, scale, bias, norm, phi, _, p, unit, signed, window, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.constants = phi, p, unit, signed, norm is None, bias is not None
+    ctx.constants = phi, p, unit, signed, window, norm is None, bias is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -1046,7 +1087,7 @@ def _call_backward(ctx, dout, *_):
     dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.constants, learnt)
     dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
     dbias = dbias.sum(0) if ctx.needs_input_grad[4] else None
-    return dq, dk, dv, dscale, dbias, *(None,) * 7
+    return dq, dk, dv, dscale, dbias, *(None,) * 8
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1101,14 +1142,15 @@ def _processors(device: torch.device) -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
-    phi: str, shifted: bool, p: float | None, unit: bool, signed: bool,
+    phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, H, Lk, d], Lq <= Lk.
 
     The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq] of any strides;
     without norm it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of
     stage 2, or None; `unit` normalises q and k to unit length; `signed` means that phi may be
-    negative. Gradients flow to q, k, v, scale and bias.
+    negative; `window` is the number of keys that each row sees, or None. A single query sees all k.
+    Gradients flow to q, k, v, scale and bias.
     """
     p = 0.0 if p is None else float(p)
     if shifted and bias is None:
@@ -1117,4 +1159,4 @@ def attend(
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
-    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, save)[0]
+    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save)[0]

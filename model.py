@@ -91,23 +91,42 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys (after RoPE) and values of up to `size` positions, for every layer."""
+    """Keys (after RoPE) and values of up to `size` positions, for every layer.
+
+    A layer with a window keeps a ring of them: position i is at i modulo the window.
+    """
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, H, new, d]; returns all keys and values, [B, H, length + new, d]."""
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Append k, v [B, H, new, d]; returns the keys and values that the new positions see.
+
+        They are [B, H, length + new, d] or, with a window, at most [B, H, window - 1 + new, d]: in
+        order, but for a single new position, which attends to them all, in the ring's order.
+        """
+        B, H, new, d = k.shape
         if layer not in self.keys:
-            B, H, _, d = k.shape
-            self.keys[layer] = k.new_empty(B, H, self.size, d)
-            self.values[layer] = v.new_empty(B, H, self.size, d)
-        end = self.length + k.shape[2]
-        self.keys[layer][:, :, self.length : end] = k
-        self.values[layer][:, :, self.length : end] = v
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+            room = self.size if window is None else min(self.size, window)
+            self.keys[layer] = k.new_empty(B, H, room, d)
+            self.values[layer] = v.new_empty(B, H, room, d)
+        keys, values = self.keys[layer], self.values[layer]
+        start, end = self.length, self.length + new
+        if window is not None and end > window:
+            if new > 1:
+                past = torch.arange(max(0, start - window + 1), start, device=k.device) % window
+                k = torch.cat((keys[:, :, past], k), dim=2)
+                v = torch.cat((values[:, :, past], v), dim=2)
+                kept = torch.arange(end - window, end, device=k.device) % window
+                keys[:, :, kept], values[:, :, kept] = k[:, :, -window:], v[:, :, -window:]
+                return k, v
+            start %= window
+        keys[:, :, start : start + new], values[:, :, start : start + new] = k, v
+        return keys[:, :, :end], values[:, :, :end]
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -128,6 +147,7 @@ def build_attention(config: Config) -> Attention:
         s_init=config.s_init,
         b_init=config.b_init,
         gamma=config.gamma,
+        window=config.window,
     )
 
 
@@ -147,7 +167,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.c_attn(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # [B, H, L, d]
         if cache is not None:
-            k, v = cache.append(layer, k, v)
+            k, v = cache.append(layer, k, v, self.attention.window)
         y = self.attention(q, k, v, score_scale, cache.size if cache else None)
         return self.c_proj(y.transpose(1, 2).reshape(B, L, C))
 
@@ -356,11 +376,14 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and the causal half of softmax
-        attention's products, for every variant, so that runs can be compared.
+        6 per weight of a matrix product (2 forward, 4 backward), and softmax attention's products
+        with the keys that rows see, for every variant, so that runs can be compared: the causal
+        half of L keys or, with a window of W, W - W^2 / 2 L of them on average.
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
-        attention = 6 * c.n_layer * c.n_embd * c.block_size  # 3 x 2 products x 2 L C / 2
+        L = c.block_size
+        W = L if c.window is None else min(c.window, L)
+        attention = 6 * c.n_layer * c.n_embd * W * (2 * L - W) // L  # 3 x 2 products x 2 keys C
         return 6 * (matrices - padding) + attention

@@ -99,7 +99,7 @@ def loops(sass: str) -> list[int]:
 
 def main() -> None:
     capabilities = itertools.cycle((90, 80))
-    sizes = dict(D=64, BLOCK_D=64)
+    sizes = dict(D=64, BLOCK_D=64, WINDOW=None)
     jobs: list[Callable[[], str]] = []
 
     def compile_row(kernel, config, phi, *, forward=False, atomic=False, dtype="bf16", **constants):

@@ -30,7 +30,7 @@ EPS = 2.0**-23  # float32
 @dataclass
 class Query:
     q: list[float]
-    keys: list[list[float]]  # the n keys that it sees
+    keys: list[list[float]]  # the n keys that it sees, within its window if it has one
     L: int  # the training length, or the current one
     s: float  # of the query's head
     b: float
@@ -203,7 +203,7 @@ def leaves(*tensors):
     return tuple(t.detach().clone().requires_grad_() for t in tensors)
 
 
-def reference(case, attn, q, k, factor=1.0):
+def reference(case, attn, q, k, factor=1.0, window=None):
     """The weights [B, H, Lq, Lk]; the queries are the last positions."""
     settings = small_config(case)
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
@@ -211,10 +211,11 @@ def reference(case, attn, q, k, factor=1.0):
     for b in range(B):
         for h in range(H):
             for i in range(Lq):
-                n = Lk - Lq + i + 1
+                end = Lk - Lq + i + 1
+                n = end if window is None else min(end, window)
                 query = Query(
                     q=q[b, h, i].tolist(),
-                    keys=k[b, h, :n].tolist(),
+                    keys=k[b, h, end - n : end].tolist(),
                     L=Lk if settings.attention_length == "current" else settings.block_size,
                     s=0.0 if attn.s is None else attn.s[h].item(),
                     b=0.0 if attn.b is None else attn.b[h].item(),
@@ -222,7 +223,8 @@ def reference(case, attn, q, k, factor=1.0):
                     factor=factor,
                     gamma=settings.gamma,
                 )
-                A[b, h, i, :n] = torch.tensor(REFERENCE[case](query), dtype=torch.float64)
+                weights = torch.tensor(REFERENCE[case](query), dtype=torch.float64)
+                A[b, h, i, end - n : end] = weights
     return A
 
 
@@ -418,6 +420,116 @@ def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
     for one, other in zip(ours, theirs, strict=True):
         assert_near(one, other)
     assert len(rows) == (1 if keep else 2) * (24 if Lq == 10 else 2)
+
+
+# ---- windows ----
+
+PATHS = ["auto", "blocked", "reference"]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """4 queries of one head at a time."""
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_window_equals_the_formula(case, small_blocks):
+    """More than the 16 keys of the training length, too."""
+    for Lq, Lk, window in ((11, 11, 1), (11, 11, 3), (10, 12, 5), (1, 9, 6), (3, 30, 20)):
+        layers = [
+            build(case, f"--window={window}", f"--attention_impl={path}").double() for path in PATHS
+        ]
+        q, k, v = draw(Lq, Lk, seed=Lk, B=1)
+        expected = reference(case, layers[0], q, k, window=window)
+        assert_near(layers[0].weights(q, k), expected)
+        for attn in layers:
+            assert_near(attn(q, k, v), expected @ v)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("case", ROWS)
+def test_gradients_with_a_window(case, recompute, small_blocks, monkeypatch):
+    """Of the reference path by differences, of the others against it."""
+    monkeypatch.setattr(attention, "KEEP_SCORES", 0 if recompute else 10**9)
+    layers = [
+        build(case, "--n_embd=4", "--window=4", f"--attention_impl={path}").double()
+        for path in PATHS
+    ]
+    inputs = leaves(*draw(6, 7, B=1, d=2, seed=3))
+    if not recompute:
+        attn = layers[-1]
+        assert gradcheck(lambda *_: attn(*inputs), (*inputs, *attn.parameters()), fast_mode=True)
+    gradients = [
+        torch.autograd.grad(attn(*inputs).sin().sum(), (*inputs, *attn.parameters()))
+        for attn in layers
+    ]
+    for ours in gradients[:2]:
+        for one, other in zip(ours, gradients[2], strict=True):
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_has_no_gradient_outside_its_window(case, path, small_blocks):
+    attn = build(case, "--window=4", f"--attention_impl={path}").double()
+    q, k, v = leaves(*draw(9, 11, B=1, seed=2))
+    out = attn(q, k, v)
+    for i in (0, 3, 4, 8):
+        dk, dv = torch.autograd.grad(out[:, :, i].sin().sum(), (k, v), retain_graph=True)
+        seen = slice(max(0, i + 2 - 3), i + 2 + 1)
+        for x in (dk, dv):
+            outside = torch.ones(11, dtype=torch.bool)
+            outside[seen] = False
+            assert (x[:, :, outside] == 0).all()
+        assert dv[:, :, seen].any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", ROWS)
+def test_a_window_of_all_keys_is_none(case, path, small_blocks):
+    impl = f"--attention_impl={path}"
+    for Lq, Lk in ((9, 9), (3, 9), (1, 9)):
+        q, k, v = leaves(*draw(Lq, Lk, dtype=torch.float32))
+        found = []
+        for window in (None, 9, 10, 2**40):
+            attn = build(case, f"--window={window}", impl)
+            out, A = attn(q, k, v), attn.weights(q, k)
+            found.append((out, A, *torch.autograd.grad(out.sum(), (q, k, v))))
+        for other in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
+def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypatch):
+    shapes = []
+
+    def spy(owner, name):
+        function = getattr(owner, name)
+
+        def record(*args, **settings):
+            q, k = [x for x in args if isinstance(x, torch.Tensor)][:2]
+            shapes.append((q.shape[2], k.shape[2]))
+            return function(*args, **settings)
+
+        monkeypatch.setattr(owner, name, record)
+
+    spy(F, "scaled_dot_product_attention")
+    spy(attention.Attention, "_reference")
+    attn = build(case, "--window=6")
+    attn(*draw(20, 50, B=1, H=1))
+    assert shapes == [(4, 9)] * 5
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
+def test_a_window_is_the_same_wherever_its_keys_begin(case):
+    """Rows that see whole windows do not depend on what is before."""
+    attn = build(case, "--window=5").double()
+    q, k, v = draw(12, 12)
+    later = attn(q[:, :, 4:], k, v)
+    assert_near(attn(q, k, v)[:, :, 4:], later)
+    assert_near(attn(q[:, :, 8:], k[:, :, 4:], v[:, :, 4:]), later[:, :, 4:])
 
 
 # ---- edge cases ----

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import Config, accumulation_steps, help_text, load_config
+from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
 from errors import UserError, command
 from tests.helpers import CONFIGS, ROWS
 
@@ -42,7 +42,7 @@ def test_defaults_are_the_124m_recipe():
         total_batch_size=524288, batch_size=64, max_iters=18865, learning_rate=6e-4,
         schedule="cosine", warmup_iters=700, min_lr=0, weight_decay=0.1, beta1=0.9, beta2=0.95,
         adam_eps=1e-8, grad_clip=1, eval_interval=250, val_tokens=10485760, optimizer="adamw",
-        s_init=1, b_init=0, gamma=1, attention_length="train",
+        s_init=1, b_init=0, gamma=1, attention_length="train", window=None,
     )  # fmt: skip
     assert {key: getattr(config, key) for key in recipe} == recipe
     assert accumulation_steps(config, world_size=8) == 1
@@ -100,6 +100,8 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
         (["--p=None"], "p", None),
         (["--p", "None"], "p", None),
         (["--vocab_size=50304"], "vocab_size", 50304),
+        (["--window=1024"], "window", 1024),
+        (["--window=None"], "window", None),
         (["--s_init=-2"], "s_init", -2.0),
         (["--b_init", "-2"], "b_init", -2.0),
         (["--resume"], "resume", True),
@@ -170,6 +172,8 @@ def test_a_config_is_frozen_checked_and_survives_as_dict():
     assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
     assert config.replace(p=2.5).variant_name == "lssar_p2.5"
     assert load_config([]).variant_name == "softmax"
+    assert config.replace(window=8).variant_name == "lssar_p3"
+    assert "window" not in MAY_CHANGE_ON_RESUME  # another window is another run
     with pytest.raises(UserError, match="p = 0.5"):
         config.replace(p=0.5)
     with pytest.raises(UserError, match="n_layer = 0"):
@@ -219,6 +223,8 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--learning_rate=-1e-3", "learning_rate = -0.001 must be at least 0"),
         ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
         ("--mlp_hidden=0", "mlp_hidden = 0 must be at least 1"),
+        ("--window=0", "window = 0 must be at least 1"),
+        ("--window=8.0", "window = 8.0 is float; it must be int or None"),
         ("--eval_interval=0", "eval_interval = 0 must be at least 1"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
         ("--beta2=1.5", "beta2 = 1.5 must be below 1"),

@@ -41,7 +41,7 @@ FUSED = [
 def compare(case, tensors, *settings, formula=None):
     """Asserts that the kernels' error is at most twice the formula's in the same dtype (or the
     reference path's, where the formula overflows), plus some roundings, which p multiplies."""
-    d, dtype, L = tensors[0].shape[-1], tensors[0].dtype, tensors[1].shape[2]
+    d, dtype = tensors[0].shape[-1], tensors[0].dtype
     fused, reference = (build(case, d, *settings, impl) for impl in (TRITON, REFERENCE))
     exactly = build(case, d, *settings, REFERENCE).double()
     truth = evaluate(exactly, [x.double() for x in tensors], formula)
@@ -51,7 +51,8 @@ def compare(case, tensors, *settings, formula=None):
     roundings = (16 + 2 * (fused.p or 0) if dtype is FLOAT32 else 1) * torch.finfo(dtype).eps
     # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
     # incoming gradient. A learnable number's gradient is one sum of terms that cancel.
-    size = tensors[-1].double().norm() * (1 if L <= 5 else 1e-3)
+    keys = min(tensors[1].shape[2], fused.window or math.inf)
+    size = tensors[-1].double().norm() * (1 if keys <= 5 else 1e-3)
     for name, exact in truth.items():
         scale = max(exact.norm(), size) * (10 if name in LEARNABLE else 1)
         error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
@@ -176,6 +177,80 @@ def test_one_hot_keys():
         compare(case, (q, k, v, gradient))
 
 
+# ---- windows ----
+
+# A window's edge in the diagonal's tile, and in another; part of a tile of keys, a whole one, and
+# more than a tile of rows and one of keys together, so that some tiles are seen whole.
+WINDOWS = [1, 3, 8, 16, 31, 50, 69]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["softmax.py", "lssar_p15.py", "softmax_p3.py", "sigmoid_logn.py", "sigmoid_logn_l1_p3.py",
+     "relu_li.py", "relu_shen.py", "ssmax_bias.py", "ablations/phi_mish.py"],
+)  # fmt: skip
+def test_rows_with_a_window_against_their_formula(case):
+    index = FUSED.index(case)
+    for step, (Lq, Lk, dtype) in enumerate([(70, 70, FLOAT32), (33, 70, FLOAT16)]):
+        window = WINDOWS[(index + 4 * step) % len(WINDOWS)]
+        tensors = draw_off_kinks(Lq, Lk, 16, dtype, B=1, window=window)
+        compare(case, tensors, f"--window={window}", formula=TEXTBOOK[case])
+
+
+@pytest.mark.parametrize("window", [16, 64, 77])
+def test_windows_of_several_tiles(window):
+    tensors = draw_off_kinks(100, 100, 16, FLOAT32, B=1, window=window)
+    compare("lssar_p3.py", tensors, f"--window={window}", formula=TEXTBOOK["lssar_p3.py"])
+
+
+@pytest.mark.parametrize(
+    "case, atomic", [("lssar_p15.py", True), ("lssar_p15.py", False), ("ssmax_bias.py", False)]
+)
+def test_tiles_outside_the_window_are_never_visited(case, atomic, monkeypatch):
+    """Rows 64 to 95 see keys in tiles from 32 on; keys 0 to 31 are seen in tiles of rows up to 63.
+
+    What is outside is NaN, which any use of it, even with weight 0, would pass on.
+    """
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not atomic)
+    attn = build(case, 16, "--window=20", TRITON)
+    q, k, v, gradient = draw(96, 96, 16, FLOAT32)
+    clean = evaluate(build(case, 16, "--window=20", REFERENCE), (q, k, v, gradient))
+    poison = torch.full((1, 2, 32, 16), math.nan)
+    k_late, v_late = (torch.cat((poison, x[:, :, 32:]), dim=2) for x in (k, v))
+    q_early, gradient_early = (torch.cat((x[:, :, :64], poison), dim=2) for x in (q, gradient))
+    for tensors, inside in (
+        ((q, k_late, v_late, gradient), slice(64, 96)),
+        ((q_early, k, v, gradient_early), slice(0, 32)),
+    ):
+        found = evaluate(attn, tensors)
+        for name in ("out", "dq", "dk", "dv"):
+            ours, expected = (x[name].view(q.shape)[:, :, inside] for x in (found, clean))
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_of_all_keys_is_none():
+    tensors = draw(20, 20, 16, FLOAT32)
+    for case in ("lssar_p15.py", "ssmax_bias.py"):
+        whole, windowed = (
+            evaluate(build(case, 16, *settings, TRITON), tensors)
+            for settings in ([], ["--window=20"])
+        )
+        assert all(torch.equal(whole[name], windowed[name]) for name in whole)
+
+
+def test_rows_that_see_no_key_of_their_first_tiles_are_shifted():
+    """Scores far from 0, so that a shift that is not the row's own would give 0 / 0 or infinity."""
+    q, k, v, gradient = draw(64, 64, 16, FLOAT32)
+    k = k.abs() * torch.linspace(0.9, 1.1, 64)[:, None]
+    for case, size in (("softmax.py", 100), ("softmax_p3.py", -100), ("sigmoid_l1.py", -100)):
+        tensors = size * q.abs(), k, v, gradient
+        found = evaluate(build(case, 16, "--window=3", TRITON), tensors)
+        exactly = build(case, 16, "--window=3", REFERENCE).double()
+        exact = evaluate(exactly, [x.double() for x in tensors])
+        assert all(x.isfinite().all() for x in found.values())
+        torch.testing.assert_close(found["out"], exact["out"], rtol=0, atol=1e-3)
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -261,6 +336,15 @@ def test_one_query_against_a_cache(case):
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
 
 
+def test_decoding_reads_no_key_outside_the_window():
+    q, k, v, _ = draw(1, 100, 16, FLOAT32)
+    k[:, :, :67], v[:, :, :67] = math.nan, math.nan
+    with torch.no_grad():
+        windowed = build("lssar_p15.py", 16, "--window=33", TRITON)(q, k, v)
+        alone = build("lssar_p15.py", 16, TRITON)(q, k[:, :, 67:], v[:, :, 67:])
+    assert torch.equal(windowed, alone)
+
+
 def test_decoding_reads_no_value_of_weight_zero():
     attn = build("lssar_p15.py", 16, TRITON)
     q, k, v, _ = draw(1, 100, 16, FLOAT32)
@@ -302,9 +386,9 @@ def arguments(case, L=20, requires_grad=True):
 def test_the_operators_are_well_formed(case):
     """Schema, fake tensors and autograd registration, by torch's own checks."""
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for save in (True, False):
+    for save, window in ((True, None), (False, None), (True, 7)):
         inputs = arguments(case, requires_grad=save)
-        torch.library.opcheck(kernels._forward, (*inputs, False, save), test_utils=checks)
+        torch.library.opcheck(kernels._forward, (*inputs, False, window, save), test_utils=checks)
     q, k, v, *rest = arguments(case, 1, requires_grad=False)
     torch.library.opcheck(kernels._decode, (q, k, v, *rest), test_utils=checks)
 
@@ -349,6 +433,8 @@ def test_the_path_that_is_taken(monkeypatch):
     for impl in ("triton", "blocked", "reference"):
         attn = build_attention(small_config("softmax.py", f"--attention_impl={impl}"))
         assert attn._path(q) == impl
+    for case, path in (("softmax.py", "sdpa"), ("lssa.py", "blocked")):
+        assert build_attention(small_config(case, "--window=2"))._path(q, windowed=True) == path
     fused = build_attention(small_config("lssa.py", TRITON))
     with pytest.raises(UserError, match="float64"):
         fused(q.double(), q.double(), q.double())
@@ -361,7 +447,7 @@ def test_the_path_that_is_taken(monkeypatch):
 
 
 def test_what_kernel_obstacle_computes_is_refused_by_the_config():
-    with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after their norm"):
+    with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after normalisation"):
         load_config([*SMALL, "--attention=softmax_inverse", TRITON])
     with pytest.raises(UserError, match="head size 256 is above 128"):
         load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])

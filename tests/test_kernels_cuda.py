@@ -49,9 +49,13 @@ def block_shape(request, monkeypatch):
 def compare(case, Lq, Lk, d, dtype, *settings, formula=None):
     """Asserts that the kernels' error is at most twice the formula's in the same dtype on the GPU
     (or the reference path's, where the formula overflows), plus roundings, which p multiplies."""
-    pick = draw_off_kinks if Lk <= FREE else draw
-    tensors = [x.cuda() for x in pick(Lq, Lk, d, dtype, B=1)]
     fused, reference = (build(case, d, *settings, impl).cuda() for impl in (TRITON, REFERENCE))
+    keys = min(Lk, fused.window or Lk)
+    if Lk <= FREE:
+        tensors = draw_off_kinks(Lq, Lk, d, dtype, B=1, window=fused.window)
+    else:
+        tensors = draw(Lq, Lk, d, dtype, B=1)
+    tensors = [x.cuda() for x in tensors]
     exactly = build(case, d, *settings, REFERENCE).cuda().double()
     truth = evaluate(exactly, [x.double() for x in tensors])
     ours = evaluate(fused, tensors)
@@ -61,7 +65,7 @@ def compare(case, Lq, Lk, d, dtype, *settings, formula=None):
         bar = evaluate(reference, tensors)
     eps = torch.finfo(dtype).eps
     roundings = (32 + 4 * (fused.p or 0) if dtype is FLOAT32 else 1) * eps
-    size = tensors[-1].double().norm() * (1 if Lk <= 5 else 1e-3)
+    size = tensors[-1].double().norm() * (1 if keys <= 5 else 1e-3)
     for name, exact in truth.items():
         scale = max(exact.norm(), size) * (10 if name in ("ds", "db", "dp_n") else 1)
         error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
@@ -91,6 +95,24 @@ def test_every_block_shape(case, block_shape):
     compare(case, 300, 300, 64, BFLOAT16)
 
 
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 100, 128, 200, 299])
+@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "softmax_p3.py", "ssmax_bias.py"])
+def test_every_window(case, window):
+    compare(case, 300, 300, 64, BFLOAT16, f"--window={window}", formula=TEXTBOOK[case])
+    compare(case, 70, 300, 64, FLOAT32, f"--window={window}", formula=TEXTBOOK[case])
+
+
+@pytest.mark.parametrize("block_shape", range(len(kernels.BACKWARD_BLOCKS)), indirect=True)
+@pytest.mark.parametrize("case", ["lssar_p15.py", "softmax.py"])
+def test_a_window_in_every_block_shape(case, block_shape):
+    compare(case, 700, 700, 64, BFLOAT16, "--window=300")
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_every_row_with_a_window(case):
+    compare(case, 129, 129, 64, FLOAT32, "--window=40", formula=TEXTBOOK[case])
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 2.5, 100])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 def test_powers(p, dtype):
@@ -107,14 +129,22 @@ def test_long(case, L):
     compare(case, 256, L, 64, BFLOAT16)
 
 
+def test_softmax_takes_the_kernels_with_a_window_alone():
+    q = torch.zeros(1, 2, 300, 64, device="cuda", dtype=BFLOAT16)
+    attn = build("softmax.py", 64, "--window=100")
+    assert attn._path(q) == "sdpa" and attn._path(q, windowed=True) == "triton"
+    assert attn._path(q.double(), windowed=True) == "sdpa"
+
+
+@pytest.mark.parametrize("window", [[], ["--window=900"]])
 @pytest.mark.parametrize("L", [1, 17, 1000, 16384])
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "relu_li.py", "softmax_p3.py"])
-def test_decoding(case, L):
+def test_decoding(case, L, window):
     q, k, v, _ = (x.cuda() for x in draw(1, L, 64, BFLOAT16, B=2))
-    exactly = build(case, 64, REFERENCE).cuda().double()
+    exactly = build(case, 64, *window, REFERENCE).cuda().double()
     exact = exactly(q.double(), k.double(), v.double())
     with torch.no_grad():
-        out = build(case, 64, TRITON).cuda()(q, k, v)
+        out = build(case, 64, *window, TRITON).cuda()(q, k, v)
     assert (out.double() - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
 
 

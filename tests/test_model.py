@@ -56,6 +56,13 @@ def test_flops_of_the_124m_model():
     matrices = 12 * 12 * 768**2 + 768 * 50257
     causal_attention = 12 * 768 * 1024  # per layer QK and AV: 2 x 2 x width x half of 1024 keys
     assert on_meta(Config()).flops_per_token() == 6 * (matrices + causal_attention)
+    # rows 1 to 256 see 1 to 256 keys, the others 256
+    with_a_window = 12 * 768 * 2 * (256 / 2 * 256 + 768 * 256) / 1024
+    assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + with_a_window)
+    for all_keys in (1024, 4096):
+        assert on_meta(Config(window=all_keys)).flops_per_token() == 6 * (
+            matrices + causal_attention
+        )
     untied = on_meta(Config(tie_embeddings=False))
     assert untied.flops_per_token() == on_meta(Config()).flops_per_token()
 
@@ -388,14 +395,20 @@ def test_refused_rope_scalings(arguments, message):
 # ---- cache and generation ----
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 1, 4, 18, 30])
 @pytest.mark.parametrize("case", ROWS)
-def test_a_cache_changes_nothing(case):
-    model = small_model(case)
+def test_a_cache_changes_nothing(case, window):
+    model = small_model(case, f"--window={window}").scale_rope("yarn")
     x = model.wte(tokens(2, 24))  # beyond the training length
-    cache = KVCache(24)
-    pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 10, 1], dim=1)]
-    assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-8)
-    assert cache.length == 24
+    whole = model.trunk(x)
+    for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
+        cache = KVCache(24)
+        pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
+        assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
+        assert cache.length == 24
+        for stored in (*cache.keys.values(), *cache.values.values()):
+            assert stored.shape[2] == min(24, window or 24)
 
 
 def greedy(model, ids, new):
@@ -415,6 +428,27 @@ def test_generation_equals_generation_without_a_cache(case):
         assert ids.shape == (2, prompt.shape[1] + 14) and torch.equal(ids[:, :6], prompt[:, :6])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("case", ROWS)
+def test_generation_with_a_window_equals_generation_without_a_cache(case):
+    """With one smaller than the prompt, as long, and longer."""
+    for window in (4, 6, 9):
+        model = small_model(case, "--tie_embeddings=False", f"--window={window}")
+        prompt = tokens(2, 6)
+        assert torch.equal(model.generate(prompt, 6, temperature=0), greedy(model, prompt, 6))
+
+
+def test_a_layer_sees_through_its_window_only():
+    model = small_model("softmax.py", "--window=4")
+    x = tokens(1, 16)
+    changed = x.clone()
+    changed[:, :9] = tokens(1, 9, seed=1)
+    before, after = model(x), model(changed)
+    # two layers see 2 (4 - 1) positions back: row 8 + 6 is the last that sees a changed one
+    assert_near(after[:, 15], before[:, 15], 1e-12)
+    assert not torch.allclose(after[:, 14], before[:, 14])
+
+
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
 def test_generation_fixes_dynamic_ntk_by_the_final_length(case):
     model, prompt = small_model(case, "--tie_embeddings=False"), tokens(2, 10)
@@ -422,6 +456,15 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length(case):
     model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
     assert torch.equal(ids, greedy(model, prompt, 30))
     assert not torch.equal(ids, greedy(model.scale_rope("none"), prompt, 30))
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
+def test_generation_with_a_window_fixes_dynamic_ntk_by_the_final_length(case):
+    model = small_model(case, "--tie_embeddings=False", "--window=7")
+    prompt = tokens(2, 10)
+    ids = model.scale_rope("dynamic_ntk").generate(prompt, 30, temperature=0)
+    model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
+    assert torch.equal(ids, greedy(model, prompt, 30))
 
 
 def test_generation_leaves_the_model_as_it_was():

@@ -27,10 +27,12 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 # ---- rounding ----
 
 LENGTHS = [1, 2, 3, 4, 5, 63, 64, 65, 1000]
+# (length, window)
+SIZES = [(L, None) for L in LENGTHS] + [(65, 1), (65, 4), (64, 20), (1000, 300)]
 LEARNABLE = ("ds", "db", "dp_n")
 
 
-def floor(name, L, dtype):
+def floor(name, keys, dtype):
     """The relative error allowed beyond twice the textbook's.
 
     With few keys the ratio of the two errors means little: up to 5 keys the textbook's can be 0. A
@@ -41,21 +43,23 @@ def floor(name, L, dtype):
     if name in LEARNABLE:
         return (48 if dtype is FLOAT32 else 1) * eps
     if dtype is FLOAT32:
-        return (16 if L <= 5 else 4) * eps
+        return (16 if keys <= 5 else 4) * eps
     return eps / 2  # the result itself is rounded
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("case", ROWS)
 def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
-    for i, L in enumerate(LENGTHS):
+    for i, (L, window) in enumerate(SIZES):
         d = (16, 64, 128)[(i + ROWS.index(case)) % 3]  # each pair of L and d in a third of the rows
-        attn, exactly = build(case, d), build(case, d).double()
+        attn, exactly = (build(case, d, f"--window={window}") for _ in range(2))
+        exactly.double()
+        keys = min(L, window or L)
         # of 1,000 positions the last 64; parameters have few gradients, so those of 8 draws
         draws, B = (8, 1) if list(attn.parameters()) else (1, max(1, 64 // L))
         ours, printed, exact, size = [], [], [], 0.0
         for seed in range(draws):
-            tensors = draw_off_kinks(min(L, 64), L, d, dtype, B, 100 * seed)
+            tensors = draw_off_kinks(min(L, 64), L, d, dtype, B, 100 * seed, window)
             ours.append(evaluate(attn, tensors))
             printed.append(evaluate(attn, tensors, TEXTBOOK[case]))
             exact.append(evaluate(exactly, [x.double() for x in tensors], TEXTBOOK[case]))
@@ -66,10 +70,10 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
                 for results in (exact, ours, printed)
             )
             # with one key most gradients are 0: errors are relative to the incoming gradient
-            scale = max(truth.norm(), 1e-9 * size**0.5) if L > 1 else size**0.5
+            scale = max(truth.norm(), 1e-9 * size**0.5) if keys > 1 else size**0.5
             error, bar = (mine - truth).norm() / scale, (theirs - truth).norm() / scale
             assert bar.isfinite()
-            assert error <= 2 * bar + floor(name, L, dtype), (L, d, name, error, bar)
+            assert error <= 2 * bar + floor(name, keys, dtype), (L, window, d, name, error, bar)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

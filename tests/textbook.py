@@ -28,12 +28,15 @@ class Textbook:
     s: Tensor | None = None  # [H, 1, 1], of the dtype of q
     b: Tensor | None = None
     p_n: Tensor | None = None  # [Lq, 1]
+    window: int | None = None
 
     @property
     def seen(self):
         """[Lq, Lk]: the queries are the last positions."""
         ones = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool)
-        return ones.tril(self.k.shape[2] - self.q.shape[2])
+        past = self.k.shape[2] - self.q.shape[2]
+        seen = ones.tril(past)
+        return seen if self.window is None else seen.triu(past - self.window + 1)
 
     @property
     def n(self):
@@ -110,15 +113,15 @@ TEXTBOOK = {
 }
 
 
-def textbook(q, k, v, learnable, formula):
+def textbook(q, k, v, learnable, formula, window=None):
     """The output of a formula, given the layer's parameters as {name: parameter}."""
     parameters = {name: x.to(q.dtype) for name, x in learnable.items()}
     if "p_n" in parameters:
-        seen = torch.arange(k.shape[2] - q.shape[2], k.shape[2])
-        parameters["p_n"] = parameters["p_n"][seen.clamp_max(BLOCK_SIZE - 1), None]
+        n = Textbook(q, k, window=window).n.long().flatten()
+        parameters["p_n"] = parameters["p_n"][(n - 1).clamp_max(BLOCK_SIZE - 1), None]
     for name in {"s", "b"} & parameters.keys():
         parameters[name] = parameters[name][:, None, None]
-    return formula(Textbook(q, k, **parameters)) @ v
+    return formula(Textbook(q, k, **parameters, window=window)) @ v
 
 
 # ---- inputs ----
@@ -146,7 +149,7 @@ def draw(Lq, Lk, d, dtype, B=1, seed=0):
     return q, k, v, gradient
 
 
-def draw_off_kinks(Lq, Lk, d, dtype, B, first=0):
+def draw_off_kinks(Lq, Lk, d, dtype, B, first=0, window=None):
     """The first draw in which rounding to float32 moves no number across a kink.
 
     The slope jumps at score 0 for relu and for |phi| in a signed l1, and at A = 1 / n for the
@@ -155,7 +158,7 @@ def draw_off_kinks(Lq, Lk, d, dtype, B, first=0):
     """
     for seed in itertools.count(first):
         tensors = draw(Lq, Lk, d, dtype, B, seed)
-        t = Textbook(*(x.double() for x in tensors[:2]))
+        t = Textbook(*(x.double() for x in tensors[:2]), window=window)
         z, over_mean = t.z(), t.n * t.softmax() - 1
         from_kinks = torch.cat(
             (z[..., t.seen], z[..., t.seen] - 6, over_mean[..., t.seen & (t.n > 3)]), -1
@@ -170,7 +173,10 @@ def evaluate(attn, tensors, formula=None):
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     learnable = dict(attn.named_parameters())
-    out = attn(*inputs) if formula is None else textbook(*inputs, learnable, formula)
+    if formula is None:
+        out = attn(*inputs)
+    else:
+        out = textbook(*inputs, learnable, formula, attn.window)
     found = torch.autograd.grad(out, [*inputs, *learnable.values()], gradient)
     names = ["out", "dq", "dk", "dv", *("d" + name for name in learnable)]
     found = [x.detach().double().flatten() for x in (out, *found)]
