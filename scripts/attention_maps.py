@@ -165,7 +165,10 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens, such as 1024,8192 (default: 1x and 8x)"
     )
     parser.add_argument(
-        "--tokens", action=AtLeast, least=0, help="at each length (%(default)s); 0: only the text"
+        "--tokens",
+        action=AtLeast,
+        at_least=0,
+        help="at each length (%(default)s); 0: only the text",
     )
     parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     add_options(parser, MapsRequest)

@@ -51,7 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
-    parser.add_argument("--rounds", action=AtLeast, least=1, default=5)
+    parser.add_argument("--rounds", action=AtLeast, at_least=1, default=5)
     parser.add_argument("--out", help="write the figures to this JSON file")
     arguments = parser.parse_args()
     for pair in arguments.set:

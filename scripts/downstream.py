@@ -105,11 +105,11 @@ def main() -> None:
     )
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as YAML files")
     parser.add_argument(
-        "--max_length", action=AtLeast, least=1,
+        "--max_length", action=AtLeast, at_least=1,
         help="maximum tokens at once (default: 2x training, as in Table 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--limit", action=AtLeast, least=1, help="only this many samples per task, to try it"
+        "--limit", action=AtLeast, at_least=1, help="only this many samples per task, to try it"
     )
     add_options(parser, TaskRequest)
     arguments = parser.parse_args()

@@ -107,7 +107,7 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
     parser.add_argument(
-        "--tokens", action=AtLeast, least=1, help="tokens to predict (default: val_tokens)"
+        "--tokens", action=AtLeast, at_least=1, help="tokens to predict (default: val_tokens)"
     )
     parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     parser.add_argument(

@@ -79,13 +79,13 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="folder that train.py made")
     parser.add_argument("--out_dir", required=True, help="the new run's folder")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
-    parser.add_argument("--epochs", action=AtLeast, least=1, default=EPOCHS)
+    parser.add_argument("--epochs", action=AtLeast, at_least=1, default=EPOCHS)
     parser.add_argument("--learning_rate", type=float, default=LEARNING_RATE, help="peak")
     parser.add_argument(
-        "--sequences", action=AtLeast, least=1, default=SEQUENCES, help="examples a step"
+        "--sequences", action=AtLeast, at_least=1, default=SEQUENCES, help="examples a step"
     )
     parser.add_argument(
-        "--batch_size", action=AtLeast, least=1, default=8, help="examples a micro-batch"
+        "--batch_size", action=AtLeast, at_least=1, default=8, help="examples a micro-batch"
     )
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")

@@ -211,13 +211,16 @@ def main() -> None:
         "--lengths", action=Lengths, help="in tokens (default: 1x to 16x the training length)"
     )
     parser.add_argument(
-        "--samples", action=AtLeast, least=1, help="per length and depth (%(default)s)"
+        "--samples", action=AtLeast, at_least=1, help="per length and depth (%(default)s)"
     )
     parser.add_argument(
-        "--score_length", action=AtLeast, least=1, help="length for the needle scores (%(default)s)"
+        "--score_length",
+        action=AtLeast,
+        at_least=1,
+        help="length for the needle scores (%(default)s)",
     )
     parser.add_argument(
-        "--score_trials", action=AtLeast, least=1, help="needles to score (%(default)s)"
+        "--score_trials", action=AtLeast, at_least=1, help="needles to score (%(default)s)"
     )
     parser.add_argument("--data_dir", help="shards to take haystacks from (default: the run's own)")
     parser.add_argument("--seed", type=int, help="seed of needles and haystacks")

@@ -96,10 +96,15 @@ def main() -> None:
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
     )
-    parser.add_argument("--trials", action=AtLeast, least=1, help="per length (%(default)s)")
+    parser.add_argument("--trials", action=AtLeast, at_least=1, help="per length (%(default)s)")
     parser.add_argument("--seed", type=int, help="seed of keys and depths")
     parser.add_argument(
-        "--show", action=AtLeast, least=0, default=0, metavar="N", help="print N trials per length"
+        "--show",
+        action=AtLeast,
+        at_least=0,
+        default=0,
+        metavar="N",
+        help="print N trials per length",
     )
     add_options(parser, PasskeyRequest)
     arguments = parser.parse_args()

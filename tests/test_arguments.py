@@ -19,7 +19,7 @@ from scripts.common.arguments import AtLeast, Lengths
 )
 def test_options_are_refused_in_a_sentence(option, message):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", action=AtLeast, least=1)
+    parser.add_argument("--samples", action=AtLeast, at_least=1)
     parser.add_argument("--lengths", action=Lengths)
     with pytest.raises(UserError) as error:
         parser.parse_args([option])

@@ -111,11 +111,11 @@ def checkpoints(run):
 def weights(run):
     """A run's step and weights."""
     model = GPT(checkpoint.read_config(run))
-    return checkpoint.load_weights(model, run), model.state_dict()
+    return checkpoint.step_of(checkpoint.load_weights(model, run).name), model.state_dict()
 
 
 def metrics(run, *keys):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _, *lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [[line.get(key) for key in keys] for line in lines]  # JSON has no infinite gradient
 
 

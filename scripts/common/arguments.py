@@ -9,11 +9,11 @@ from errors import UserError
 
 # Not `type` functions: argparse replaces a UserError raised by one with its own message.
 class AtLeast(argparse.Action):
-    """A whole number of at least `least`."""
+    """A whole number of at least `at_least`."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, least: int, **more: Any):
+    def __init__(self, option_strings: Sequence[str], dest: str, at_least: int, **more: Any):
         super().__init__(option_strings, dest, type=int, **more)
-        self.least = least
+        self.at_least = at_least
 
     def __call__(
         self,
@@ -22,8 +22,8 @@ class AtLeast(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if values < self.least:
-            raise UserError(f"{self.option_strings[0]} {values} must be at least {self.least}")
+        if values < self.at_least:
+            raise UserError(f"{self.option_strings[0]} {values} must be at least {self.at_least}")
         setattr(namespace, self.dest, values)
 
 

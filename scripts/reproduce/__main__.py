@@ -51,7 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--only", metavar="ROW,ROW", help="train and evaluate these rows only")
     parser.add_argument(
-        "--seeds", action=AtLeast, least=1, default=1, help=f"runs a row, from seed {FIRST_SEED}"
+        "--seeds", action=AtLeast, at_least=1, default=1, help=f"runs a row, from seed {FIRST_SEED}"
     )
     parser.add_argument("--data", metavar="DIR", help="shards to train on instead of the scale's")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
