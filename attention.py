@@ -92,6 +92,7 @@ class RowContext:
 
     n: Tensor  # [Lq, 1] keys that each row sees
     last: Tensor  # [Lq, 1] the last of them, counted from 0
+    window: int | None
     d: int  # head size
     L: int  # the training length, or the current one (setting `attention_length`)
     gamma: float
@@ -103,7 +104,8 @@ class RowContext:
     def sees(self, keys: int) -> Tensor:
         """Whether each row sees each of this many keys, [Lq, keys]."""
         key = torch.arange(keys, device=self.last.device)
-        return (key <= self.last) & (key > self.last - self.n)
+        seen = key <= self.last
+        return seen if self.window is None else seen & (key > self.last - self.window)
 
 
 @dataclass(frozen=True)
@@ -258,8 +260,8 @@ class Attention(nn.Module):
         does not have it yet: the final length of a cache.
         """
         length = self._length(k.shape[2] if length is None else length)
-        unseen = first_key(k.shape[2] - q.shape[2], self.window)  # by any query
-        k, v = k[:, :, unseen:], v[:, :, unseen:]
+        first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
+        k, v = k[:, :, first:], v[:, :, first:]
         with torch.autocast(q.device.type, enabled=False):
             path = self._path(q, self._cuts(k))
             if path == "triton":
@@ -287,8 +289,8 @@ class Attention(nn.Module):
         """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
         It follows from `impl` and from what the variant, q's device and its dtype allow. On a GPU
-        the kernels take a softmax with a window, of which torch has no fused attention. Raises
-        UserError where `impl` requires kernels that cannot run.
+        softmax takes the kernels if it is windowed, because torch's fused attention has no window.
+        Raises UserError where `impl` requires kernels that cannot run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
@@ -359,8 +361,10 @@ class Attention(nn.Module):
         last = torch.arange(Lk - Lq, Lk, device=q.device)[:, None]  # [Lq, 1]
         n = (last + 1).clamp_max(Lk if self.window is None else self.window)
         # float32 at least: bfloat16 cannot count past 256
-        n_float = n.to(torch.promote_types(q.dtype, torch.float32))
-        rows = RowContext(n_float, last, d=self.head_size, L=length, gamma=self.gamma)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        rows = RowContext(
+            n.to(dtype), last, self.window, d=self.head_size, L=length, gamma=self.gamma
+        )
         if self.s is not None:
             rows.s = self.s[heads, None, None]
         if self.b is not None:

@@ -110,7 +110,7 @@ def main() -> None:
         last = dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope, SIGNED=False)
         constants |= last
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        constants |= config.kwargs | sizes
+        constants = config.kwargs | sizes | constants
         target = next(capabilities)
         jobs.append(
             partial(compile_for, target, kernel, constants, options, atomic=atomic, dtype=dtype)
@@ -146,6 +146,12 @@ def main() -> None:
         for ones in [False, True] if "decode" in kernel.__name__ else [False]:
             target = next(capabilities)
             jobs.append(partial(compile_for, target, kernel, sizes | constants, {}, ones=ones))
+    windowed = dict(P=15, WINDOW=300)
+    compile_row(kernels._forward_two_stages, first, "softplus", forward=True, SAVE=True, **windowed)
+    compile_row(
+        kernels._backward_keys, last, "softplus", atomic=True, L1=True, ATOMIC=True, **windowed
+    )
+    compile_row(kernels._backward_queries, last, "softplus", L1=True, LEARNT=True, **windowed)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for line in pool.map(lambda job: job(), jobs):
             print(line)

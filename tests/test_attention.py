@@ -493,7 +493,7 @@ def test_a_window_of_all_keys_is_none(case, path, small_blocks):
     for Lq, Lk in ((9, 9), (3, 9), (1, 9)):
         q, k, v = leaves(*draw(Lq, Lk, dtype=torch.float32))
         found = []
-        for window in (None, 9, 10, 2**40):
+        for window in (None, 9, 2**40):
             attn = build(case, f"--window={window}", impl)
             out, A = attn(q, k, v), attn.weights(q, k)
             found.append((out, A, *torch.autograd.grad(out.sum(), (q, k, v))))

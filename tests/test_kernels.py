@@ -186,8 +186,8 @@ WINDOWS = [1, 3, 8, 16, 31, 50, 69]
 
 @pytest.mark.parametrize(
     "case",
-    ["softmax.py", "lssar_p15.py", "softmax_p3.py", "sigmoid_logn.py", "sigmoid_logn_l1_p3.py",
-     "relu_li.py", "relu_shen.py", "ssmax_bias.py", "ablations/phi_mish.py"],
+    ["softmax.py", "lssar_p15.py", "softmax_p3.py", "sigmoid_logn.py", "relu_shen.py",
+     "ssmax_bias.py", "ablations/phi_mish.py"],
 )  # fmt: skip
 def test_rows_with_a_window_against_their_formula(case):
     index = FUSED.index(case)
@@ -197,7 +197,7 @@ def test_rows_with_a_window_against_their_formula(case):
         compare(case, tensors, f"--window={window}", formula=TEXTBOOK[case])
 
 
-@pytest.mark.parametrize("window", [16, 64, 77])
+@pytest.mark.parametrize("window", [64, 77])
 def test_windows_of_several_tiles(window):
     tensors = draw_off_kinks(100, 100, 16, FLOAT32, B=1, window=window)
     compare("lssar_p3.py", tensors, f"--window={window}", formula=TEXTBOOK["lssar_p3.py"])
@@ -495,4 +495,4 @@ def test_the_kernels_compile_for_the_gpus_they_are_for():
         cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("registers") == 25
+    assert done.stdout.count("registers") == 28
