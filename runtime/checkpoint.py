@@ -467,11 +467,13 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
     has more steps than this config's max_iters.
     """
     _, state = find_and_load(run, "latest", TrainingState, quiet)
-    for key, saved in state.config.items():
-        if key not in MAY_CHANGE_ON_RESUME and getattr(config, key, None) != saved:
+    asked = config.as_dict()
+    defaults = {key: getattr(Config, key) for key in asked}  # of settings that came later
+    for key, saved in (defaults | state.config).items():
+        if key not in MAY_CHANGE_ON_RESUME and asked.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{getattr(config, key, None)!r}; give its original settings (its config.json "
+                f"{asked.get(key)!r}; give its original settings (its config.json "
                 f"has them), or start a new run from its weights: --init_from={run}"
             )
     if state.step > config.max_iters:

@@ -285,3 +285,16 @@ def test_a_failed_write_ends_the_run_loudly(train, capsys, monkeypatch, when):
     assert len(metrics(folder)) < 100
     train("run", "--resume")
     assert sorted(metrics(folder)) == list(range(1, 7))
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(train, capsys):
+    folder = train("run")
+    file = folder / "step_000006.pt"
+    content = torch.load(file, weights_only=True)
+    del content["config"]["window"]
+    torch.save(content, file)
+    vouch_for(file)
+    resume = ("--resume", "--max_iters=9")
+    refused(capsys, lambda: train("run", *resume, "--window=8"), "window = None, so it cannot")
+    train("run", *resume)
+    assert max(metrics(folder)) == 9
