@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from config import Config, load_config
 from data.shards import write_meta, write_shard
 from data.tokenizer import get_tokenizer
+from tests.corpora import make_documents, write_parquet
 from tests.helpers import SMALL, set_meta
 
 
@@ -106,6 +107,39 @@ def text(tmp_path_factory):
         folders[name] = tmp_path_factory.mktemp(name)
         write_shard(folders[name] / "text_val_000000.bin", tokens[:20000].astype(np.uint16))
     return folders
+
+
+@pytest.fixture
+def no_fsync(monkeypatch):
+    """Thousands of small shards, and no test cuts the power."""
+    monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must exit with code 2 and one sentence, which is returned."""
+
+    def run(main, *argv):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(arg) for arg in argv])
+        assert stop.value.code == 2
+        lines = capsys.readouterr().err.strip().split("\n")
+        assert lines[-1].startswith("error: ")
+        return lines[-1]
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents, and the folder of two parquet files that holds them."""
+    documents = make_documents(60) + ["", "x"] + make_documents(30, seed=1)
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    write_parquet(folder / "000_00000.parquet", documents[:40])
+    write_parquet(folder / "001_00000.parquet", documents[40:])
+    return documents, folder
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,81 @@
+"""Documents, and what the tests of data/ share."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import fineweb, shards
+from data.tokenizer import get_tokenizer
+from errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_documents(n, longest=400, seed=0):
+    rng = random.Random(seed)
+    words = "the a of cat, dog. 12 naïve \n\n  don't 東京 __init__(self): running".split(" ")
+    return [" ".join(rng.choices(words, k=rng.randrange(1, longest))) for _ in range(n)]
+
+
+def write_parquet(path, documents, rows=7, column="text"):
+    pq.write_table(pa.table({"id": range(len(documents)), column: documents}), path, rows)
+    return path
+
+
+def expected_tokens(documents, tokenizer="gpt2"):
+    """End-of-text and the ids of each document, one after another: uint16 [n]."""
+    tok = get_tokenizer(tokenizer)
+    return np.array([i for d in documents for i in [tok.eot, *tok.encode(d)]], dtype=np.uint16)
+
+
+def contents(folder):
+    """Name and content of every file in a folder but its lock."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+
+
+def run_fineweb(folder, out_dir, *more, shard_size=1000, workers=1):
+    fineweb.main(
+        [f"--parquet={folder}", f"--out_dir={out_dir}", f"--shard_size={shard_size}"]
+        + [f"--workers={workers}", *more]
+    )
+    return contents(out_dir)
+
+
+def stop_after_each_shard(monkeypatch, make):
+    """Call `make` until it is done, letting it write only one shard each time."""
+    write_shard, stops = shards.write_shard, 0
+
+    def write_one(path, part):
+        assert not path.exists()
+        if written:
+            raise KeyError("stopped")
+        written.append(path)
+        return write_shard(path, part)
+
+    monkeypatch.setattr(shards, "write_shard", write_one)
+    while True:
+        written = []
+        try:
+            make()
+        except KeyError:
+            stops += 1
+            with pytest.raises(UserError, match="unfinished"):
+                shards.list_shards(written[0].parent, "val")
+        else:
+            break
+    assert stops > 2
+
+
+def ordered(folder):
+    return sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

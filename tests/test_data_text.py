@@ -1,0 +1,177 @@
+"""`python -m data.text`: every kind of file, the split, refusals."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from data import shards, text
+from data.tokenizer import get_tokenizer
+from errors import UserError
+from tests.corpora import (
+    contents,
+    stop_after_each_shard,
+    write_parquet,
+)
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Text files of every kind, and hidden and other files, which must not be read."""
+    root = tmp_path / "texts"
+    (root / "deep" / ".hidden").mkdir(parents=True)
+    for k in range(21):
+        (root / f"{k:02d}.txt").write_text(f"text {k}\n")
+    (root / "deep" / "a.md").write_bytes(b"# A\r\nb\r\n")
+    (root / "deep" / "b.py").write_text("x = 1\n")
+    (root / "deep" / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "x": 1}\n')
+    write_parquet(root / "deep" / "d.parquet", ["first", "second", ""])
+    (root / "deep" / "empty.txt").write_text("")
+    (root / "deep" / ".hidden" / "h.txt").write_text("hidden")
+    (root / "deep" / "e.html").write_text("<p>")
+    return root
+
+
+def run_text(*argv):
+    text.main([*map(str, argv), "--workers=1"])
+
+
+def documents_of(out, split, tokenizer="bytes"):
+    tok = get_tokenizer(tokenizer)
+    tokens = np.concatenate([shards.read_shard(p) for p in shards.list_shards(out, split)])
+    assert tokens[0] == tok.eot
+    return [
+        tok.decode(part[1:]) for part in np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_text_of_every_kind(folder, tmp_path, tokenizer):
+    out = tmp_path / "out"
+    run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
+    train, val = (documents_of(out, split, tokenizer) for split in ("train", "val"))
+    everything = [f"text {k}\n" for k in range(21)]
+    everything += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
+    assert sorted(train + val) == sorted(everything)
+    names = {p.name for p in out.glob("*.bin")}
+    assert names == {"text_val_000000.bin", "text_train_000001.bin"}
+    meta = shards.read_meta(out)
+    assert meta["tokenizer"] == tokenizer and meta["documents"] == 27
+    assert meta["source"] == str(folder)
+
+
+def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
+    chosen = []
+    for copy in ("texts", "moved"):
+        if copy == "moved":
+            folder = folder.rename(tmp_path / copy)
+        sources = text.inspect(text.list_files([folder]))
+        train, val = text.choose_validation(sources)
+        assert len(sources) == 25 and len(val) == 2
+        assert not {s.name for s in train} & {s.name for s in val}
+        chosen.append([s.name for s in val])
+    assert chosen[0] == chosen[1] == ["18.txt", "20.txt"]
+    train, val = text.choose_validation(sources[:2])
+    assert (len(train), len(val)) == (1, 1)
+
+
+def test_named_validation_files(folder, tmp_path):
+    out = tmp_path / "out"
+    run_text(folder, "--val", folder / "deep" / "c.jsonl", folder / "00.txt", "--out_dir", out)
+    assert documents_of(out, "val") == ["text 0\n", "one", "two"]
+    assert len(documents_of(out, "train")) == 24
+
+
+def test_text_called_again(folder, tmp_path, capsys, refused):
+    out = tmp_path / "out"
+    run_text(folder, "--out_dir", out)
+    before = contents(out)
+    run_text(folder, "--out_dir", out)
+    assert "already done" in capsys.readouterr().out
+    (folder / "00.txt").write_text("text 9\n")  # of the same size
+    assert "made from other documents" in refused(text.main, folder, "--out_dir", out)
+    (folder / "00.txt").write_text("text 0\n")
+    (folder / "later.txt").write_text("later")
+    assert "made from other documents" in refused(text.main, folder, "--out_dir", out)
+    line = refused(text.main, folder, "--out_dir", out, "--tokenizer", "gpt2")
+    assert "made with tokenizer bytes, not gpt2" in line
+    assert contents(out) == before
+
+
+def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run_text(folder, "--out_dir", whole, "--shard_size", 7)
+    stop_after_each_shard(
+        monkeypatch, lambda: run_text(folder, "--out_dir", out, "--shard_size", 7)
+    )
+    assert contents(out) == contents(whole)
+
+
+def test_text_refusals(folder, tmp_path, refused):
+    out = ("--out_dir", tmp_path / "out")
+    assert "none: no such file or folder" in refused(text.main, tmp_path / "none", *out)
+    assert "e.html: files must end in" in refused(text.main, folder / "deep" / "e.html", *out)
+    assert "empty.txt: no text in any" in refused(text.main, folder / "deep" / "empty.txt", *out)
+    (tmp_path / "void").mkdir()
+    assert "void: no text in any .txt .md" in refused(text.main, tmp_path / "void", *out)
+    line = refused(text.main, folder / "00.txt", *out)
+    assert "00.txt: a single file cannot serve for both" in line and "--val" in line
+    (folder / "bad.txt").write_bytes(b"ab\xff")
+    line = refused(text.main, folder, *out)
+    assert "bad.txt: not UTF-8 text: invalid start byte at byte 2" in line
+    (folder / "bad.txt").unlink()
+    for content, message in (
+        ('{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),
+        ('{"text": "a"}\n{broken', "line 2 has no JSON field"),
+        ('{"text": 5}', '"text" is 5, not a string'),
+    ):
+        (folder / "bad.jsonl").write_text(content)
+        assert f"bad.jsonl: {message}" in refused(text.main, folder, *out).replace(": line 1", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_standard_library_without_its_tests():
+    names = [name for name, _ in text.list_stdlib()]
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages"}
+
+
+def test_unreadable_files_of_the_standard_library_are_counted(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"# fine\n")
+    sources = text.inspect(text.list_files([tmp_path]), skip_unreadable=True)
+    assert [source.name for source in sources] == ["b.py"]
+    assert "skipped 1 files that are not UTF-8" in capsys.readouterr().out
+
+
+def test_a_fifo_is_refused(tmp_path, refused):
+    """Opening it would wait until somebody writes into it."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    out = ("--out_dir", tmp_path / "out")
+    for suffix in text.SUFFIXES:
+        pipe = tmp_path / "in" / f"pipe{suffix}"
+        os.mkfifo(pipe)
+        for given in (pipe, tmp_path / "in"):
+            line = refused(text.main, given, *out)
+            assert f"pipe{suffix}: cannot be read: it is not a regular file" in line
+        pipe.unlink()
+
+
+def test_long_lines_of_json_are_refused(tmp_path, monkeypatch, refused):
+    path, line = tmp_path / "x.jsonl", json.dumps({"text": "é" * 100}, ensure_ascii=False)
+    path.write_text(f"{line}\n\n{line}", encoding="utf-8")
+    size = len(line.encode())
+    monkeypatch.setattr(text, "MAX_LINE", size + 1)
+    assert list(text.read_file(path)) == ["é" * 100] * 2
+    monkeypatch.setattr(text, "MAX_LINE", size - 1)
+    line = refused(text.main, path, "--out_dir", tmp_path / "out")
+    assert f"x.jsonl: line 1 is longer than {size - 1} bytes: divide the document" in line
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
+    with pytest.raises(UserError, match="not UTF-8 text: invalid start byte at byte 24"):
+        list(text.read_file(path))

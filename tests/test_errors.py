@@ -1,0 +1,62 @@
+"""How a command ends: one sentence for a mistake, and nothing hidden of what is a bug."""
+
+import pytest
+
+from errors import EXIT_MISTAKE, UserError, command
+
+
+def ends(error, capsys):
+    """Exit code and standard error of a command that raises this."""
+
+    @command
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, capsys.readouterr().err
+
+
+def test_a_mistake_is_one_sentence(capsys):
+    assert ends(UserError("p = 0 must be at least 1"), capsys) == (
+        EXIT_MISTAKE,
+        "error: p = 0 must be at least 1\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] you tried to allocate 4 bytes\nmore"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_memory_that_is_not_there_is_one_sentence(capsys, error):
+    code, printed = ends(error, capsys)
+    assert code == 2 and printed.startswith("error: not enough memory: ")
+    assert printed.count("\n") == 1
+
+
+def test_control_c_has_the_shells_code(capsys):
+    assert ends(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), SystemExit(75)])
+def test_the_rest_is_not_hidden(error):
+    @command
+    def main():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        main()
+    assert raised.value is error
+
+
+def test_what_a_command_returns_and_takes():
+    @command
+    def main(a: int, *, b: int) -> int:
+        """Add."""
+        return a + b
+
+    assert main(1, b=2) == 3 and main.__doc__ == "Add."
