@@ -46,6 +46,8 @@ class Documents:
             import datasets
 
             datasets.disable_progress_bars()
+            # reading files of this machine must not ask the hub to count it
+            datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
             builder = datasets.load_dataset_builder(path, **where)
             dataset = builder.as_streaming_dataset(split)
