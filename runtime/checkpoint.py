@@ -334,8 +334,8 @@ def require_unused_folder(run: Path) -> None:
         at_risk = path
     elif metrics.is_file() and metrics.stat().st_size:
         # the first checkpoint is saved before the second is due
-        first_steps = (config or {}).get("checkpoint_interval", 0)
-        if last_step(metrics) > first_steps:
+        interval = (config or {}).get("checkpoint_interval")
+        if not isinstance(interval, int) or last_step(metrics) > interval:
             at_risk = metrics
     if at_risk:
         raise UserError(

@@ -163,6 +163,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps,
     assert list(metrics(folder)) == [1, 2]
 
 
+@pytest.mark.parametrize("interval", ["3", None, [3]])
+def test_a_run_without_a_checkpoint_whose_config_is_damaged_is_kept(train, capsys, interval):
+    folder = train("run", "--max_iters=1")
+    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
+        path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"checkpoint_interval": interval}))
+    refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
+
+
 def test_what_is_of_another_run_is_refused(train, capsys):
     folder, other = train("run"), train("other", "--seed=1")
     before = (folder / "metrics.jsonl").read_bytes()
