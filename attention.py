@@ -5,7 +5,7 @@ that sees n_i keys, its own the last, and s_ij = q_i . k_j:
 
     scores      z_ij = scale_i s_ij + bias_i                   the argument of phi
     normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1: the l1 norm or a fixed one
-    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, only if p is set
+    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, if p is set (or another)
 
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
 min(i, W). The papers have no windows: every n in a formula is this n_i, that in n > 3 and the index
@@ -18,6 +18,7 @@ Nakanishi 2025). To add a variant, add a row to `VARIANTS`, and a `Phi` if its f
 code outside this table refers to a variant by name.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # A z with phi(z) = 0: the causal mask sets the scores of hidden keys to it.
+    # A z with phi(z) = 0, which `check_variant` checks: the causal mask sets the scores of hidden
+    # keys to it.
     zero: float = -math.inf
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
@@ -108,6 +110,21 @@ class RowContext:
         return seen if self.window is None else seen & (key > self.last - self.window)
 
 
+def relu_power(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
+
+    A is [.., Lq, Lk], its row sums 1 or 0. The power is of x / max x, which l1 cancels, so that
+    nothing overflows at any p or n. A tied row gets no offset, as if n were at most 3, and stays
+    uniform.
+    """
+    if p is None:
+        return A
+    x = rows.n * A
+    x = (x - ((rows.n > 3) & ~tied(x)).to(x.dtype)).relu()
+    top = x.detach().amax(-1, keepdim=True)
+    return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
+
+
 @dataclass(frozen=True)
 class Variant:
     """One row of the table. `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1]."""
@@ -119,8 +136,9 @@ class Variant:
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
+    # stage 2, from the normalised weights, their rows and p to the weights
+    reweight: Callable[[Tensor, RowContext, float | None], Tensor] = relu_power
     needs_p: bool = False
-    after: Callable[[Tensor, RowContext], Tensor] | None = None  # applied to the weights last
 
     @property
     def shift(self) -> Callable[[Tensor], Tensor] | None:
@@ -129,12 +147,15 @@ class Variant:
 
     @property
     def takes_p(self) -> bool:
-        """Stage 2 needs rows that are distributions: l1, and a phi that is never negative."""
-        return self.norm is None and not self.phi.signed and self.after is None
+        """relu_power needs rows that are distributions: l1, and a phi that is never negative."""
+        if self.reweight is not relu_power:
+            return self.needs_p
+        return self.norm is None and not self.phi.signed
 
     def is_softmax(self, p: float | None) -> bool:
         """Whether it is softmax at some scale, which torch's own fused attention computes."""
-        return self.phi is EXP and self.takes_p and self.bias is None and p is None
+        row = self.phi is EXP and self.norm is None and self.bias is None
+        return row and self.reweight is relu_power and p is None
 
 
 def unnormalised(rows: RowContext) -> float:
@@ -145,14 +166,27 @@ def log_d_log_n(rows: RowContext) -> Tensor:
     return math.log(rows.d) * rows.n.log()
 
 
-def recentre(A: Tensor, rows: RowContext) -> Tensor:
+def inverse(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+    return -A
+
+
+def recentre(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
     """A minus the mean of its row, except where n <= 3 (the footnote of LSSAR Table A4)."""
     return A - (rows.sees(A.shape[-1]) & (rows.n > 3)) / rows.n
 
 
-def recentre_l1(A: Tensor, rows: RowContext) -> Tensor:
+def recentre_l1(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
     """Recentred, then l1. A tied row, which recentring would make 0, is left as it is too."""
-    return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows)), signed=True)
+    return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows, p)), signed=True)
+
+
+def threshold(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+    """The weights above their row's mean, then l1: what relu_power keeps, without the power.
+
+    Rows with n <= 3 and tied ones are left as they are.
+    """
+    x = rows.n * A
+    return l1_normalise(A * ((x > 1) | (rows.n <= 3) | tied(x)))
 
 
 VARIANTS: dict[str, Variant] = {
@@ -174,9 +208,9 @@ VARIANTS: dict[str, Variant] = {
     "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
     "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),
     # LSSAR Table A4
-    "softmax_inverse": Variant(EXP, after=lambda A, rows: -A),
-    "softmax_recentred": Variant(EXP, after=recentre),
-    "softmax_recentred_l1": Variant(EXP, after=recentre_l1),
+    "softmax_inverse": Variant(EXP, reweight=inverse),
+    "softmax_recentred": Variant(EXP, reweight=recentre),
+    "softmax_recentred_l1": Variant(EXP, reweight=recentre_l1),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
     "linear": Variant(IDENTITY, norm=unnormalised),
     "exp": Variant(EXP, norm=unnormalised),
@@ -203,7 +237,62 @@ VARIANTS: dict[str, Variant] = {
         scale=lambda rows: (rows.s * rows.p_n + rows.b) * rows.d**-0.5,
         learnable=("s", "b", "p_n"),
     ),
+    # Ours: LSSAR taken apart. It differs from softmax in phi, in the scale and in stage 2; with
+    # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The
+    # last row keeps what stage 2 keeps, but without the power.
+    "softmax_cosine": Variant(EXP, scale=log_d_log_n, l2_normalise=True),
+    "softplus_logn": Variant(SOFTPLUS, scale=lambda rows: rows.n.log() * rows.d**-0.5),
+    "lssa_threshold": Variant(
+        SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, reweight=threshold
+    ),
 }
+
+
+@functools.cache
+def check_variant(variant: Variant) -> None:
+    """Raise UserError where a row of the table sees the future, or its phi is not as declared.
+
+    Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
+    """
+    phi = variant.phi
+    name = next((name for name, row in VARIANTS.items() if row is variant), "the variant")
+    zero = phi.function(torch.tensor(phi.zero, dtype=torch.float64)).item()
+    if zero != 0:
+        raise UserError(
+            f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
+            "no weight: set Phi(zero=...) to a z with phi(z) = 0. Without such a z, as for a "
+            "clamped exp, phi cannot be used"
+        )
+    grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    values = phi.function(grid)
+    if not values.isfinite().all():
+        z = grid[~values.isfinite()][0].item()
+        raise UserError(f"{name}: phi({z:g}) is not finite; scores may have any value")
+    if (values < 0).any() and not phi.signed:
+        z, value = grid[values < 0][0].item(), values[values < 0][0].item()
+        raise UserError(
+            f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
+            "which l1 sums absolute values and p is refused"
+        )
+    check_causality(name, variant)
+
+
+def check_causality(name: str, variant: Variant) -> None:
+    """Raise UserError where a weight or a gradient reaches a key that its row does not see."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64, generator=generator)
+    k.requires_grad_()
+    attention = Attention(
+        variant, p=2.0 if variant.needs_p else None, n_head=1, head_size=8, trained_length=6,
+        follow_length=False, impl="reference", s_init=1.0, b_init=0.0, gamma=1.0,
+    ).double()  # fmt: skip
+    for row, weights in enumerate(attention.weights(q, k)[0, 0], start=1):
+        (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
+        if weights[row:].any() or gradient[0, 0, row:].any():
+            raise UserError(
+                f"{name}: row {row} depends on keys after it; check that its formulas use the rows "
+                "alone, and that `reweight` leaves hidden keys, whose weight is 0, at 0"
+            )
 
 
 class Attention(nn.Module):
@@ -352,9 +441,7 @@ class Attention(nn.Module):
             z = z + variant.shift(z.detach().amax(-1, keepdim=True))
         A = variant.phi.function(z)
         A = l1_normalise(A, variant.phi.signed) if variant.norm is None else A / variant.norm(rows)
-        if self.p is not None:
-            A = reweight(A, rows.n, self.p)
-        return A if variant.after is None else variant.after(A, rows)
+        return variant.reweight(A, rows, self.p)
 
     def _rows(self, q: Tensor, k: Tensor, heads: slice, length: int) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
@@ -520,24 +607,12 @@ def tied(x: Tensor) -> Tensor:
     return x.detach().amax(-1, keepdim=True) - 1 <= TIED
 
 
-def reweight(A: Tensor, n: Tensor, p: float) -> Tensor:
-    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1. A [.., Lq, Lk], row sums 1 or 0; n [Lq, 1].
-
-    The power is of x / max x, which l1 cancels, so that nothing overflows at any p or n. A tied row
-    gets no offset, as if n were at most 3, and stays uniform.
-    """
-    x = n * A
-    x = (x - ((n > 3) & ~tied(x)).to(x.dtype)).relu()
-    top = x.detach().amax(-1, keepdim=True)
-    return l1_normalise((x * top.masked_fill(top == 0, math.inf).reciprocal()).pow(p))
-
-
 def kernel_obstacle(variant: Variant, head_size: int) -> str | None:
     """Why kernels.py cannot compute a variant at this head size; None if it can."""
     if variant.phi.kernel is None or (kernels and variant.phi.kernel not in kernels.PHIS):
         return "its phi names no entry of kernels.PHIS"
-    if variant.after is not None:
-        return "no kernel changes the weights after normalisation"
+    if variant.reweight is not relu_power:
+        return "its re-weighting is not the paper's"
     if head_size > 128:
         return f"head size {head_size} is above 128"
     return None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attention import VARIANTS, kernel_obstacle
+from attention import VARIANTS, check_variant, kernel_obstacle
 from errors import UserError
 
 VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
@@ -355,6 +355,7 @@ def check_each_setting(config: Config) -> None:
 def check_attention(config: Config) -> None:
     """Raise UserError where the settings of attention contradict each other."""
     variant = VARIANTS[config.attention]
+    check_variant(variant)
     if variant.needs_p and config.p is None:
         raise UserError(
             f"attention = {config.attention!r} needs p, the power of its re-weighting: "

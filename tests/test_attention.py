@@ -19,6 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import attention
 from attention import VARIANTS, Attention, Phi, Variant
+from errors import UserError
 from model import build_attention
 from tests.helpers import ROWS, small_config
 
@@ -97,6 +98,13 @@ def reweighted(weights, p):
     return l1([xj**p for xj in x])
 
 
+def thresholded(weights):
+    n = len(weights)
+    if n > 3 and n * max(weights) - 1 > 16 * EPS:
+        weights = [a if n * a > 1 else 0.0 for a in weights]
+    return l1(weights)
+
+
 def recentred(weights):
     n = len(weights)
     return [a - 1 / n for a in weights] if n > 3 else weights
@@ -108,6 +116,14 @@ def sigmoid_logn_l1(r):
 
 def lssa(r):
     return l1([softplus(z) for z in r.z(math.log(r.d) * math.log(r.n), unit=True)])
+
+
+def softmax_cosine(r):
+    return softmax(r.z(math.log(r.d) * math.log(r.n), unit=True))
+
+
+def softplus_logn(r):
+    return l1([softplus(z) for z in r.z(math.log(r.n) / math.sqrt(r.d))])
 
 
 def activation(phi):
@@ -153,6 +169,9 @@ REFERENCE = {
     "ablations/phi_softplus.py": activation(softplus),
     "ablations/phi_mish.py": activation(lambda z: z * math.tanh(softplus(z))),
     "ablations/ssmax_probe.py": ssmax_probe,
+    "ablations/softmax_cosine.py": softmax_cosine,
+    "ablations/softplus_logn.py": softplus_logn,
+    "ablations/lssa_threshold.py": lambda r: thresholded(lssa(r)),
     # settings that no config file has
     "sigmoid.py --attention_length=current": lambda r: REFERENCE["sigmoid.py"](r),
     "relu_wortsman.py --attention_length=current": lambda r: REFERENCE["relu_wortsman.py"](r),
@@ -161,12 +180,14 @@ REFERENCE = {
     "ablations/phi_relu6.py --p=1": lambda r: reweighted(REFERENCE["ablations/phi_relu6.py"](r), 1),
     "ablations/phi_softplus.py --p=2.5": lambda r: reweighted(activation(softplus)(r), 2.5),
     "ssmax.py --p=3": lambda r: reweighted(ssmax(r), 3),
+    "ablations/softmax_cosine.py --p=3": lambda r: reweighted(softmax_cosine(r), 3),
+    "ablations/softplus_logn.py --p=3": lambda r: reweighted(softplus_logn(r), 3),
     "ablations/ssmax_probe.py --p=3": lambda r: reweighted(ssmax_probe(r), 3),
 }
 CASES = list(REFERENCE)
 P_CASES = [case for case in CASES if small_config(case).p is not None]
 SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py"]
-SOFTMAX_CASES += ["ablations/ssmax_probe.py"]
+SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
 SIGNED = ("inverse", "recentred", "linear", "gelu", "mish")
 NO_L1 = ("sigmoid.py", "sigmoid_logn.py", "wortsman", "shen", "recentred.py", "linear.py", "exp.py")
 RELU = [case for case in CASES if "relu" in case]
@@ -279,8 +300,8 @@ def test_a_layer_from_arguments_instead_of_a_config():
     assert_near(2 * weights("relu_shen"), weights("relu_shen", gamma=1.0))
     trained, current = weights("sigmoid"), weights("sigmoid", follow_length=True)
     assert_near((current / (1 - current)), (trained / (1 - trained)) * 16 / 5)
-    n = torch.arange(1.0, 6, dtype=torch.float64)[:, None]
-    assert_near(weights("lssar", p=3.0), attention.reweight(weights("lssa"), n, 3.0))
+    rows = layer("lssa")._rows(q, k, slice(None), 5)
+    assert_near(weights("lssar", p=3.0), attention.relu_power(weights("lssa"), rows, 3.0))
     assert [x.tolist() for x in layer("ssmax_bias").float().parameters()] == [
         pytest.approx([0.2, 0.2]), [3.0, 3.0]
     ]  # fmt: skip
@@ -564,7 +585,9 @@ def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
 def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
-    out = attention.reweight(A, torch.tensor([[10.0]]), 3)
+    last = torch.tensor([[9]])
+    rows = attention.RowContext(last + 1.0, last, window=None, d=8, L=10, gamma=1.0)
+    out = attention.relu_power(A, rows, 3)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)
 
@@ -591,7 +614,7 @@ def test_zero_queries_and_keys_are_finite(case, dtype):
     q, k, v = draw(6, 6, dtype=dtype)
     k[:, :, 3] = 0
     q, k, v = leaves(torch.zeros_like(q), k, v)
-    if dtype == torch.float16 and "lss" in case:
+    if dtype == torch.float16 and among(case, ("lss", "cosine")):
         pytest.skip("the bound of the gradient, 1e6 times the scale, is beyond float16")
     out = attn(q, k, v)
     out.backward(torch.ones_like(out))
@@ -736,6 +759,44 @@ def test_a_new_phi_works_everywhere(p, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", 1)  # one head at a time
     assert_near(attn(q, k, v), expected @ v)
     assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
+
+
+SEES_TOO_MUCH = [
+    (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
+    (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
+    (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
+    (Variant(Phi(torch.log1p, zero=0.0)), r"own: phi\(-30\) is not finite"),
+    (
+        Variant(attention.EXP, reweight=lambda A, rows, p: A - 1 / rows.n),
+        "own: row 1 depends on keys after it.*reweight",
+    ),
+    (
+        Variant(attention.EXP, reweight=lambda A, rows, p: A / A.amax(-2, keepdim=True)),
+        "own: row 2 depends on keys after it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), SEES_TOO_MUCH)
+def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
+    use_variant(monkeypatch, row)
+    with pytest.raises(UserError, match=message):
+        small_config("softmax.py --attention=own")
+
+
+def test_a_reweighting_of_ones_own(monkeypatch):
+    def top_two(A, rows, p):
+        second = A.topk(min(2, A.shape[-1]))[0][..., -1:]
+        return attention.l1_normalise(A.masked_fill(A < second, 0))
+
+    use_variant(monkeypatch, Variant(attention.EXP, reweight=top_two))
+    attn = build("softmax.py", "--attention=own")
+    q, k, v = draw(7, 9)
+    A = attn.weights(q, k)
+    assert ((A > 0).sum(-1) == 2).all() and attn._path(q) == "blocked"
+    assert_near(attn(q, k, v), A @ v)
+    with pytest.raises(UserError, match="own.*takes no p"):
+        small_config("softmax.py --attention=own --p=2")
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])

@@ -54,7 +54,7 @@ def test_config_files_load_and_say_what_they_are(name):
     config = load_config([at(name)])
     with open(at(name)) as file:
         first_line = file.readline()
-    source = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)" if name in ROWS else r"\w"
+    source = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: " if name in ROWS else r"\w"
     assert re.match(f"# ({source})", first_line)
     assert config.out_dir == "out/" + name.split("/")[-1].removesuffix(".py")
 

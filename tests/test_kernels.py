@@ -447,7 +447,7 @@ def test_the_path_that_is_taken(monkeypatch):
 
 
 def test_what_kernel_obstacle_computes_is_refused_by_the_config():
-    with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*after normalisation"):
+    with pytest.raises(UserError, match="attention_impl.*softmax_inverse.*not the paper's"):
         load_config([*SMALL, "--attention=softmax_inverse", TRITON])
     with pytest.raises(UserError, match="head size 256 is above 128"):
         load_config([*SMALL, "--attention=lssa", "--n_embd=512", TRITON])

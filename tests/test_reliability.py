@@ -14,25 +14,26 @@ from tests.faults import arguments, finish, run, start
 from tests.runs import assert_same_run, go_on
 
 
-def kills(shards, tmp_path, points, seconds):
-    """A run killed at these file operations and after these times, and resumed each time.
+def kills(shards, tmp_path, when, steps):
+    """A run killed at these file operations (int) and after these seconds (float), one by one.
 
-    Returns the number of kills; the run is finished in the end.
+    It is resumed after each. Returns the number of kills; the run is finished in the end.
     """
     folder, count = tmp_path / "killed", 0
-    command = arguments(shards, folder, "--checkpoint_interval=2", "--max_iters=12")
-    for point in points:
-        code = run([*command, *go_on(folder)], kill_at=(point, tmp_path / "notes"))
-        assert code in (0, -signal.SIGKILL)
-        count += code != 0
-    for wait in seconds:
-        process = start([*command, *go_on(folder)], slow=0.02)
-        time.sleep(wait)
-        process.kill()
-        count += finish(process) != 0
+    command = arguments(shards, folder, "--checkpoint_interval=2", f"--max_iters={steps}")
+    for point in when:
+        if isinstance(point, int):
+            code = run([*command, *go_on(folder)], kill_at=(point, tmp_path / "notes"))
+            assert code in (0, -signal.SIGKILL)
+            count += code != 0
+        else:
+            process = start([*command, *go_on(folder)], slow=0.02)
+            time.sleep(point)
+            process.kill()
+            count += finish(process) != 0
     assert run([*command, *go_on(folder)]) == 0
     whole = tmp_path / "whole"
-    assert run(arguments(shards, whole, "--checkpoint_interval=2", "--max_iters=12")) == 0
+    assert run(arguments(shards, whole, "--checkpoint_interval=2", f"--max_iters={steps}")) == 0
     assert_same_run(folder, whole)
     assert not list(folder.glob(".*.tmp"))
     assert sorted(p.name for p in folder.glob("*.pt")) == sorted(
@@ -44,24 +45,24 @@ def kills(shards, tmp_path, points, seconds):
 def test_killed_and_resumed(shards, tmp_path):
     # file operations up to the end of the third checkpoint that such a start writes
     points = random.Random(0).sample(range(1, 60), 5)
-    assert kills(shards, tmp_path, points, [0.5, 0.7]) >= 5
+    assert kills(shards, tmp_path, [*points, 0.5, 0.7], 12) >= 5
 
 
 @pytest.mark.long
 def test_killed_and_resumed_a_thousand_times(shards, tmp_path):
     def many(number):
-        """Some 28 kills of one run."""
+        """32 kills of one run, which would end after some 40."""
         rng, folder = random.Random(number), tmp_path / str(number)
         folder.mkdir()
-        points = [rng.randrange(1, 80) for _ in range(26)]
-        times = [rng.uniform(0, 0.5) for _ in range(6)]
-        count = kills(shards, folder, points, times)
+        when = [rng.randrange(1, 80) for _ in range(26)] + [rng.uniform(0, 0.7) for _ in range(6)]
+        rng.shuffle(when)
+        count = kills(shards, folder, when, 120)
         noted = Counter((folder / "notes").read_text().split())
         noted["at a random time"] = count - noted.total()
         return noted
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = sum(pool.map(many, range(40)), Counter())
+        done = sum(pool.map(many, range(32)), Counter())
     print(f"\nkills of a training run: {done.total()}: {dict(done)}")
     assert done.total() >= 1000
 

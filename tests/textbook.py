@@ -55,9 +55,18 @@ class Textbook:
     def phi(self, function, bias=0.0):
         return function(self.z() + bias) * self.seen
 
-    def lssa(self):
+    def lssa_z(self):
         cosines = F.normalize(self.q, dim=-1) @ F.normalize(self.k, dim=-1).mT
-        return l1(F.softplus(math.log(self.q.shape[-1]) * self.log_n * cosines) * self.seen)
+        return math.log(self.q.shape[-1]) * self.log_n * cosines
+
+    def lssa(self):
+        return l1(F.softplus(self.lssa_z()) * self.seen)
+
+    def softmax_cosine(self):
+        return torch.softmax(self.lssa_z().masked_fill(~self.seen, -math.inf), -1)
+
+    def thresholded(self, A):
+        return l1(torch.where((self.n > 3) & (self.n * A <= 1), 0, A))
 
     def reweighted(self, A, p):
         x = self.n * A
@@ -110,6 +119,9 @@ TEXTBOOK = {
     "ablations/phi_softplus.py": lambda t: l1(t.phi(F.softplus)),
     "ablations/phi_mish.py": lambda t: l1(t.phi(F.mish)),
     "ablations/ssmax_probe.py": lambda t: t.softmax(t.s * t.p_n + t.b),
+    "ablations/softmax_cosine.py": lambda t: t.softmax_cosine(),
+    "ablations/softplus_logn.py": lambda t: l1(F.softplus(t.z(t.log_n)) * t.seen),
+    "ablations/lssa_threshold.py": lambda t: t.thresholded(t.lssa()),
 }
 
 
