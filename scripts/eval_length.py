@@ -9,12 +9,20 @@ Prints a table with a row for every run and scaling, and draws a curve for each:
 the run's folder, or for several runs loss_by_length_RUN_RUN.png in the folder that contains them;
 with --per_position loss_by_position.png, or loss_by_position_RUN_RUN.png, instead.
 
+What a longer context is worth: beside every run stands its control, the same weights with plain
+RoPE where each row sees the last T keys only, T the training length: a window costs nothing and
+keeps any model near its loss at T. The gain from context is the control's loss minus the run's, at
+the longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it.
+--restart adds a second control: independent windows of T tokens.
+
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
     rope, rope_factor, rope_theta                       as given; null: the default
+    window, p                                           of attention; null: none
+    restart                                             true: independent windows
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     lengths, loss                                       two lists; mean loss in nats per token
     loss_by_position                                    {"20000": [mean over the windows of 20000
@@ -24,8 +32,9 @@ settings. Lengths that it has are not measured again; new ones are added:
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +46,7 @@ from tqdm import tqdm
 from config import Config
 from data.loader import validation_batches
 from errors import UserError, command
+from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.plots import CURVE_MARKERS, length_axis, one_panel, save_picture
@@ -52,7 +62,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, default_lengths, shared_tokens
+from scripts.common.validation import counted, default_lengths, shared_tokens, text_bytes
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -70,6 +80,24 @@ class LossRequest(Request):
     tokens: int | None = None
     data_dir: str | None = None
     per_position: bool = False
+    restart: bool = False
+
+    def control(self, config: Config) -> "LossRequest | None":
+        """The request for the same weights in a window of the training length, with plain RoPE.
+
+        None where no length is longer, or where it is this request.
+        """
+        window = min(config.block_size, config.window or config.block_size)
+        control = replace(self.plain(), window=window, restart=False)
+        return None if control == self or max(self.lengths_of(config)) <= window else control
+
+    def restarted(self) -> "LossRequest":
+        """The request for the same weights in independent windows of the training length."""
+        return replace(self.plain(), window=None, restart=True)
+
+    def plain(self) -> "LossRequest":
+        """This request with RoPE as in training."""
+        return replace(self, rope="none", rope_factor=None, rope_theta=None)
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return self.lengths or default_lengths(config)
@@ -78,7 +106,7 @@ class LossRequest(Request):
         data_dir = self.data_dir or config.data_dir
         wanted = config.val_tokens if self.tokens is None else self.tokens
         tokens = shared_tokens(data_dir, self.lengths_of(config), wanted, config)
-        return {"tokens": tokens, "data_dir": data_dir}
+        return {"tokens": tokens, "data_dir": data_dir, "restart": self.restart}
 
     def positions_of(self, config: Config) -> list[str]:
         """The requested keys of loss_by_position."""
@@ -115,18 +143,28 @@ def main() -> None:
         action="store_true",
         help="also the loss at every position of windows of the greatest length",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="also the loss in independent windows of the training length",
+    )
     add_options(parser, LossRequest)
     arguments = parser.parse_args()
-    requests, paths = scalings(LossRequest.parse(arguments)), arguments.runs
+    paths = arguments.runs
+    asked = comparable(LossRequest.parse(arguments), paths)
+    requests = scalings(replace(asked, restart=False))
     refuse_early(paths, requests[0])  # they differ in their scaling only, which is checked
-    results = [[measure(open_run(path, one), one) for one in requests] for path in paths]
-    names = run_names(paths)
-    print_losses(names, results)
+    unit = NATS if len({checkpoint.read_config(path).tokenizer for path in paths}) == 1 else BITS
+    runs = [
+        measure_run(name, path, requests, asked.restart, unit)
+        for name, path in zip(run_names(paths), paths, strict=True)
+    ]
+    print_losses(runs, unit)
     if arguments.per_position:
-        save_picture(plot_positions(names, results), picture_path(paths, "loss_by_position"))
+        save_picture(plot_positions(runs, unit), picture_path(paths, "loss_by_position"))
     else:
-        name = "loss_by_length" if len(results) > 1 else "eval_length"
-        save_picture(plot_lengths(names, results), picture_path(paths, name))
+        name = "loss_by_length" if len(runs) > 1 else "eval_length"
+        save_picture(plot_lengths(runs, unit), picture_path(paths, name))
 
 
 def scalings(request: LossRequest) -> list[LossRequest]:
@@ -143,6 +181,60 @@ def scalings(request: LossRequest) -> list[LossRequest]:
     if len(set(requests)) < len(requests):
         raise UserError(f"--rope {request.rope!r} must name distinct scalings")
     return requests
+
+
+def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
+    """The request with one number of tokens and one list of lengths for all runs of a table.
+
+    Raises UserError where the runs would be measured on different text.
+    """
+    configs = [checkpoint.read_config(path) for path in paths]
+    folders = {config.tokenizer: config.data_dir for config in configs}
+    for path, config in zip(paths, configs, strict=True):
+        first = folders[config.tokenizer]
+        if request.data_dir is None and Path(config.data_dir).resolve() != Path(first).resolve():
+            raise UserError(
+                f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
+                "different text cannot be compared; --data_dir DIR measures all runs on one"
+            )
+    defaults = {length for config in configs for length in default_lengths(config)}
+    tokens = min(config.val_tokens for config in configs)
+    return replace(
+        request, lengths=request.lengths or tuple(sorted(defaults)), tokens=request.tokens or tokens
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a table or picture shows of a run."""
+
+    name: str
+    rows: list[dict]  # a measurement for each RoPE scaling
+    control: dict | None  # with plain RoPE and a sliding window of the training length
+    restarted: dict | None = None  # in independent windows of the training length
+
+    def gain(self, row: dict) -> float | None:
+        """The gain from context: the control's loss minus a row's, at the longest length."""
+        return None if self.control is None else self.control["loss"][-1] - row["loss"][-1]
+
+
+def measure_run(
+    name: str, path: str, requests: list[LossRequest], restart: bool, unit: str
+) -> MeasuredRun:
+    """A run measured with every scaling, and its controls."""
+    config = checkpoint.read_config(path)
+
+    def result(request: LossRequest) -> dict:
+        values = measure(open_run(path, request), request)
+        return in_bits_per_byte(values, config) if unit == BITS else values
+
+    control = requests[0].control(config)
+    return MeasuredRun(
+        name,
+        [result(request) for request in requests],
+        result(control) if control else None,
+        result(requests[0].restarted()) if restart else None,
+    )
 
 
 def measure(run: LoadedRun, request: LossRequest) -> dict:
@@ -162,12 +254,23 @@ def measure(run: LoadedRun, request: LossRequest) -> dict:
             bar.set_description(f"{run.path} {label(run.facts)} {length}")
             size = max(1, BATCH_TOKENS // length)
             batches = validation_batches(data_dir, length, tokens, size, device=run.device)
-            means = position_losses(run, counted(batches, bar))
+            means = position_losses(run, counted(batches, bar), request.restart)
             add_length(results, means, str(length) in wanted_positions)
     losses, _ = losses_of(results.values)
     selected = select_parts(results.values, "loss_by_position", wanted_positions)
     assert selected is not None  # all of them have been measured
     return selected | {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
+
+
+def in_bits_per_byte(result: dict, config: Config) -> dict:
+    """A measurement with its losses per byte of text, which tokenizers do not change."""
+    size = text_bytes(result["data_dir"], result["tokens"], config.tokenizer)
+    factor = result["tokens"] / size / math.log(2)
+    by_position = result["loss_by_position"].items()
+    return result | {
+        "loss": [factor * loss for loss in result["loss"]],
+        "loss_by_position": {n: [factor * loss for loss in losses] for n, losses in by_position},
+    }
 
 
 def losses_of(values: dict) -> tuple[dict[int, float], dict[str, list[float]]]:
@@ -195,15 +298,32 @@ def add_length(results: Results, means: Tensor, per_position: bool) -> None:
 
 
 @torch.no_grad()
-def position_losses(run: LoadedRun, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L]."""
+def position_losses(
+    run: LoadedRun, batches: Iterable[tuple[Tensor, Tensor]], restart: bool = False
+) -> Tensor:
+    """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L].
+
+    With `restart` each window is read in independent parts of the training length.
+    """
     total, windows = torch.zeros((), dtype=torch.float64), 0
     for x, y in batches:
+        part = run.config.block_size if restart else x.shape[1]
         with autocast(run.device, run.dtype):
-            losses = run.model.token_losses(x, y)
+            pairs = zip(x.split(part, dim=1), y.split(part, dim=1), strict=True)
+            losses = torch.cat([run.model.token_losses(*pair) for pair in pairs], dim=1)
         total = total + losses.cpu().double().sum(0)
         windows += len(losses)
     return total / windows
+
+
+# ---- the table and the pictures ----
+
+NATS, BITS = "nats a token", "bits a byte"
+CONTROL = "sliding window of the training length, plain RoPE"
+MEANING = (
+    "gain from context, at the longest length: the loss with a " + CONTROL + ",\n"
+    "minus the loss; above 0 the model uses what lies beyond the window, below 0 it is hurt by it"
+)
 
 
 def label(result: dict) -> str:
@@ -213,66 +333,114 @@ def label(result: dict) -> str:
     return text + ("" if theta is None else f", theta {theta:g}")
 
 
-def rows(names: list[str], results: list[list[dict]]) -> Iterator[tuple[int, int, str, dict]]:
-    """Each row of the table or curve: index of the run and of the scaling, label, measurement."""
-    for i, (name, run_results) in enumerate(zip(names, results, strict=True)):
-        for j, result in enumerate(run_results):
-            yield i, j, name + (f"  {label(result)}" if len(run_results) > 1 else ""), result
+def title(runs: list[MeasuredRun]) -> str:
+    """The settings that all rows have in common."""
+    first, *more = runs[0].rows
+    parts = [] if more else [f"RoPE scaling {label(first)}"]
+    for key in ("window", "p"):
+        values = {row[key] for run in runs for row in run.rows}
+        if len(values) == 1 and None not in values:
+            parts.append(f"{key} {values.pop():g}")
+    return ", ".join(parts)
 
 
-def title(results: list[list[dict]]) -> str:
-    return "" if len(results[0]) > 1 else f"RoPE scaling {label(results[0][0])}"
+def row_names(run: MeasuredRun) -> list[str]:
+    """The run's name, with the scaling where there are several."""
+    several = len(run.rows) > 1
+    return [run.name + (f"  {label(row)}" if several else "") for row in run.rows]
 
 
-def all_lengths(results: list[list[dict]]) -> list[int]:
-    return sorted({n for run in results for result in run for n in result["lengths"]})
+def all_lengths(runs: list[MeasuredRun]) -> list[int]:
+    return sorted({n for run in runs for row in run.rows for n in row["lengths"]})
 
 
-def print_losses(names: list[str], results: list[list[dict]]) -> None:
-    lengths, trained = all_lengths(results), results[0][0]["trained_length"]
-    print("\nvalidation loss (nats a token)" + (title(results) and f", {title(results)}"))
-    table = [["", *(f"{n / trained:g}x" for n in lengths)], ["", *map(str, lengths)]]
-    for *_, name, result in rows(names, results):
+def trained_lengths(runs: list[MeasuredRun]) -> set[int]:
+    return {run.rows[0]["trained_length"] for run in runs}
+
+
+def print_losses(runs: list[MeasuredRun], unit: str) -> None:
+    lengths, trained = all_lengths(runs), trained_lengths(runs)
+    controlled = any(run.control for run in runs)
+    gain = ["gain"] if controlled else []
+    table, remarks = [["", *map(str, lengths), *gain]], ["tokens"]
+    if len(trained) == 1:
+        multiples = [f"{n / length:g}x" for length in trained for n in lengths]
+        table.insert(0, ["", *multiples, *([""] if controlled else [])])
+        remarks.insert(0, "of the training length")
+
+    def add(name: str, result: dict, gain: float | None = None) -> None:
         losses = dict(zip(result["lengths"], result["loss"], strict=True))
-        table.append([name, *(f"{losses[n]:.4f}" if n in losses else "" for n in lengths)])
-    print_table(table, width=9, remarks=("of the training length", "tokens"))
+        cells = [f"{losses[n]:.4f}" if n in losses else "" for n in lengths]
+        table.append([name, *cells, *(["" if gain is None else f"{gain:+.4f}"] * controlled)])
+
+    for run in runs:
+        for name, row in zip(row_names(run), run.rows, strict=True):
+            add(name, row, run.gain(row))
+        if run.control:
+            add(f"  sliding window of {run.control['window']}", run.control)
+        if run.restarted:
+            add(f"  independent windows of {run.rows[0]['trained_length']}", run.restarted)
+    print(f"\nvalidation loss ({unit})" + (title(runs) and f", {title(runs)}"))
+    print_table(table, width=9, remarks=remarks)
+    if controlled:
+        print(MEANING)
+    for run in runs:
+        row = run.rows[0]
+        print(
+            f"{run.name}: {row['checkpoint']} checkpoint, step {row['step']}, {row['sha256'][:8]}; "
+            f"trained at {row['trained_length']}; {row['tokens']:,} tokens of {row['data_dir']}"
+        )
 
 
-def style(i: int, j: int, results: list[list[dict]]) -> dict[str, Any]:
+def style(i: int, j: int, runs: list[MeasuredRun]) -> dict[str, Any]:
     """A colour for each run and a line for each scaling; for one run, a colour for each scaling."""
-    if len(results) == 1:
+    if len(runs) == 1:
         return {"color": f"C{j}"}
     return {"color": f"C{i % 10}", "linestyle": LINES[j % len(LINES)]}
 
 
-def plot_lengths(names: list[str], results: list[list[dict]]) -> Figure:
-    figure, axes = loss_panel(results, "length in tokens", all_lengths(results))
-    for i, j, name, result in rows(names, results):
-        points = sorted(zip(result["lengths"], result["loss"], strict=True))
-        marker = CURVE_MARKERS[(j if len(results[i]) > 1 else i) % len(CURVE_MARKERS)]
-        axes.plot(*zip(*points, strict=True), marker=marker, label=name, **style(i, j, results))
-    axes.legend(fontsize="small")
+def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
+    """Loss over length; thin lines are the controls."""
+    figure, axes = loss_panel(runs, unit, "length in tokens", all_lengths(runs))
+    for i, run in enumerate(runs):
+        for j, (name, row) in enumerate(zip(row_names(run), run.rows, strict=True)):
+            marker = CURVE_MARKERS[(j if len(run.rows) > 1 else i) % len(CURVE_MARKERS)]
+            axes.plot(row["lengths"], row["loss"], marker=marker, label=name, **style(i, j, runs))
+        if run.control:
+            colour = "0.3" if len(runs) == 1 else f"C{i % 10}"
+            axes.plot(run.control["lengths"], run.control["loss"], color=colour, linewidth=0.8)
+    finish(axes, runs)
     return figure
 
 
-def plot_positions(names: list[str], results: list[list[dict]]) -> Figure:
+def plot_positions(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
     """Loss at each position of the longest windows: raw means faint, smoothed on top."""
-    figure, axes = loss_panel(results, "position in tokens")
-    begin = int(FIRST_DRAWN * min(run_results[0]["trained_length"] for run_results in results))
+    figure, axes = loss_panel(runs, unit, "position in tokens")
+    begin = int(FIRST_DRAWN * min(trained_lengths(runs)))
     low, high = math.inf, -math.inf
-    for i, j, name, result in rows(names, results):
-        length = max(map(int, result["loss_by_position"]))
-        losses = result["loss_by_position"][str(length)]
-        curve, positions = smoothed(losses)[begin:], range(begin + 1, length + 1)
-        line = style(i, j, results)
-        axes.plot(positions, losses[begin:], color=line["color"], alpha=0.15, linewidth=0.5)
-        windows = result["tokens"] // length
-        axes.plot(positions, curve, label=f"{name} ({windows:,} windows)", **line)
-        low, high = min(low, *curve), max(high, *curve)
+    for i, run in enumerate(runs):
+        rows = [*zip(row_names(run), run.rows, strict=True)]
+        for j, (name, row) in enumerate([*rows, *([("", run.control)] if run.control else [])]):
+            length, losses = last_positions(row)
+            curve, positions = smoothed(losses)[begin:], range(begin + 1, length + 1)
+            if row is run.control:
+                colour = "0.3" if len(runs) == 1 else f"C{i % 10}"
+                axes.plot(positions, curve, color=colour, linewidth=0.8)
+            else:
+                line, windows = style(i, j, runs), row["tokens"] // length
+                axes.plot(positions, losses[begin:], color=line["color"], alpha=0.15, linewidth=0.5)
+                axes.plot(positions, curve, label=f"{name} ({windows:,} windows)", **line)
+            low, high = min(low, *curve), max(high, *curve)
     margin = 0.1 * max(0.5, high - low)
     axes.set_ylim(low - margin, high + margin)  # raw means may exceed the limits
-    axes.legend(fontsize="small")
+    finish(axes, runs)
     return figure
+
+
+def last_positions(row: dict) -> tuple[int, list[float]]:
+    """The greatest length measured by position, and its losses."""
+    length = max(map(int, row["loss_by_position"]))
+    return length, row["loss_by_position"][str(length)]
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -286,13 +454,20 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def loss_panel(
-    results: list[list[dict]], what: str, lengths: list[int] | None = None
+    runs: list[MeasuredRun], unit: str, what: str, lengths: list[int] | None = None
 ) -> tuple[Figure, Axes]:
     figure, axes = one_panel()
-    length_axis(axes, what, {run_results[0]["trained_length"] for run_results in results}, lengths)
-    axes.set_ylabel("validation loss (nats a token)")
-    axes.set_title(title(results), fontsize="medium")
+    length_axis(axes, what, trained_lengths(runs), lengths)
+    axes.set_ylabel(f"validation loss ({unit})")
+    axes.set_title(title(runs), fontsize="medium")
     return figure, axes
+
+
+def finish(axes: Axes, runs: list[MeasuredRun]) -> None:
+    """The legend."""
+    if any(run.control for run in runs):
+        axes.plot([], [], color="0.3", linewidth=0.8, label=f"thin: {CONTROL}")
+    axes.legend(fontsize="small")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Loss at lengths beyond the training length."""
 
 import json
+import math
 import shutil
 
 import matplotlib.image
@@ -9,14 +10,17 @@ import pytest
 import torch
 
 from data.shards import read_meta, read_shard, write_meta
+from data.tokenizer import get_tokenizer
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
+from tests.helpers import saved_run, set_meta, small_config
 
 
-def direct_losses(run, shards, length, scaling="none", **scale):
+def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     """Loss of each of the first 256 validation tokens in windows of this length: [windows, L]."""
-    model = GPT(checkpoint.read_config(run)).eval().scale_rope(scaling, **scale)
+    config = checkpoint.read_config(run).replace(**changes or {})
+    model = GPT(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
     tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:257].astype(np.int64))
     rows = []
@@ -30,16 +34,24 @@ def direct_losses(run, shards, length, scaling="none", **scale):
 def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, capsys):
     run = train("run", "configs/lssar_p15.py")
     call(eval_length, run, "--lengths", "16,32,128", "--rope", "dynamic_ntk")
-    (result,) = json.loads((run / "eval_length.json").read_text())
+    result, control = json.loads((run / "eval_length.json").read_text())
     assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
+    assert result["window"] is None and result["p"] == 15
     assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
         base = 10000 * max(1, length / 16) ** (16 / 14)
         direct = direct_losses(run, shards, length, theta=base)
         assert direct.numel() == 256
         assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
+    # beside it the same weights in a window of the training length, plain RoPE
+    assert (control["window"], control["rope"], control["lengths"]) == (16, "none", [16, 32, 128])
+    for length, loss in zip(control["lengths"], control["loss"], strict=True):
+        direct = direct_losses(run, shards, length, changes={"window": 16})
+        assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
     printed = capsys.readouterr().out
-    assert all(f"{loss:.4f}" in printed for loss in result["loss"])
+    assert all(f"{loss:.4f}" in printed for loss in result["loss"] + control["loss"])
+    assert f"{control['loss'][-1] - result['loss'][-1]:+.4f}" in printed
+    assert f"latest checkpoint, step 6, {result['sha256'][:8]}; trained at 16; 256 tok" in printed
     assert matplotlib.image.imread(run / "eval_length.png").std() > 0
 
 
@@ -61,9 +73,11 @@ def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch,
     file, asked = run / "eval_length.json", ("--rope", "none,ntk:2,ntk,yarn")
     call(eval_length, run, *asked, "--lengths", "32")
     results = json.loads(file.read_text())
-    assert [(r["rope"], r["rope_factor"]) for r in results] == [
-        ("none", None), ("ntk", 2), ("ntk", None), ("yarn", None)
+    assert [(r["rope"], r["rope_factor"], r["window"]) for r in results] == [
+        ("none", None, None), ("ntk", 2, None), ("ntk", None, None), ("yarn", None, None),
+        ("none", None, 16),
     ]  # fmt: skip
+    *results, _ = results
     for result in results:
         direct = direct_losses(run, shards, 32, result["rope"], factor=result["rope_factor"])
         assert result["loss"] == [pytest.approx(direct.mean().item(), rel=1e-5)]
@@ -76,8 +90,8 @@ def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch,
     # has kept what it had
     measure, lengths = eval_length.position_losses, []
 
-    def stops(run, batches):
-        means = measure(run, batches)
+    def stops(run, batches, restart):
+        means = measure(run, batches, restart)
         if len(means) == 128:
             raise KeyboardInterrupt
         lengths.append(len(means))
@@ -87,13 +101,13 @@ def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch,
     with pytest.raises(SystemExit):
         call(eval_length, run, "--rope", "yarn", "--lengths", "64,32,16,128")
     again = json.loads(file.read_text())
-    assert lengths == [64, 16] and again[:3] == results[:3]
+    assert lengths == [64, 16] and again[:3] == results[:3] and len(again) == 5
     assert again[3]["lengths"] == [16, 32, 64] and again[3]["loss"][1] == results[3]["loss"][0]
     direct = direct_losses(run, shards, 16, "yarn").mean().item()
     assert again[3]["loss"][0] == pytest.approx(direct, rel=1e-5)
     # other tokens are another measurement
     call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
-    assert [r["tokens"] for r in json.loads(file.read_text())] == [256] * 4 + [32]
+    assert [r["tokens"] for r in json.loads(file.read_text())] == [256] * 5 + [32] * 2
 
 
 def test_eval_length_by_position(train, call, shards, capsys):
@@ -115,11 +129,76 @@ def test_eval_length_by_position(train, call, shards, capsys):
     results = json.loads((run / "eval_length.json").read_text())
     assert results[0] == before[0] and results[1]["loss"] == before[1]["loss"]
     assert list(results[1]["loss_by_position"]) == ["64"]
+    windowed = results[2]["loss_by_position"]["64"]
+    direct = direct_losses(run, shards, 64, changes={"window": 16}).mean(0)
+    assert results[2]["window"] == 16 and windowed == pytest.approx(direct.tolist(), rel=1e-5)
     means = results[1]["loss_by_position"]["64"]
     direct = direct_losses(run, shards, 64, theta=5e5).mean(0)
     assert means == pytest.approx(direct.tolist(), rel=1e-5)
     assert sum(means) / 64 == pytest.approx(results[1]["loss"][1], rel=1e-12)
     assert matplotlib.image.imread(run / "loss_by_position.png").std() > 0
+
+
+def test_other_attention_than_in_training(train, call, shards, capsys):
+    run = train("run", "configs/lssa.py")
+    call(eval_length, run, "--lengths", "16,64", "--window", "8", "--p", "15", "--restart")
+    result, control, restarted = json.loads((run / "eval_length.json").read_text())
+    assert (result["variant"], result["p"], result["window"]) == ("lssa", 15, 8)
+    for one, changes in ((result, {"window": 8, "p": 15.0}), (control, {"window": 16, "p": 15.0})):
+        for i, length in enumerate((16, 64)):
+            ntk = {"scaling": one["rope"]}
+            direct = direct_losses(run, shards, length, changes=changes, **ntk).mean().item()
+            assert one["loss"][i] == pytest.approx(direct, rel=1e-5)
+    # independent windows of the training length: the same at every length
+    direct = direct_losses(run, shards, 16, changes={"p": 15.0}).mean().item()
+    assert restarted["restart"] and restarted["loss"] == pytest.approx([direct] * 2, rel=1e-5)
+    printed = capsys.readouterr().out
+    assert "independent windows of 16" in printed and "dynamic_ntk, window 8, p 15" in printed
+    # the window of a run that was trained with a shorter one stays
+    run = train("windowed", "--window=4")
+    call(eval_length, run, "--lengths", "16")
+    (result, control) = json.loads((run / "eval_length.json").read_text())
+    assert (result["window"], control["window"], control["rope"]) == (4, 4, "none")
+
+
+def test_runs_that_cannot_be_compared(train, call, shards, tmp_path, capsys):
+    run = train("run", "--max_iters=1")
+    longer = train(
+        "longer", "--max_iters=1", "--block_size=32", "--batch_size=4", "--val_tokens=128"
+    )
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    other = train("other", "--max_iters=1", f"--data_dir={copy}")
+    with pytest.raises(SystemExit) as stop:
+        call(eval_length, run, other)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert f"{run} was trained on {shards}" in message and "--data_dir" in message
+    # the same tokens for all, and no multiples where the training lengths differ
+    call(eval_length, run, longer, "--lengths", "16,64")
+    results = [json.loads((path / "eval_length.json").read_text())[0] for path in (run, longer)]
+    assert [one["tokens"] for one in results] == [128, 128]
+    assert "training length\n" not in capsys.readouterr().out.split("gain")[0]
+
+
+def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
+    paths = []
+    for name, folder in text.items():
+        write_meta(folder, set_meta(name))
+        config = small_config(
+            "softmax.py", f"--tokenizer={name}", f"--data_dir={folder}", "--val_tokens=8"
+        )
+        paths.append(saved_run(tmp_path / name, GPT(config)))
+    call(eval_length, *paths, "--lengths", "4")
+    printed = capsys.readouterr().out
+    assert "bits a byte" in printed and "nats" not in printed
+    for name, path in zip(text, paths, strict=True):
+        result = json.loads((path / "eval_length.json").read_text())[0]
+        # the shards repeat a mark and " Such is life."; 8 tokens are predicted
+        tokenizer = get_tokenizer(name)
+        targets = (3 * [tokenizer.eot, *tokenizer.encode("Such is life. ")])[1:9]
+        size = len(tokenizer.decode([t for t in targets if t != tokenizer.eot]))
+        bits = result["loss"][0] * 8 / size / math.log(2)
+        assert f"{bits:.4f}" in printed
 
 
 def test_smoothed_is_a_mean_over_neighbours():
@@ -149,6 +228,8 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--rope_theta", "inf"], "theta = inf must be"),
         (["--rope_theta", "nan"], "theta = nan must be"),
         (["--rope", "none,yarn,none"], "distinct"),
+        (["--window", "0"], "--window 0 must be at least 1"),
+        (["--p", "0.5"], "p = 0.5 must be at least 1"),
     ],
 )
 def test_eval_length_refuses(train, call, capsys, arguments, message):

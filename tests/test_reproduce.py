@@ -28,22 +28,28 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     # 4 runs of 6 steps of 128 tokens, told before any of them
     assert "to train: 4 runs (0 of them continued), 3,072 tokens" in printed
-    # lengths of 1, 2, 4 and 8 times 16, each over the 256 validation tokens
-    assert "to evaluate: 4 runs, 4,096 tokens in all, each with python -m scripts.eval" in printed
+    # lengths of 1, 2, 4 and 8 times 16, each over the 256 validation tokens, and their control
+    assert "to evaluate: 4 runs, 8,192 tokens in all, each with python -m scripts.eval" in printed
     assert printed.index("to train: 4 runs") < printed.index("step 6/6")
     assert len(commands) == 8
     table, text = read_table(folder), (folder / "table.md").read_text()
     assert list(table["rows"]) == ["softmax", "lssar_p15"]
     assert set(table["not_run"]) == set(LSSAR["table1"]["rows"]) - set(table["rows"])
     for name, row in table["rows"].items():
-        losses = []
+        losses, gains = [], []
         for seed in (1337, 1338):
             saved = tmp_path / f"out/small/{name}/seed{seed}"
             assert checkpoint.read_config(saved).seed == seed
             measured = json.loads((saved / "eval_length.json").read_text())
-            assert [one["lengths"] for one in measured] == [[16, 32, 64, 128]]
-            losses.append(measured[0]["loss"])
-        for i, both in enumerate(zip(*losses, strict=True)):
+            assert [one["lengths"] for one in measured] == [[16, 32, 64, 128]] * 2
+            loss, control = (one["loss"] for one in measured)
+            assert (measured[1]["window"], measured[1]["rope"]) == (16, "none")
+            losses.append([*loss, control[-1]])
+            gains.append(control[-1] - loss[-1])
+        assert row["mean"][-1] == pytest.approx(sum(gains) / 2)
+        *losses, windows = zip(*losses, strict=True)
+        assert row["mean"][-2] == pytest.approx(sum(windows) / 2)
+        for i, both in enumerate(losses):
             paper = LSSAR["table1"]["rows"][name][i]
             mean, half = sum(both) / 2, abs(both[0] - both[1]) / 2
             assert row["mean"][i] == pytest.approx(mean) and row["paper"][i] == paper
@@ -53,6 +59,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
         for one in row["runs"]:
             assert (one["step"], one["tokens"]) == (6, 768)
             assert one["environment"]["commit"] and one["evaluation"]["environment"]["torch"]
+    assert "8x, sliding window of 1x | gain from context |" in text and "hurt by it" in text
     assert "8x, 128 (paper 8,192)" in text and "no errors" in text and "seeds 1337, 1338" in text
     assert matplotlib.image.imread(folder / "table1.png").std() > 0
     # the same again: nothing is trained or measured, and the files say the same
@@ -77,7 +84,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     text = (folder / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
     folder = reproduced("loss_by_length")
-    assert len(read_table(folder)["rows"]["softmax"]["mean"]) == 5
+    assert len(read_table(folder)["rows"]["softmax"]["mean"]) == 7
     assert "The paper's values are those of its Table 1" in (folder / "table.md").read_text()
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 

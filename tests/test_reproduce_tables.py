@@ -62,6 +62,37 @@ def test_a_measurement_of_other_weights_is_not_taken(reproduced, commands, scale
     assert sha256 == checkpoint.checkpoint_id(results.parent)["sha256"]
 
 
+def test_a_row_evaluated_in_several_ways(reproduced, commands, tmp_path):
+    folder = reproduced("p_at_evaluation", "--only=lssa,lssa:p15")
+    assert len(commands) == 3  # trained once, evaluated twice
+    table = read_table(folder)
+    assert list(table["rows"]) == ["lssa", "lssa:p15"]
+    measured = json.loads((tmp_path / "out/small/lssa/seed1337/eval_length.json").read_text())
+    assert [(one["p"], one["window"]) for one in measured] == [
+        (None, None), (None, 16), (15, None), (15, 16)
+    ]  # fmt: skip
+    for name, own, control in (("lssa", 0, 1), ("lssa:p15", 2, 3)):
+        last, window = measured[own]["loss"][-1], measured[control]["loss"][-1]
+        assert table["rows"][name]["mean"][4:] == [last, window, window - last]
+    assert matplotlib.image.imread(folder / "p_at_evaluation.png").std() > 0
+    # the run is shared, and so are its measurements
+    commands.clear()
+    folder = reproduced("components", "--only=lssa,softplus_logn_p3")
+    assert len(commands) == 2 and "scripts.eval_length" in commands[1]
+    config = checkpoint.read_config(tmp_path / "out/small/softplus_logn_p3/seed1337")
+    assert (config.attention, config.p) == ("softplus_logn", 3)
+    assert matplotlib.image.imread(folder / "components.png").std() > 0
+    folder = reproduced("p_sweep", "--only=lssa,lssar_p50")
+    assert list(read_table(folder)["rows"]) == ["lssa", "lssar_p50"]
+    assert matplotlib.image.imread(folder / "p_sweep.png").std() > 0
+    commands.clear()
+    folder = reproduced("rope", "--only=softmax:none,softmax:yarn")
+    text = (folder / "table.md").read_text()
+    assert len(commands) == 3 and "`softmax:yarn`" in text and "RoPE scaling none, yarn" in text
+    folder = reproduced("loss_by_position", "--only=softmax")
+    assert matplotlib.image.imread(folder / "loss_by_position.png").std() > 0
+
+
 def test_the_maps_are_those_of_the_table(reproduced, call, commands, tmp_path):
     """Drawn over by another text's, they are drawn again."""
     folder, picture = tmp_path / "out/small/softmax/seed1337", "attention_maps.png"

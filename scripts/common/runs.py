@@ -17,6 +17,7 @@ from model import GPT, Rope
 from runtime import checkpoint
 from runtime.device import pick_device, pick_dtype
 from runtime.files import check_writable
+from scripts.common.arguments import AtLeast
 from scripts.common.results import read_results
 
 # Tokens of an evaluation batch, unless one sequence is longer.
@@ -33,6 +34,8 @@ class RunOptions:
     rope_factor: float | None = None
     rope_theta: float | None = None
     checkpoint: str = "latest"
+    window: int | None = None
+    p: float | None = None
     attention_impl: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
@@ -44,6 +47,15 @@ class RunOptions:
     @property
     def torch_dtype(self) -> torch.dtype:
         return pick_dtype(self.dtype, pick_device(self.device))
+
+    def applied(self, config: Config) -> Config:
+        """A run's config with the attention path, the window and the p of these options.
+
+        The path it was trained with was chosen for that machine.
+        """
+        given = {"window": self.window, "p": self.p}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return config.replace(attention_impl=self.attention_impl, **changes)
 
     def check_rope(self) -> None:
         """Raise UserError for an unknown RoPE scaling, or an invalid factor or base."""
@@ -58,6 +70,10 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument("--rope", help=f"scaling: {names} (%(default)s)")
     parser.add_argument("--rope_factor", type=float, help="see model.Rope, which has the default")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
+    parser.add_argument(
+        "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
+    )
+    parser.add_argument("--p", type=float, help="power of re-weighting in place of the run's own")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=choices("dtype"))
     impls = choices("attention_impl")
@@ -128,10 +144,11 @@ class LoadedRun:
     facts: dict  # `run_facts`
 
 
-def run_facts(config: Config, weights: Path, options: RunOptions) -> dict:
+def run_facts(trained: Config, weights: Path, options: RunOptions) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
+    config = options.applied(trained)
     return {
-        "variant": config.variant_name,
+        "variant": trained.variant_name,
         "seed": config.seed,
         "checkpoint": options.checkpoint,
         **checkpoint.recorded_id(weights),  # step and sha256
@@ -139,30 +156,25 @@ def run_facts(config: Config, weights: Path, options: RunOptions) -> dict:
         "rope": options.rope,
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
+        "window": config.window,
+        "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
     }
-
-
-def read_config(path: str | Path, options: RunOptions) -> Config:
-    """A run's config, with the attention path of the options.
-
-    The path it was trained with was chosen for that machine.
-    """
-    return checkpoint.read_config(path).replace(attention_impl=options.attention_impl)
 
 
 def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     """Load a run for evaluation. Raises UserError where the run or the device is missing."""
     device = pick_device(options.device)
     dtype = options.torch_dtype
-    config = read_config(path, options)
+    trained = checkpoint.read_config(path)
+    config = options.applied(trained)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
     facts = None
     while facts is None:
         weights = checkpoint.load_weights(model, path, options.checkpoint)
         try:
-            facts = run_facts(config, weights, options)
+            facts = run_facts(trained, weights, options)
         except UserError:
             if checkpoint.listed(weights):
                 raise  # else a run in training has replaced it: load the new one
@@ -173,7 +185,7 @@ def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
     """Raise UserError, before any work, where a run cannot be measured or its results saved."""
     request.check_rope()
     pick_dtype(request.dtype, pick_device(request.device))
-    configs = [read_config(path, request) for path in paths]
+    configs = [request.applied(checkpoint.read_config(path)) for path in paths]
     for path in map(Path, paths):
         checkpoint.find(path, request.checkpoint, quiet=True)  # open_run reports damaged ones
         read_results(request.file(path))

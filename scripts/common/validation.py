@@ -10,6 +10,7 @@ from tqdm import tqdm
 from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, check_tokenizer
+from data.tokenizer import get_tokenizer
 from errors import UserError
 
 
@@ -31,6 +32,14 @@ def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: 
             f"multiple of {unit} to predict the same tokens in whole windows"
         )
     return available // unit * unit
+
+
+@functools.cache
+def text_bytes(data_dir: str, tokens: int, tokenizer: str) -> int:
+    """Bytes of the text that the first `tokens` predictions are of; end-of-text marks have none."""
+    known = get_tokenizer(tokenizer)
+    ids = validation_tokens(data_dir, tokens)[1:]
+    return len(known.decode(ids[ids != known.eot]).encode())
 
 
 def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:

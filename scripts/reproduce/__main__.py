@@ -172,18 +172,21 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
     if not rows:
         raise UserError("no row is available: " + "; ".join(failures))
     keys, better = evaluation.columns(config), evaluation.better
-    lengths = not isinstance(keys[0], str)
+    multiples = [key for key in keys if not isinstance(key, str)]
     table = {
         "name": name,
         "title": experiment.title,
         "scale": work.scale.name,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
-        "columns": [f"{key:g}x, {at(key, config):,}" if lengths else key for key in keys],
-        "paper_columns": [
-            (f"{key * TRAINED_LENGTH:,.0f}" if lengths else key) if paper else None for key in keys
+        "columns": [
+            key if isinstance(key, str) else f"{key:g}x, {at(key, config):,}" for key in keys
         ],
-        "multiples": list(keys) if lengths else None,
+        "paper_columns": [
+            (key if isinstance(key, str) else f"{key * TRAINED_LENGTH:,.0f}") if paper else None
+            for key in keys
+        ],
+        "multiples": multiples or None,
         "better": list(better) if isinstance(better, tuple) else [better] * len(keys),
         "compare": "difference" if evaluation.trained else "ratio",
         "digits": evaluation.digits,

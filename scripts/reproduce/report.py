@@ -11,18 +11,27 @@ A table is a dict, as table.json has it:
 
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attention import VARIANTS
 from config import Config
 from errors import UserError
 from runtime.files import atomic_write, write_json
 from scripts import eval_length, needle
 from scripts.common.plots import row_style, write_picture
 
+SLIDING = "sliding window of 1x"
+CONTROL_NOTE = (
+    "Sliding window: the same weights with plain RoPE, where each row sees as many keys as in "
+    "training at most; independent windows of that length give the loss of 1x at any length. The "
+    "gain from context is the loss with the sliding window minus the loss with everything, at the "
+    "longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it."
+)
 # Keys of an evaluation that are too long for table.json.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
 # Keys of an evaluation that the caption mentions where present.
@@ -142,6 +151,7 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         f"Measured in {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
         f"{distinct_values(environments, 'commit', 7)}."
     )
+    sentences += [CONTROL_NOTE] if controls(table, 1) else []
     sentences += notes
     if table["not_run"]:
         sentences.append("Not there: " + ", ".join(f"`{row}`" for row in table["not_run"]) + ".")
@@ -181,8 +191,8 @@ def without(value: Any, keys: tuple[str, ...]) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {key: without(item, keys) for key, item in value.items()}
-    if "evaluation" in kept:
-        kept["evaluation"] = {k: v for k, v in kept["evaluation"].items() if k not in keys}
+    for name in {"evaluation", "control"} & kept.keys():
+        kept[name] = {k: v for k, v in kept[name].items() if k not in keys}
     return kept
 
 
@@ -227,29 +237,103 @@ def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
+def losses_at(measured: dict, lengths: Iterable[int]) -> list[float]:
+    """The losses of a measurement of scripts.eval_length at some of its lengths."""
+    losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
+    return [losses[length] for length in lengths]
+
+
+def controls(table: dict, most: int | None = None) -> dict[str, list[float]]:
+    """Row -> its control's mean loss at each multiple of the training length, where it has one."""
+    means = {}
+    for name, row in list(table["rows"].items())[:most]:
+        found = [run["evaluation"].get("control", {"lengths": ()}) for run in row["runs"]]
+        length = row["runs"][0]["evaluation"].get("trained_length", 0)
+        lengths = [round(m * length) for m in table["multiples"] or ()]
+        if lengths and all(set(lengths) <= set(control["lengths"]) for control in found):
+            losses = [losses_at(control, lengths) for control in found]
+            means[name] = [statistics.mean(column) for column in zip(*losses, strict=True)]
+    return means
+
+
+def draw_row(axes: Axes, table: dict, name: str, label: str, style: dict[str, Any]) -> None:
+    """A row's mean over length with its range over seeds; thin: its control."""
+    row, x = table["rows"][name], table["multiples"]
+    axes.plot(x, row["mean"][: len(x)], label=label, **style)
+    low, high = row["low"][: len(x)], row["high"][: len(x)]
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.2)
+    if control := controls({**table, "rows": {name: row}}).get(name):
+        axes.plot(x, control, color=style["color"], linewidth=0.7, alpha=0.8)
+
+
+def label_lengths(axes: Axes, table: dict, title: str) -> None:
+    """The axes of a panel of curves over length."""
+    x = table["multiples"]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [f"{multiple:g}x" for multiple in x])
+    axes.minorticks_off()
+    axes.set_xlabel("length, in multiples of the training length")
+    axes.set_ylabel(table["unit"])
+    if "%" in table["unit"]:
+        axes.set_ylim(-3, 103)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+
+
+def explain_control(axes: Axes, table: dict) -> None:
+    """A line of the legend on the thin curves, if there are any."""
+    if controls(table):
+        axes.plot([], [], color="0.3", linewidth=0.7, label=f"thin: {SLIDING}, plain RoPE")
+
+
 def curves(table: dict) -> dict[str, Figure]:
     """Each row over length in multiples of the training length, beside the paper's curves."""
     known = any(any(v is not None for v in row["paper"] or []) for row in table["rows"].values())
     figure, axes = panels(2 if known else 1)
-    x = table["multiples"]
     for i, (name, row) in enumerate(table["rows"].items()):
-        axes[0].plot(x, row["mean"], label=name, **row_style(i))
-        axes[0].fill_between(x, row["low"], row["high"], color=row_style(i)["color"], alpha=0.2)
-        points = [(m, v) for m, v in zip(x, row["paper"] or [], strict=False) if v is not None]
-        if points:
+        draw_row(axes[0], table, name, name, row_style(i))
+        paper = zip(table["multiples"], row["paper"] or [], strict=False)
+        if points := [(m, v) for m, v in paper if v is not None]:
             axes[1].plot(*zip(*points, strict=True), **row_style(i))
-    for title, ax in zip(("ours", f"the paper's ({table['paper_scale']})"), axes, strict=False):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(x, [f"{multiple:g}x" for multiple in x])
-        ax.minorticks_off()
-        ax.set_xlabel("length, in multiples of the training length")
-        ax.set_ylabel(table["unit"])
-        if "%" in table["unit"]:
-            ax.set_ylim(-3, 103)
-        ax.set_title(f"{title}: {table['scale']}" if title == "ours" else title, fontsize="medium")
-        ax.grid(alpha=0.3)
+    explain_control(axes[0], table)
+    titles = (f"ours: {table['scale']}", f"the paper's ({table['paper_scale']})")
+    for title, ax in zip(titles, axes, strict=False):
+        label_lengths(ax, table, title)
     figure.legend(loc="outside right center", fontsize="small")
     return {f"{table['name']}.png": figure}
+
+
+def grouped(table: dict, groups: dict[str, dict[str, str]]) -> dict[str, Figure]:
+    """A panel for each group {title: {row: label}}, with a curve over length for each row."""
+    figure, axes = panels(len(groups), sharey=True)
+    for (title, members), ax in zip(groups.items(), axes, strict=True):
+        for i, (name, label) in enumerate(members.items()):
+            draw_row(ax, table, name, label, row_style(i))
+        explain_control(ax, table)
+        label_lengths(ax, table, f"{title}, {table['scale']}")
+        ax.legend(fontsize="small")
+    return {f"{table['name']}.png": figure}
+
+
+def views(table: dict) -> dict[str, Figure]:
+    """A panel for each run, with a curve for each way in which it is evaluated."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in table["rows"]:
+        run, _, view = name.partition(":")
+        groups.setdefault(run, {})[name] = view or "as trained"
+    return grouped(table, groups)
+
+
+def components(table: dict) -> dict[str, Figure]:
+    """A panel for each kind of re-weighting, with a curve for each phi and scale."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in table["rows"]:
+        variant, _, p = name.rpartition("_p")
+        if p.isdigit():
+            groups.setdefault(f"re-weighted, p = {p}", {})[name] = variant
+        else:
+            groups.setdefault("not re-weighted", {})[name] = name
+    return grouped(table, groups)
 
 
 def dots(table: dict) -> dict[str, Figure]:
@@ -290,25 +374,49 @@ def dots(table: dict) -> dict[str, Figure]:
 
 
 def loss_over_p(table: dict) -> dict[str, Figure]:
-    """Loss over p: a panel for each attention variant, a curve for each length."""
-    families: dict[str, list[tuple[float, dict]]] = {}
-    for name, row in table["rows"].items():
+    """Loss over p: a panel for each attention variant, a curve for each length.
+
+    Dashed: the variant without re-weighting. Dotted: the longest length's control.
+    """
+    families: dict[str, list[tuple[float, str]]] = {}
+    for name in table["rows"]:
         variant, _, p = name.rpartition("_p")
-        families.setdefault(variant, []).append((float(p), row))
+        if p.isdigit():
+            families.setdefault(variant, []).append((float(p), name))
+    if not families:
+        return {}
     figure, axes = panels(len(families), sharey=True)
     for (variant, members), ax in zip(families.items(), axes, strict=True):
-        members.sort(key=lambda member: member[0])
-        ps = [p for p, _ in members]
-        for i, length in enumerate(table["columns"]):
-            ax.plot(ps, [row["mean"][i] for _, row in members], label=length, **row_style(i))
-            low, high = ([row[side][i] for _, row in members] for side in ("low", "high"))
-            ax.fill_between(ps, low, high, color=row_style(i)["color"], alpha=0.2)
+        ps, names = zip(*sorted(members), strict=True)
+        rows = [table["rows"][name] for name in names]
+        plain = table["rows"].get(without_p(variant, table))
+        for i in range(len(table["multiples"])):
+            style = row_style(i)
+            ax.plot(ps, [row["mean"][i] for row in rows], label=table["columns"][i], **style)
+            low, high = ([row[side][i] for row in rows] for side in ("low", "high"))
+            ax.fill_between(ps, low, high, color=style["color"], alpha=0.2)
+            if plain:
+                ax.axhline(plain["mean"][i], color=style["color"], linestyle="--", linewidth=0.8)
+        control = controls(table)
+        if len(table["multiples"]) > 1 and all(name in control for name in names):
+            last = [control[name][-1] for name in names]
+            ax.plot(ps, last, color=style["color"], linestyle=":", label=f"{SLIDING}, plain RoPE")
+        ax.plot([], [], color="0.3", linestyle="--", linewidth=0.8, label="without re-weighting")
+        ax.set_xscale("log")
+        ax.set_xticks(ps, [f"{p:g}" for p in ps])
+        ax.minorticks_off()
         ax.set_xlabel("p")
         ax.set_ylabel(table["unit"])
         ax.set_title(f"{variant}, {table['scale']}", fontsize="medium")
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small")
     return {f"{table['name']}.png": figure}
+
+
+def without_p(variant: str, table: dict) -> str | None:
+    """The table's row that is this variant without re-weighting: lssa for lssar."""
+    wanted = replace(VARIANTS[variant], needs_p=False)
+    return next((name for name in table["rows"] if VARIANTS.get(name) == wanted), None)
 
 
 def first_seeds(table: dict) -> dict[str, dict]:
@@ -332,8 +440,11 @@ def maps(table: dict) -> dict[str, Path]:
 def positions(table: dict) -> dict[str, Figure]:
     """SSMax Fig. 5: loss over positions."""
     rows = first_seeds(table)
-    results = [[measured] for measured in rows.values()]
-    return {f"{table['name']}.png": eval_length.plot_positions(list(rows), results)}
+    runs = [
+        eval_length.MeasuredRun(name, [measured], measured.get("control"))
+        for name, measured in rows.items()
+    ]
+    return {f"{table['name']}.png": eval_length.plot_positions(runs)}
 
 
 def haystacks(table: dict) -> dict[str, Figure]:

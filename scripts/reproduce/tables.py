@@ -4,13 +4,15 @@ import argparse
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import EXIT_MISTAKE, UserError
+from model import Rope
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json
@@ -24,6 +26,7 @@ from scripts.eval_length import LossRequest, smoothed
 from scripts.needle import NeedleRequest
 from scripts.passkey import PasskeyRequest
 from scripts.reproduce import report
+from scripts.reproduce.report import SLIDING
 from scripts.reproduce.training import PlannedRun, Scale, call, call_when_free, find_row
 
 
@@ -55,6 +58,8 @@ class Evaluation:
     digits: int = 4
     finetuned: bool = False  # on SQuAD before measuring
     prompt: Callable[[Config], int] = lambda config: 1  # the shortest length that fits it
+    control: Callable[[Any, Config], Request | None] = lambda request, config: None
+    views: Mapping[str, dict] = field(default_factory=dict)  # changes of the request, by name
     refuse: Callable[[Config], object] = lambda config: None  # may raise UserError
 
     trained = True
@@ -73,8 +78,12 @@ class Evaluation:
             f"{self.prompt(config)} tokens.",
         )
 
-    def command(self, config: Config) -> list[str]:
-        request = self.request(config)
+    def request_of(self, run: PlannedRun) -> Request:
+        """The request for a row, which may name a view, as softmax:yarn does."""
+        changes = self.views[run.view] if run.view else {}
+        return replace(self.request(run.config), **changes)
+
+    def command(self, request: Request) -> list[str]:
         return [sys.executable, "-m", f"scripts.{request.script}", *request.arguments()]
 
     def check(self, work: Work) -> None:
@@ -100,16 +109,22 @@ class Evaluation:
         config, epochs = work.scale.config, finetune_squad.EPOCHS
         request = self.request(config)
         try:
-            left = sum(self.find(run) is None for run in work.runs)
+            left = [run for run in work.runs if self.find(run) is None]
             if not left:
                 return "to evaluate: 0 runs"
-            amount = f"{left} runs, {left * request.amount(config):,} {request.unit} in all"
+            total = sum(
+                one.amount(run.config)
+                for run in left
+                for one in (self.request_of(run), self.control(self.request_of(run), run.config))
+                if one
+            )
+            amount = f"{len(left)} runs, {total:,} {request.unit} in all"
         except UserError as error:
             if not work.missing_shards:
                 raise
             amount = f"{len(work.runs)} runs at most, {request.unit} unknown ({error})"
         tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
-        shown = " ".join(["python", *self.command(config)[1:]])
+        shown = " ".join(["python", *self.command(request)[1:]])
         return f"to evaluate: {amount}, each {tuning}with {shown}"
 
     def measure(self, work: Work) -> list[str]:
@@ -123,7 +138,7 @@ class Evaluation:
                 tuning = functools.partial(finetune, run, work.squad)
                 code = call_when_free(self.folder(run), tuning)
             if not code:
-                command = [*self.command(run.config), str(self.folder(run))]
+                command = [*self.command(self.request_of(run)), str(self.folder(run))]
                 code, what = call(command), " ".join(command[1:])
             if code == EXIT_MISTAKE:
                 raise UserError(f"{run.folder} cannot be evaluated; the message is above")
@@ -135,17 +150,22 @@ class Evaluation:
         return run.folder / "squad" if self.finetuned else run.folder
 
     def find(self, run: PlannedRun) -> dict | None:
-        """The finished run's measurement, reduced to what the table needs; None without it."""
-        folder, request = self.folder(run), self.request(run.config)
+        """The finished run's measurement, reduced to what the table needs; None without it.
+
+        That of the control, if the table has one, is in `control`.
+        """
+        folder, request = self.folder(run), self.request_of(run)
         weights = checkpoint.newest(folder)
         if weights is None or not run.finished or (self.finetuned and not finetuned(run)):
             return None
         # the saved config, as the script sees it: data_dir may be another path to the same data
         config = checkpoint.read_config(folder)
-        facts = run_facts(config, weights, request) | request.facts(config)
-        measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
-        selected = (request.select(measurement, config) for measurement in measurements)
-        return next((m for m in selected if m is not None), None)
+        measured = find_measurement(request, folder, weights, config)
+        control = self.control(request, config)
+        if measured is None or control is None:
+            return measured
+        other = find_measurement(control, folder, weights, config)
+        return other and measured | {"control": other}
 
     def results(self, work: Work, row: str) -> list[dict]:
         """The entries of table.json for the finished and measured runs of a row."""
@@ -169,6 +189,14 @@ class Evaluation:
                     }
                 )
         return results
+
+
+def find_measurement(request: Request, folder: Path, weights: Path, config: Config) -> dict | None:
+    """The saved measurement of these weights that answers a request, reduced to it."""
+    facts = run_facts(config, weights, request) | request.facts(config)
+    measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
+    selected = (request.select(measurement, config) for measurement in measurements)
+    return next((m for m in selected if m is not None), None)
 
 
 def machine(config: Config) -> list[str]:
@@ -333,37 +361,48 @@ def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = Non
     return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
 
 
-def loss(*multiples: float) -> Evaluation:
-    """Loss by length, over the same tokens at every length."""
+GAIN = "gain from context"
+
+
+def loss(*multiples: float, views: Mapping[str, dict] | None = None) -> Evaluation:
+    """Loss by length, over the same tokens at every length, and what the longest is worth."""
 
     def lengths(config: Config) -> tuple[int, ...]:
         return tuple(at(multiple, config) for multiple in multiples)
 
     def values(measured: dict, config: Config) -> list[float]:
-        losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
-        return [losses[length] for length in lengths(config)]
+        losses = report.losses_at(measured, lengths(config))
+        if "control" not in measured:
+            return losses
+        *_, window = report.losses_at(measured["control"], lengths(config))
+        return [*losses, window, window - losses[-1]]
 
+    controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if multiples[-1] > 1 else ()
     return Evaluation(
-        multiples,
+        (*multiples, *controlled),
         lambda config: LossRequest(lengths=lengths(config), **options(config)),
         values,
+        better=("lower",) * len(multiples) + ("lower", "higher")[: len(controlled)],
+        control=LossRequest.control,
+        views=views or {},
     )
 
 
-def loss_by_position(multiple: float, *shown: float) -> Evaluation:
-    """SSMax Fig. 5: loss at every position of windows of one length; columns are some of these."""
-    theta = SSMAX["figure5"]["rope_theta"]
+def loss_by_position(
+    multiple: float, *shown: float, rope: str, theta: float | None = None
+) -> Evaluation:
+    """Loss at every position of windows of one length; columns are the loss around some of them."""
 
     def request(config: Config) -> LossRequest:
         lengths = (at(multiple, config),)
-        return LossRequest(lengths=lengths, per_position=True, **options(config, "none", theta))
+        return LossRequest(lengths=lengths, per_position=True, **options(config, rope, theta))
 
     def values(measured: dict, config: Config) -> list[float]:
         (losses,) = measured["loss_by_position"].values()
         curve = smoothed(losses)
         return [curve[at(position, config) - 1] for position in shown]
 
-    return Evaluation(shown, request, values)
+    return Evaluation(shown, request, values, control=LossRequest.control)
 
 
 TRIALS = 100  # passkeys of each length
@@ -490,9 +529,21 @@ def maps() -> Evaluation:
 
 TABLE1 = LSSAR["table1"]
 TWO = ("softmax", "lssar_p15")
-P_SWEEP = tuple(
-    f"{name}_p{p}" for name in ("lssar", "softmax") for p in (1, 2, 3, 5, 10, 15, 20, 30)
-)
+# 50 and 100 are in the LSSAR paper's earlier version
+POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
+P_SWEEP = (
+    "lssa", *(f"lssar_p{p}" for p in POWERS), "softmax", *(f"softmax_p{p}" for p in POWERS)
+)  # fmt: skip
+# {exp, softplus} x {1 / sqrt d, log n / sqrt d, log d log n cos} x {no stage 2, p = 3, p = 15}
+COMPONENTS = (
+    "softmax", "softmax_p3", "softmax_p15", "ssmax_fixed", "ssmax_fixed_p3", "ssmax_fixed_p15",
+    "softmax_cosine", "softmax_cosine_p3", "softmax_cosine_p15",
+    "phi_softplus", "phi_softplus_p3", "phi_softplus_p15",
+    "softplus_logn", "softplus_logn_p3", "softplus_logn_p15", "lssa", "lssar_p3", "lssar_p15",
+    "lssa_threshold",
+)  # fmt: skip
+ROPES = {name: {"rope": name} for name in Rope.SCALINGS}
+EVALUATED_P = {f"p{p}": {"p": float(p)} for p in POWERS}
 LOSS = "validation loss (nats a token)"
 FROM_TABLE1 = "The paper's values are those of its Table 1: it has curves only here"
 SSMAX_ROWS = tuple(SSMAX["rows"])
@@ -546,6 +597,33 @@ EXPERIMENTS = {
         "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.loss_over_p,
         TABLE1, notes=(f"{FROM_TABLE1}.",),
     ),
+    "p_at_evaluation": Experiment(
+        "Is it the training or the sharpening: other p than in training", LOSS,
+        ("lssa", "lssa:p3", "lssa:p15", "lssar_p3", *(f"lssar_p3:p{p}" for p in (1, 5, 15)),
+         "lssar_p15", *(f"lssar_p15:p{p}" for p in (1, 3, 5, 10, 20, 30))),
+        loss(1, 2, 4, 8, 16, views=EVALUATED_P), report.views, TABLE1,
+        notes=("`lssa:p15` are the weights of `lssa`, evaluated with p = 15.",),
+    ),
+    "components": Experiment(
+        "LSSAR taken apart: phi, scale and re-weighting", LOSS, COMPONENTS, loss(1, 2, 4, 8, 16),
+        report.components, TABLE1, notes=(
+            "phi is exp (`softmax`, `ssmax_fixed`, `softmax_cosine`) or softplus (`phi_softplus`, "
+            "`softplus_logn`, `lssa`), each l1-normalised; the scale of the scores is 1/√d, "
+            "log n/√d or, with unit q and k, log d log n. `lssa_threshold` drops what `lssar` "
+            "drops, without the power.",
+        ),
+    ),
+    "rope": Experiment(
+        "RoPE scalings and variants", LOSS,
+        tuple(f"{row}:{rope}" for row in ("softmax", "ssmax", "lssar_p15") for rope in ROPES),
+        loss(1, 2, 4, 8, 16, views=ROPES), report.views,
+        notes=("`softmax:yarn` are the weights of `softmax`, evaluated with YaRN.",),
+    ),
+    "loss_by_position": Experiment(
+        "Loss at each position, to 16 times the training length",
+        "validation loss around a position (nats)", TWO,
+        loss_by_position(16, 0.5, 1, 2, 4, 8, 16, rope="dynamic_ntk"), report.positions,
+    ),
     "passkey": Experiment(
         "LSSAR Figs. 2 and A3, passkey retrieval", "passkeys found (%)", TWO,
         passkeys(1, 1.5, 2, 4, 8), report.curves, LSSAR["passkey"],
@@ -557,7 +635,10 @@ EXPERIMENTS = {
     ),
     "ssmax_figure5": Experiment(
         "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
-        loss_by_position(SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16),
+        loss_by_position(
+            SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16,
+            rope="none", theta=SSMAX["figure5"]["rope_theta"],
+        ),
         report.positions, notes=SWAP_NOTES,
     ),
     "ssmax_figure6": Experiment(

@@ -93,7 +93,9 @@ def find_row(name: str) -> Row:
         if (folder / f"{name}.py").is_file():
             return Row(name, folder / f"{name}.py")
     variant, _, p = name.rpartition("_p")
-    return Row(name, CONFIGS / f"{variant}_p15.py", lambda scale: {"p": float(p)})
+    files = (CONFIGS / f"{variant}_p15.py", CONFIGS / f"{variant}.py")
+    file = next((f for f in files if f.is_file()), CONFIGS / "ablations" / f"{variant}.py")
+    return Row(name, file, lambda scale: {"p": float(p)})
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class PlannedRun:
     """A run to train: a row with a seed, its settings as config and arguments, its base run."""
 
     name: str
+    view: str  # how the table's row evaluates it, as in softmax:yarn; empty: as usual
     config: Config
     arguments: list[str]
     base: "PlannedRun | None"
@@ -177,7 +180,8 @@ class Scale:
     def config(self) -> Config:
         return load_config([*self.files, *self.settings])
 
-    def run(self, name: str, seed: int) -> PlannedRun:
+    def run(self, row_name: str, seed: int) -> PlannedRun:
+        name, _, view = row_name.partition(":")
         row, base, kept = find_row(name), None, None
         changes = row.changes(self.config) | {
             "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
@@ -190,7 +194,7 @@ class Scale:
             changes["init_from"] = base.folder
         arguments = [str(row.file), *self.files, *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
-        return PlannedRun(name, load_config(arguments), arguments, base, kept)
+        return PlannedRun(name, view, load_config(arguments), arguments, base, kept)
 
 
 def open_scale(
@@ -283,7 +287,7 @@ def cost(runs: list[PlannedRun], scale: Scale) -> str:
     """A sentence on what is left to train: runs, tokens, and time where steps have been timed."""
     left = [run for run in with_bases(runs) if not run.finished]
     if not left:
-        return f"to train: nothing, all {len(runs)} runs are done"
+        return f"to train: nothing, all {len(with_bases(runs))} runs are done"
     begun = sum(run.step is not None for run in left)
     text = (
         f"to train: {len(left)} runs ({begun} of them continued), "
