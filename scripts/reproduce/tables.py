@@ -351,12 +351,17 @@ def loss(*multiples: float) -> Evaluation:
 
 
 def loss_by_position(multiple: float, *shown: float) -> Evaluation:
-    """SSMax Fig. 5: loss at every position of windows of one length; columns are some of these."""
-    theta = SSMAX["figure5"]["rope_theta"]
+    """SSMax Fig. 5: loss at each position of random sequences; columns are some positions."""
+    figure = SSMAX["figure5"]
 
     def request(config: Config) -> LossRequest:
-        lengths = (at(multiple, config),)
-        return LossRequest(lengths=lengths, per_position=True, **options(config, "none", theta))
+        return LossRequest(
+            lengths=(at(multiple, config),),
+            samples=figure["sequences"],
+            sample_seed=TRIAL_SEED,
+            per_position=True,
+            **options(config, "none", figure["rope_theta"]),
+        )
 
     def values(measured: dict, config: Config) -> list[float]:
         (losses,) = measured["loss_by_position"].values()
@@ -367,7 +372,7 @@ def loss_by_position(multiple: float, *shown: float) -> Evaluation:
 
 
 TRIALS = 100  # passkeys of each length
-TRIAL_SEED = 1337  # of passkeys, needles and haystacks
+TRIAL_SEED = 1337  # of passkeys, needles and haystacks, and of SSMax Fig. 5's sequences
 
 
 def passkeys(*multiples: float) -> Evaluation:
@@ -498,8 +503,15 @@ FROM_TABLE1 = "The paper's values are those of its Table 1: it has curves only h
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
-    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant, "
+    "softmax trained for the rest, goes on in its data order and starts AdamW's moments anew, as "
+    "the paper says nothing of them. Each part has a schedule of its own; the paper's is constant, "
     "and where ours is too, (f) begins with a checkpoint of `softmax` itself.",
+)
+SEQUENCES = (
+    f"The paper takes {SSMAX['figure5']['sequences']:,} random sequences of "
+    f"{SSMAX['figure5']['length']:,} tokens of SlimPajama's test set. These (`samples`) are random "
+    f"too, with seed {TRIAL_SEED}: as many as lie side by side in the validation text, at most the "
+    "paper's number."
 )
 TUNED_NOTES = (
     *SWAP_NOTES,
@@ -558,7 +570,7 @@ EXPERIMENTS = {
     "ssmax_figure5": Experiment(
         "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
         loss_by_position(SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16),
-        report.positions, notes=SWAP_NOTES,
+        report.positions, notes=(*SWAP_NOTES, SEQUENCES),
     ),
     "ssmax_figure6": Experiment(
         "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,
