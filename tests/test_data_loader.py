@@ -177,10 +177,8 @@ def test_validation_batches_in_order(data_dir):
 
 def test_random_validation_sequences(data_dir):
     """From anywhere in the text, none twice, and the same whatever the number and the batches."""
-    x, y = (
-        torch.cat(parts)
-        for parts in zip(*sampled_batches(data_dir, T, samples=42, seed=1, batch_size=4), strict=True)
-    )
+    batches = list(sampled_batches(data_dir, T, samples=42, seed=1, batch_size=4))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert x.shape == (42, T) and torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
     assert sorted(x[:, 0].tolist()) == list(range(1000, 1042))  # every start with a last target
     few, _ = next(sampled_batches(data_dir, T, samples=5, seed=1, batch_size=9))

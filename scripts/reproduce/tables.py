@@ -12,7 +12,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import EXIT_MISTAKE, UserError
 from runtime import checkpoint
-from runtime.device import environment, pick_device, pick_dtype
+from runtime.device import environment, pick_compile, pick_device, pick_dtype
 from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
 from scripts.attention_maps import MapsRequest, mean_over_heads
@@ -57,7 +57,7 @@ class Evaluation:
     prompt: Callable[[Config], int] = lambda config: 1  # the shortest length that fits it
     refuse: Callable[[Config], object] = lambda config: None  # may raise UserError
 
-    trained = True
+    trained, compare = True, "difference"
 
     def columns(self, config: Config) -> tuple:
         """The keys at this scale."""
@@ -230,16 +230,23 @@ class Benchmark:
 
     keys = tuple(LSSAR["table_a7"]["columns"])
     better, digits, trained = "lower", 1, False
+    compare = "ratio"
 
     def check(self, work: Work) -> None:
         pass
 
     def columns(self, config: Config) -> tuple:
-        return self.keys
+        """The paper's columns, and the same of the path that training takes here."""
+        return self.keys + tuple(f"{config.attention_impl} {key}" for key in self.keys)
 
     def notes(self, config: Config) -> tuple[str, ...]:
-        unfused = config.attention_impl == "reference"
-        return ("The paper's attention is unfused, as ours is here.",) if unfused else ()
+        compiled = pick_compile(config.compile, pick_device(config.device))
+        return (
+            "The first four columns are of the paper's setting: standard PyTorch functions, one "
+            "after the other, without torch.compile, and all logits at once. The others are of "
+            f"what train.py and the evaluations use: attention_impl = {config.attention_impl}, "
+            f"{'compiled' if compiled else 'not compiled'}.",
+        )
 
     def file(self, work: Work) -> Path:
         return work.folder / "benchmark.json"
@@ -250,7 +257,7 @@ class Benchmark:
             "configs": [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]],
             "scale": next(iter(work.scale.files), None),
             "set": [setting.removeprefix("--") for setting in work.scale.settings],
-            "impls": work.scale.config.attention_impl,
+            "impls": f"unfused,{work.scale.config.attention_impl}",
         }
 
     def difference(self, work: Work) -> str | None:
@@ -259,7 +266,8 @@ class Benchmark:
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
         requested = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
-        config = next(iter(benchmark.parse_rows(requested)[0].values()))
+        rows, _ = benchmark.parse_rows(requested)
+        config = next(iter(rows.values()))
         dtype = pick_dtype(config.dtype, pick_device(config.device))
         settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         for key, value in settings.items():
@@ -267,10 +275,12 @@ class Benchmark:
             ignored = key in ("out_dir", "data_dir", "wandb_mode")
             if not ignored and saved["settings"].get(key) != value:
                 return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
+        if missing := rows.keys() - saved["rows"].keys():
+            return f"no {', '.join(sorted(missing))}"
         return None
 
     def plan(self, work: Work) -> str:
-        steps = "steps of 4 sequences in python -m scripts.benchmark, minutes"
+        steps = "steps in python -m scripts.benchmark, minutes"
         if not self.file(work).exists():
             return f"to measure: {steps}"
         if difference := self.difference(work):
@@ -291,10 +301,10 @@ class Benchmark:
         return []
 
     def results(self, work: Work, row: str) -> list[dict]:
-        measured = read_json(self.file(work))
-        values = [measured["rows"][row][key] for key in self.keys]
+        measured, impls = read_json(self.file(work)), self.arguments(work)["impls"].split(",")
+        values = [measured["rows"][f"{row} {impl}"][key] for impl in impls for key in self.keys]
         environment = measured["environment"]
-        wanted = ("shape", "dtype", "rounds", "attention_impl")
+        wanted = ("shape", "dtype", "rounds")
         how = {key: measured["settings"].get(key) for key in wanted}
         how["environment"] = environment
         return [{"seed": None, "values": values, "environment": environment, "evaluation": how}]
