@@ -91,6 +91,9 @@ class Config:
         "folder of shards (python -m data.fineweb, data.text)",
         may_change_on_resume=True,
     )
+    first_batch: int = setting(
+        0, "batch of the data order that the first step takes; SSMax (f) goes on in it", at_least=0
+    )
     # optimisation
     optimizer: str = setting(
         "adamw",
@@ -399,6 +402,11 @@ def check_training(config: Config) -> None:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
     if config.schedule != "trapezoidal" and config.cooldown_iters:
         raise UserError(f"cooldown_iters is for schedule = 'trapezoidal', not {config.schedule!r}")
+    if config.first_batch * config.total_batch_size >= 2**63:
+        raise UserError(
+            f"first_batch = {config.first_batch} of {config.total_batch_size} tokens must be below "
+            "2**63 tokens"
+        )
     if config.resume and config.init_from:
         raise UserError(
             "resume and init_from exclude each other: a resumed run has its own weights"

@@ -147,7 +147,7 @@ def train(
 
     def batch_location(step: int) -> str:
         """Where the batch of a step (1-based) begins in the shards."""
-        path, offset = loader.batch_location(step - 1)[0]
+        path, offset = loader.batch_location(config.first_batch + step - 1)[0]
         return f"in {path} at token {offset}"
 
     with (
@@ -201,7 +201,7 @@ def train(
 
             started, lr = time.perf_counter(), learning_rate(step, config)
             report_progress(f"reading the batch of step {step + 1}")
-            x, y = loader.batch(step)
+            x, y = loader.batch(config.first_batch + step)
             report_progress(f"computing step {step + 1}")
             seed_randomness(config.seed, step, rank)
             loss, grad_norm = train_step(

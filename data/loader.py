@@ -7,6 +7,7 @@ carried between steps, so resuming needs only the step, and each rank takes its 
 global batch.
 """
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -139,7 +140,7 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
     return out.astype(np.int64)
 
 
-def validation_tokens(data_dir: str | Path, max_tokens: int) -> NDArray[np.uint16]:
+def validation_tokens(data_dir: str | Path, max_tokens: int = sys.maxsize) -> NDArray[np.uint16]:
     """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
 
     The extra one is the last token's target. Shards are concatenated.
@@ -176,16 +177,40 @@ def validation_batches(
             f"{Path(data_dir)}: {len(tokens)} validation tokens, but one window takes "
             f"{block_size + 1}"
         )
-    device = torch.device(device)
     starts = np.arange(rank, n_windows, world_size) * block_size
+    return _batches(tokens, starts, block_size, batch_size, torch.device(device))
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for begin in range(0, len(starts), batch_size):
-            rows = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
-            x, y = _inputs_and_targets(tokens[rows], device)
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    return batches()
+def sampled_batches(
+    data_dir: str | Path,
+    block_size: int,
+    samples: int,
+    seed: int,
+    batch_size: int,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """x, y as of `validation_batches`, of `samples` random sequences of all validation tokens.
+
+    They begin at any tokens, no two at the same, and may overlap. The first of them are the same
+    for any number of samples.
+    """
+    tokens = validation_tokens(data_dir)
+    starts = shuffled(np.arange(samples), len(tokens) - block_size, seed, epoch=0)
+    return _batches(tokens, starts, block_size, batch_size, torch.device(device))
+
+
+def _batches(
+    tokens: NDArray[np.uint16],
+    starts: NDArray[np.int64],
+    block_size: int,
+    batch_size: int,
+    device: torch.device,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """x, y of the sequences that begin at `starts`."""
+    for begin in range(0, len(starts), batch_size):
+        rows = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
+        x, y = _inputs_and_targets(tokens[rows], device)
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
 def _use_gpu(device: torch.device) -> None:

@@ -1,11 +1,13 @@
 """The cost of a training step and of an evaluation step, as ratios to softmax in the same run.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
-python -m scripts.benchmark configs/lssar_p15.py --impls auto,reference --lengths 1024,4096
+python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused --lengths 1024,4096
 python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
 
-The columns are those of the LSSAR paper's Table A7, whose figures are printed below each row. Every
-row runs in its own process, to measure its own peak memory; the rows take turns, round by round, so
+The columns are those of the LSSAR paper's Table A7, whose figures are printed below each row. The
+paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
+`reference` without torch.compile, and all logits at once, in training and in evaluation. Every row
+runs in its own process, to measure its own peak memory; the rows take turns, round by round, so
 that drift in the machine's speed affects all equally. Times are the median over rounds.
 """
 
@@ -21,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from config import Config, load_config
@@ -34,6 +37,7 @@ from scripts.common.papers import LSSAR
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
+UNFUSED = ["--attention_impl=reference", "--compile=False"]
 
 
 @command
@@ -47,7 +51,9 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all rows"
     )
     parser.add_argument(
-        "--impls", default="auto", help="attention paths: auto,triton,blocked,reference"
+        "--impls",
+        default="auto",
+        help="attention paths: auto,triton,blocked,reference, or unfused, which is the paper's",
     )
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
@@ -104,7 +110,8 @@ def parse_rows(arguments: argparse.Namespace) -> tuple[dict[str, Config], dict[s
         names: list[str] = []
         for path in arguments.configs:
             for impl in impls:
-                config = load_config([path, *common, *size, f"--attention_impl={impl}"])
+                chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+                config = load_config([path, *common, *size, *chosen])
                 if size:  # a step is one micro-batch
                     tokens = config.batch_size * config.block_size
                     config = config.replace(total_batch_size=tokens)
@@ -239,10 +246,14 @@ def build_step(
         model = GPT(config).to(device)
         optimizers = build_optimizers(model, config)
     called = torch.compile(model) if pick_compile(config.compile, device) else model
+    unfused = config.attention_impl == "reference" and config.compile is False
+
+    def loss_of_all_logits() -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     def train() -> None:
         with autocast(device, dtype):
-            out = called(x, y)
+            out = loss_of_all_logits() if unfused else called(x, y)
         loss = out[1] if nanogpt else out
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -253,7 +264,10 @@ def build_step(
     @torch.no_grad()
     def evaluate() -> None:
         with autocast(device, dtype):
-            model(x, y) if nanogpt else model.token_losses(x, y)
+            if unfused:
+                loss_of_all_logits()
+            else:
+                model(x, y) if nanogpt else model.token_losses(x, y)
 
     model.train(phase == "train")
     return train if phase == "train" else evaluate

@@ -1,8 +1,8 @@
 """Loss at lengths beyond the training length, over the same tokens at every length.
 
 python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096 --rope none,ntk:4,dynamic_ntk
-python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --per_position --rope none \
-    --rope_theta 500000
+python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --samples 100000 --per_position \
+    --rope none --rope_theta 500000
 
 The first compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of SSMax.
 Prints a table with a row for every run and scaling, and draws a curve for each: eval_length.png in
@@ -24,6 +24,7 @@ settings. Lengths that it has are not measured again; new ones are added:
     window, p                                           of attention; null: none
     restart                                             true: independent windows
     data_dir, tokens, dtype                             the first validation tokens of data_dir
+    samples, sample_seed                                of random sequences instead, else null
     lengths, loss                                       two lists; mean loss in nats per token
     loss_by_position                                    {"20000": [mean over the windows of 20000
                                                         tokens, for each position]}
@@ -44,7 +45,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
-from data.loader import validation_batches
+from data.loader import sampled_batches, validation_batches
 from errors import UserError, command
 from runtime import checkpoint
 from runtime.device import autocast
@@ -62,7 +63,13 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, default_lengths, shared_tokens, text_bytes
+from scripts.common.validation import (
+    counted,
+    default_lengths,
+    sampled_sequences,
+    shared_tokens,
+    text_bytes,
+)
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -73,11 +80,16 @@ LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 @dataclass(frozen=True, kw_only=True)
 class LossRequest(Request):
-    """Mean loss over the first `tokens` validation tokens, in windows of each length."""
+    """Mean loss over the first `tokens` validation tokens, in windows of each length.
+
+    With `samples` it is over so many random sequences of one length, or as many as there are.
+    """
 
     script = "eval_length"
     lengths: tuple[int, ...] | None = None
     tokens: int | None = None
+    samples: int | None = None
+    sample_seed: int = 1337
     data_dir: str | None = None
     per_position: bool = False
     restart: bool = False
@@ -103,10 +115,22 @@ class LossRequest(Request):
         return self.lengths or default_lengths(config)
 
     def facts(self, config: Config) -> dict:
-        data_dir = self.data_dir or config.data_dir
-        wanted = config.val_tokens if self.tokens is None else self.tokens
-        tokens = shared_tokens(data_dir, self.lengths_of(config), wanted, config)
-        return {"tokens": tokens, "data_dir": data_dir, "restart": self.restart}
+        data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
+        facts = {
+            "data_dir": data_dir,
+            "samples": None,
+            "sample_seed": None,
+            "restart": self.restart,
+        }
+        if self.samples is None:
+            wanted = config.val_tokens if self.tokens is None else self.tokens
+            return facts | {"tokens": shared_tokens(data_dir, lengths, wanted, config)}
+        if len(lengths) > 1:
+            given = ",".join(map(str, lengths))
+            raise UserError(f"--samples {self.samples} takes sequences of one length, not {given}")
+        samples = sampled_sequences(data_dir, lengths[0], self.samples, config)
+        random = {"samples": samples, "sample_seed": self.sample_seed}
+        return facts | random | {"tokens": samples * lengths[0]}
 
     def positions_of(self, config: Config) -> list[str]:
         """The requested keys of loss_by_position."""
@@ -134,8 +158,16 @@ def main() -> None:
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
-    parser.add_argument(
+    taken = parser.add_mutually_exclusive_group()
+    taken.add_argument(
         "--tokens", action=AtLeast, at_least=1, help="tokens to predict (default: val_tokens)"
+    )
+    taken.add_argument(
+        "--samples", action=AtLeast, at_least=1,
+        help="random sequences of one length, from all validation tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sample_seed", action=AtLeast, at_least=0, help="of --samples (%(default)s)"
     )
     parser.add_argument("--data_dir", help="shards to use instead of the run's own")
     parser.add_argument(
@@ -197,6 +229,8 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
                 f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
                 "different text cannot be compared; --data_dir DIR measures all runs on one"
             )
+    if request.samples and len(folders) > 1:
+        raise UserError("--samples takes runs of one tokenizer: random sequences differ in text")
     defaults = {length for config in configs for length in default_lengths(config)}
     tokens = min(config.val_tokens for config in configs)
     return replace(
@@ -248,12 +282,16 @@ def measure(run: LoadedRun, request: LossRequest) -> dict:
         for n in lengths
         if n not in losses or (str(n) in wanted_positions and str(n) not in by_position)
     ]
-    tokens, data_dir = facts["tokens"], facts["data_dir"]
+    tokens, data_dir, samples = facts["tokens"], facts["data_dir"], facts["samples"]
     with tqdm(total=tokens * len(todo), unit="tok", unit_scale=True, disable=not todo) as bar:
         for length in todo:
             bar.set_description(f"{run.path} {label(run.facts)} {length}")
             size = max(1, BATCH_TOKENS // length)
-            batches = validation_batches(data_dir, length, tokens, size, device=run.device)
+            if samples is None:
+                batches = validation_batches(data_dir, length, tokens, size, device=run.device)
+            else:
+                seed = facts["sample_seed"]
+                batches = sampled_batches(data_dir, length, samples, seed, size, run.device)
             means = position_losses(run, counted(batches, bar), request.restart)
             add_length(results, means, str(length) in wanted_positions)
     losses, _ = losses_of(results.values)

@@ -3,7 +3,10 @@
 import multiprocessing
 
 import pytest
+import torch
 
+from config import load_config
+from model import GPT
 from runtime.files import read_json
 from scripts import benchmark
 
@@ -52,7 +55,7 @@ def test_paths_and_lengths_side_by_side(call, capsys, monkeypatch, tmp_path):
     settings = [x for pair in tiny for x in ("--set", pair[2:])]
     call(
         benchmark, "configs/softmax.py", "configs/lssar_p3.py", *settings, "--rounds", 1,
-        "--impls", "auto,reference", "--lengths", "16,32", "--out", tmp_path / "new/b.json",
+        "--impls", "auto,unfused", "--lengths", "16,32", "--out", tmp_path / "new/b.json",
     )  # fmt: skip
     printed = capsys.readouterr().out
     saved = read_json(tmp_path / "new/b.json")
@@ -61,3 +64,23 @@ def test_paths_and_lengths_side_by_side(call, capsys, monkeypatch, tmp_path):
         length = name.split(" at ")[1]
         assert saved["baselines"][name] == f"softmax auto at {length}"
         assert figures["train_ms"] > 0 and figures["train_mb"] > 50 and name in printed
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_unfused_holds_all_logits(monkeypatch, phase):
+    """The paper's setting; the others never hold them all in an evaluation."""
+    seen = []
+    logits = GPT.logits
+
+    def counted(self, x):
+        seen.append(x.shape[:-1].numel())
+        return logits(self, x)
+
+    monkeypatch.setattr(GPT, "logits", counted)
+    small = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=512", "--batch_size=2"]
+    common = ["configs/lssar_p15.py", *small, "--total_batch_size=1024", "--device=cpu"]
+    for options, rows in ((benchmark.UNFUSED, [1024]), ([], [256] * 4 if phase == "eval" else [])):
+        config = load_config([*common, *options])
+        benchmark.build_step(config, phase, None, torch.device("cpu"))()
+        assert seen == rows
+        seen.clear()

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from data import shards
-from data.loader import TrainLoader, shuffled, validation_batches, validation_tokens
+from data.loader import (
+    TrainLoader,
+    sampled_batches,
+    shuffled,
+    validation_batches,
+    validation_tokens,
+)
 from errors import UserError
 
 T = 8
@@ -155,7 +161,7 @@ def test_too_little_or_indivisible_is_refused(data_dir):
 def test_validation_tokens(data_dir):
     assert validation_tokens(data_dir, 5).tolist() == list(range(1000, 1006))
     assert validation_tokens(data_dir, 30).tolist() == list(range(1000, 1031))  # over two shards
-    assert validation_tokens(data_dir, 10**9).tolist() == list(range(1000, 1050))
+    assert validation_tokens(data_dir).tolist() == list(range(1000, 1050))
     assert validation_tokens(data_dir, 5).dtype == np.uint16
 
 
@@ -167,6 +173,18 @@ def test_validation_batches_in_order(data_dir):
     assert x.flatten().tolist() == list(range(1000, 1040))
     # All there are: 49 tokens have a successor.
     assert sum(len(x) for x, _ in validation_batches(data_dir, T, 10**9, 4)) == 6
+
+
+def test_random_validation_sequences(data_dir):
+    """From anywhere in the text, none twice, and the same whatever the number and the batches."""
+    batches = list(sampled_batches(data_dir, T, samples=42, seed=1, batch_size=4))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert x.shape == (42, T) and torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
+    assert sorted(x[:, 0].tolist()) == list(range(1000, 1042))  # every start with a last target
+    few, _ = next(sampled_batches(data_dir, T, samples=5, seed=1, batch_size=9))
+    assert torch.equal(few, x[:5])
+    other, _ = next(sampled_batches(data_dir, T, samples=5, seed=2, batch_size=9))
+    assert not torch.equal(other, few)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.loader import sampled_batches
 from data.shards import read_meta, read_shard, write_meta
 from data.tokenizer import get_tokenizer
 from model import GPT
@@ -201,6 +202,27 @@ def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
         assert f"{bits:.4f}" in printed
 
 
+def test_eval_length_of_random_sequences(train, call, shards, monkeypatch, capsys):
+    run = train("run", "configs/softmax.py")
+    asked = ("--lengths", "48", "--rope", "none")
+    call(eval_length, run, *asked)
+    call(eval_length, run, *asked, "--samples", "7", "--sample_seed", "3", "--per_position")
+    in_order, _, sampled, windowed = json.loads((run / "eval_length.json").read_text())
+    assert (in_order["samples"], in_order["tokens"]) == (None, 240)
+    assert (sampled["samples"], sampled["sample_seed"], sampled["tokens"]) == (7, 3, 7 * 48)
+    model = GPT(checkpoint.read_config(run)).eval()
+    checkpoint.load_weights(model, run)
+    x, y = next(sampled_batches(shards, 48, 7, seed=3, batch_size=7))
+    means = model.token_losses(x, y).mean(0)
+    assert sampled["loss_by_position"]["48"] == pytest.approx(means.tolist(), rel=1e-5)
+    assert (windowed["samples"], windowed["window"]) == (7, 16)
+    # as many as the 600 tokens have side by side; the same again is not measured
+    call(eval_length, run, *asked, "--samples", "100000")
+    assert json.loads((run / "eval_length.json").read_text())[4]["samples"] == 12
+    monkeypatch.setattr(eval_length, "position_losses", None)
+    call(eval_length, run, *asked, "--samples", "100001")
+
+
 def test_smoothed_is_a_mean_over_neighbours():
     values = torch.rand(400, dtype=torch.float64).tolist()
     smooth = eval_length.smoothed(values)
@@ -218,6 +240,8 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--lengths", "0"], "positive"),
         (["--lengths", "16,1024"], "1024"),
         (["--tokens", "0"], "--tokens 0"),
+        (["--samples", "9"], "one length, not 16,32,64,128,256"),
+        (["--samples", "9", "--tokens", "9"], "not allowed with"),
         (["--data_dir", "nowhere"], "nowhere"),
         (["--checkpoint", "best", "--device", "gpu"], "gpu"),
         (["--rope", "none,yern"], "'yern'"),

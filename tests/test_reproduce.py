@@ -208,7 +208,7 @@ def test_a_run_that_fails_does_not_keep_the_others(
             ["ssmax_figure6", f"--squad={__file__}"],
             ["length 1440 needs a haystack", "600 validation tokens"],
         ),
-        (["ssmax_figure5"], ["312"]),
+        (["ssmax_figure5", "--scale=tiny"], ["600 validation tokens", "sequence of 2500"]),
     ],
 )
 def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, parts):

@@ -14,6 +14,7 @@ import torch
 from errors import EXIT_MISTAKE
 from runtime import checkpoint
 from runtime.files import lock_folder
+from scripts.common.papers import SSMAX
 from scripts.reproduce import tables, training
 from tests.helpers import read_table
 from tests.runs import ROOT, metrics
@@ -57,6 +58,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, shards, tmp_path, monkeypatch, ca
     (f,) = table["rows"]["ssmax_f"]["runs"]
     assert f["began_with"] == f"{constant}/softmax/seed1337/step_000014.pt"
     assert (f["step"], f["tokens"]) == (2, 16 * 128)
+    assert checkpoint.read_config(constant / "ssmax_f/seed1337").first_batch == 14
     opened = training.open_scale(str(scale), str(constant), str(shards), "disabled", [])
     before = opened.run("softmax_before_f", 1337)
     training.train([before], opened)
@@ -67,10 +69,14 @@ def test_the_swaps_of_ssmax(reproduced, scale, shards, tmp_path, monkeypatch, ca
     assert all(torch.equal(kept[name], trained[name]) for name in kept | trained)
     full = training.open_scale("ssmax_paper", "out", None, "disabled", [])
     f = full.run("ssmax_f", 1337).config
-    assert (f.max_iters, f.warmup_iters, round(f.s_init, 4)) == (25000, 1000, 0.1685)
-    assert full.run("softmax_before_f", 1337).config.max_iters == 175000
-    assert full.run("softmax", 1337).config.keep_every == 175000
-    assert full.run("ssmax_f", 1337).config.init_from.endswith("softmax/seed1337/step_175000.pt")
+    swap = SSMAX["swap"]
+    before = swap["softmax_steps"]
+    assert (f.first_batch, f.max_iters) == (before, swap["ssmax_steps"])
+    # the paper truncates 0.16851 to 0.168
+    assert f.warmup_iters == swap["warmup_steps"] and int(f.s_init * 1000) / 1000 == swap["s_init"]
+    assert full.run("softmax_before_f", 1337).config.max_iters == before
+    assert full.run("softmax", 1337).config.keep_every == before
+    assert f.init_from.endswith(f"softmax/seed1337/step_{before}.pt")
 
 
 def test_a_run_with_other_settings_is_refused(reproduced, scale, capsys):

@@ -60,6 +60,17 @@ def test_a_run_learns_and_its_folder_says_everything(train, shards):
     assert set(state["model"]) == set(GPT(Config(**config)).state_dict())
 
 
+def test_a_run_goes_on_in_the_data_order_of_another(train):
+    """From its weights at step 3, and the batch after: the losses of SSMax (f)'s first step."""
+    whole = train("whole", "configs/softmax.py", "--keep_every=3", "--learning_rate=0")
+    start = f"--init_from={whole / 'step_000003.pt'}"
+    part = train("part", "configs/softmax.py", start, "--first_batch=3", "--max_iters=3")
+    assert metrics(part)[1] == metrics(whole)[4] != metrics(whole)[1]
+    stopped = train("stopped", "configs/softmax.py", start, "--first_batch=3", "--max_iters=1")
+    train("stopped", "configs/softmax.py", "--first_batch=3", "--max_iters=3", "--resume")
+    assert metrics(stopped) == metrics(part)
+
+
 @pytest.mark.parametrize("variant", ["softmax", "lssar_p15", "ssmax"])
 def test_accumulation_splits_agree(train, variant):
     whole = train("whole", f"configs/{variant}.py")

@@ -3,7 +3,7 @@
 import pytest
 
 from errors import UserError
-from scripts.common.validation import default_lengths, shared_tokens
+from scripts.common.validation import default_lengths, sampled_sequences, shared_tokens
 from tests.helpers import small_config
 
 
@@ -14,3 +14,11 @@ def test_tokens_fill_whole_windows_of_every_length(shards):
     assert shared_tokens(str(shards), (16, 48), 10**6, config) == 576  # of the 600 there are
     with pytest.raises(UserError, match="599 validation tokens, but lengths .* multiple of 1024"):
         shared_tokens(str(shards), (16, 1024), 10**6, config)
+
+
+def test_random_sequences_are_at_most_those_side_by_side(shards):
+    config = small_config("softmax.py")
+    assert sampled_sequences(str(shards), 100, 100_000, config) == 5  # of the 600 tokens
+    assert sampled_sequences(str(shards), 100, 3, config) == 3
+    with pytest.raises(UserError, match="600 validation tokens have no sequence of 600"):
+        sampled_sequences(str(shards), 600, 3, config)

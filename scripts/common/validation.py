@@ -42,6 +42,23 @@ def text_bytes(data_dir: str, tokens: int, tokenizer: str) -> int:
     return len(known.decode(ids[ids != known.eot]).encode())
 
 
+@functools.cache
+def sampled_sequences(data_dir: str, length: int, wanted: int, config: Config) -> int:
+    """The number of random sequences of a length to measure: `wanted`, or fewer.
+
+    That is at most as many as lie side by side in the validation text.
+    """
+    check_tokenizer(data_dir, config.tokenizer)
+    tokens = validation_tokens(data_dir)
+    check_ids(data_dir, tokens, config.n_vocab)
+    available = (len(tokens) - 1) // length
+    if not available:
+        raise UserError(
+            f"{data_dir}: {len(tokens)} validation tokens have no sequence of {length} and a target"
+        )
+    return min(wanted, available)
+
+
 def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches, their tokens added to the progress bar."""
     for x, y in batches:

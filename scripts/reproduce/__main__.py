@@ -188,7 +188,7 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
         ],
         "multiples": multiples or None,
         "better": list(better) if isinstance(better, tuple) else [better] * len(keys),
-        "compare": "difference" if evaluation.trained else "ratio",
+        "compare": evaluation.compare,
         "digits": evaluation.digits,
         "rows": rows,
         "not_run": [row for row in experiment.rows if row not in rows],

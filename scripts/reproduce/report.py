@@ -35,7 +35,7 @@ CONTROL_NOTE = (
 # Keys of an evaluation that are too long for table.json.
 LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
 # Keys of an evaluation that the caption mentions where present.
-HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds", "attention_impl")
+HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds")
 
 
 def summarise(runs: list[dict]) -> dict:

@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from errors import EXIT_MISTAKE, UserError
 from model import Rope
 from runtime import checkpoint
-from runtime.device import environment, pick_device, pick_dtype
+from runtime.device import environment, pick_compile, pick_device, pick_dtype
 from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
 from scripts.attention_maps import MapsRequest, mean_over_heads
@@ -62,7 +62,7 @@ class Evaluation:
     views: Mapping[str, dict] = field(default_factory=dict)  # changes of the request, by name
     refuse: Callable[[Config], object] = lambda config: None  # may raise UserError
 
-    trained = True
+    trained, compare = True, "difference"
 
     def columns(self, config: Config) -> tuple:
         """The keys at this scale."""
@@ -258,16 +258,23 @@ class Benchmark:
 
     keys = tuple(LSSAR["table_a7"]["columns"])
     better, digits, trained = "lower", 1, False
+    compare = "ratio"
 
     def check(self, work: Work) -> None:
         pass
 
     def columns(self, config: Config) -> tuple:
-        return self.keys
+        """The paper's columns, and the same of the path that training takes here."""
+        return self.keys + tuple(f"{config.attention_impl} {key}" for key in self.keys)
 
     def notes(self, config: Config) -> tuple[str, ...]:
-        unfused = config.attention_impl == "reference"
-        return ("The paper's attention is unfused, as ours is here.",) if unfused else ()
+        compiled = pick_compile(config.compile, pick_device(config.device))
+        return (
+            "The first four columns are of the paper's setting: standard PyTorch functions, one "
+            "after the other, without torch.compile, and all logits at once. The others are of "
+            f"what train.py and the evaluations use: attention_impl = {config.attention_impl}, "
+            f"{'compiled' if compiled else 'not compiled'}.",
+        )
 
     def file(self, work: Work) -> Path:
         return work.folder / "benchmark.json"
@@ -278,7 +285,7 @@ class Benchmark:
             "configs": [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]],
             "scale": next(iter(work.scale.files), None),
             "set": [setting.removeprefix("--") for setting in work.scale.settings],
-            "impls": work.scale.config.attention_impl,
+            "impls": f"unfused,{work.scale.config.attention_impl}",
         }
 
     def difference(self, work: Work) -> str | None:
@@ -287,7 +294,8 @@ class Benchmark:
         if saved["environment"]["machine"] != here["machine"]:
             return f"{saved['environment']['machine']}, not {here['machine']}"
         requested = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
-        config = next(iter(benchmark.parse_rows(requested)[0].values()))
+        rows, _ = benchmark.parse_rows(requested)
+        config = next(iter(rows.values()))
         dtype = pick_dtype(config.dtype, pick_device(config.device))
         settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         for key, value in settings.items():
@@ -295,10 +303,12 @@ class Benchmark:
             ignored = key in ("out_dir", "data_dir", "wandb_mode")
             if not ignored and saved["settings"].get(key) != value:
                 return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
+        if missing := rows.keys() - saved["rows"].keys():
+            return f"no {', '.join(sorted(missing))}"
         return None
 
     def plan(self, work: Work) -> str:
-        steps = "steps of 4 sequences in python -m scripts.benchmark, minutes"
+        steps = "steps in python -m scripts.benchmark, minutes"
         if not self.file(work).exists():
             return f"to measure: {steps}"
         if difference := self.difference(work):
@@ -319,10 +329,10 @@ class Benchmark:
         return []
 
     def results(self, work: Work, row: str) -> list[dict]:
-        measured = read_json(self.file(work))
-        values = [measured["rows"][row][key] for key in self.keys]
+        measured, impls = read_json(self.file(work)), self.arguments(work)["impls"].split(",")
+        values = [measured["rows"][f"{row} {impl}"][key] for impl in impls for key in self.keys]
         environment = measured["environment"]
-        wanted = ("shape", "dtype", "rounds", "attention_impl")
+        wanted = ("shape", "dtype", "rounds")
         how = {key: measured["settings"].get(key) for key in wanted}
         how["environment"] = environment
         return [{"seed": None, "values": values, "environment": environment, "evaluation": how}]
@@ -389,13 +399,25 @@ def loss(*multiples: float, views: Mapping[str, dict] | None = None) -> Evaluati
 
 
 def loss_by_position(
-    multiple: float, *shown: float, rope: str, theta: float | None = None
+    multiple: float,
+    *shown: float,
+    rope: str,
+    theta: float | None = None,
+    samples: int | None = None,
 ) -> Evaluation:
-    """Loss at every position of windows of one length; columns are the loss around some of them."""
+    """Loss at every position of windows of one length; columns are the loss around some of them.
+
+    With `samples` the windows are random ones, so many or as many as there are.
+    """
 
     def request(config: Config) -> LossRequest:
-        lengths = (at(multiple, config),)
-        return LossRequest(lengths=lengths, per_position=True, **options(config, rope, theta))
+        return LossRequest(
+            lengths=(at(multiple, config),),
+            samples=samples,
+            sample_seed=TRIAL_SEED,
+            per_position=True,
+            **options(config, rope, theta),
+        )
 
     def values(measured: dict, config: Config) -> list[float]:
         (losses,) = measured["loss_by_position"].values()
@@ -406,7 +428,7 @@ def loss_by_position(
 
 
 TRIALS = 100  # passkeys of each length
-TRIAL_SEED = 1337  # of passkeys, needles and haystacks
+TRIAL_SEED = 1337  # of passkeys, needles and haystacks, and of SSMax Fig. 5's sequences
 
 
 def passkeys(*multiples: float) -> Evaluation:
@@ -549,8 +571,15 @@ FROM_TABLE1 = "The paper's values are those of its Table 1: it has curves only h
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
     "(e) is softmax's last weights with SSMax; (f) trains an eighth of the steps with SSMax from "
-    "softmax trained for the rest, each part with a schedule of its own; the paper's is constant, "
+    "softmax trained for the rest, goes on in its data order and starts AdamW's moments anew, as "
+    "the paper says nothing of them. Each part has a schedule of its own; the paper's is constant, "
     "and where ours is too, (f) begins with a checkpoint of `softmax` itself.",
+)
+SEQUENCES = (
+    f"The paper takes {SSMAX['figure5']['sequences']:,} random sequences of "
+    f"{SSMAX['figure5']['length']:,} tokens of SlimPajama's test set. These (`samples`) are random "
+    f"too, with seed {TRIAL_SEED}: as many as lie side by side in the validation text, at most the "
+    "paper's number."
 )
 TUNED_NOTES = (
     *SWAP_NOTES,
@@ -636,10 +665,10 @@ EXPERIMENTS = {
     "ssmax_figure5": Experiment(
         "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
         loss_by_position(
-            SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16,
-            rope="none", theta=SSMAX["figure5"]["rope_theta"],
+            SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16, rope="none",
+            theta=SSMAX["figure5"]["rope_theta"], samples=SSMAX["figure5"]["sequences"],
         ),
-        report.positions, notes=SWAP_NOTES,
+        report.positions, notes=(*SWAP_NOTES, SEQUENCES),
     ),
     "ssmax_figure6": Experiment(
         "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,

@@ -67,8 +67,13 @@ def keep_for_swap(scale: Config) -> dict:
 
 
 def swap_and_train(scale: Config) -> dict:
-    """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, scaled to max_iters."""
+    """SSMax (f): the last 25,000 of 200,000 steps, 1,000 of them warm-up, scaled to max_iters.
+
+    It goes on in the data order. AdamW starts anew: the paper says that the learning rate is warmed
+    up again, and nothing of the moments, which s could not have had.
+    """
     return swap(scale) | {
+        "first_batch": before_swap(scale)["max_iters"],
         "max_iters": scale.max_iters // 8,
         "warmup_iters": max(1, scale.max_iters // 200),
     }
