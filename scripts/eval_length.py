@@ -158,14 +158,15 @@ def main() -> None:
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
-    taken = parser.add_mutually_exclusive_group()
-    taken.add_argument(
+    parser.add_argument(
         "--tokens", action=AtLeast, at_least=1, help="tokens to predict (default: val_tokens)"
     )
-    taken.add_argument(
-        "--samples", action=AtLeast, at_least=1,
+    parser.add_argument(
+        "--samples",
+        action=AtLeast,
+        at_least=1,
         help="random sequences of one length, from all validation tokens",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--sample_seed", action=AtLeast, at_least=0, help="of --samples (%(default)s)"
     )
@@ -229,13 +230,15 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
                 f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
                 "different text cannot be compared; --data_dir DIR measures all runs on one"
             )
+    if request.samples and request.tokens:
+        raise UserError(
+            f"--samples {request.samples} and --tokens {request.tokens} exclude each other"
+        )
     if request.samples and len(folders) > 1:
         raise UserError("--samples takes runs of one tokenizer: random sequences differ in text")
     defaults = {length for config in configs for length in default_lengths(config)}
-    tokens = min(config.val_tokens for config in configs)
-    return replace(
-        request, lengths=request.lengths or tuple(sorted(defaults)), tokens=request.tokens or tokens
-    )
+    tokens = request.tokens or min(config.val_tokens for config in configs)
+    return replace(request, lengths=request.lengths or tuple(sorted(defaults)), tokens=tokens)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def test_trains(run):
 
 def test_is_evaluated_beyond_the_training_length(printed, run):
     output = printed["eval_length"].result()
-    (result,) = json.loads((run / "eval_length.json").read_text())
+    result, control = json.loads((run / "eval_length.json").read_text())
+    assert control["window"] == 16
     assert result["variant"] == "elu1_p15" and result["step"] == 40
     assert result["lengths"] == [16, 64] and result["trained_length"] == 16
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -98,7 +99,8 @@ def test_is_evaluated_beyond_the_training_length(printed, run):
     ]
     assert result["loss"][0] == pytest.approx(last, rel=1e-5)
     assert result["loss"][1] < math.log(257) - 1
-    assert f"elu1_p15  {result['loss'][0]:9.4f}{result['loss'][1]:9.4f}" in output
+    (row,) = [line.split() for line in output.splitlines() if line.startswith("elu1_p15  ")]
+    assert row[1:3] == [f"{loss:.4f}" for loss in result["loss"]]
 
 
 def test_is_sampled_beyond_the_training_length(printed):

@@ -15,11 +15,12 @@ from tests.runs import wait_for
 # Every option of every evaluation, at another value than its default.
 OPENED = {
     "rope": "yarn", "rope_factor": 2.5, "rope_theta": 500000.0, "checkpoint": "best",
-    "attention_impl": "reference", "device": "cpu", "dtype": "bfloat16",
+    "window": 7, "p": 2.0, "attention_impl": "reference", "device": "cpu", "dtype": "bfloat16",
 }  # fmt: skip
 REQUESTS = [
     eval_length.LossRequest(
-        lengths=(16, 32), tokens=64, data_dir="here", per_position=True, **OPENED
+        lengths=(16, 32), tokens=64, samples=5, sample_seed=3, data_dir="here",
+        per_position=True, restart=True, **OPENED,
     ),
     attention_maps.MapsRequest(
         layer=0, text="A text.", lengths=(8,), tokens=0, data_dir="here", **OPENED
