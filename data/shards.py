@@ -193,8 +193,11 @@ def read_meta(data_dir: str | Path, part: Part = WHOLE) -> dict | None:
         return dict(meta)
     if part != WHOLE or not paths:
         return None
-    metas = [other for path in paths if (other := read_json(path, Meta))]
-    for path, other in zip(paths, metas, strict=True):
+    metas = []
+    for path in paths:
+        if (other := read_json(path, Meta)) is None:
+            raise UserError(f"{path}: a link that leads nowhere")
+        metas.append(other)
         for key in ("tokenizer", "vocab_size", "shard_size", "fingerprint", "parts"):
             if other.get(key) != metas[0].get(key):
                 raise UserError(

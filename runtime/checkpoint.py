@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from config import MAY_CHANGE_ON_RESUME, Config
+from config import MAY_CHANGE_ON_RESUME, Config, require_known_setting
 from errors import UserError
 from model import GPT
 from runtime.device import environment, uncommitted_changes
@@ -47,6 +47,8 @@ INDEX = "checkpoints.json"
 KINDS = {"latest": "step", "best": "best"}
 # A name must not lead out of the run's folder.
 NAME = r"^(step|best)_\d{6,}\.pt$"
+# The values that a Config may have.
+Settings = dict[str, None | bool | int | float | str]
 
 
 class Entry(msgspec.Struct):
@@ -73,7 +75,7 @@ class Weights(msgspec.Struct, kw_only=True):
     run_id: str
     model: dict[str, Any]
     step: Annotated[int, msgspec.Meta(ge=0)]
-    config: dict[str, Any]
+    config: Settings
     val_loss: float | None = None
 
 
@@ -81,7 +83,7 @@ class TrainingState(Weights, kw_only=True):
     """The content of a step_*.pt: all that resuming needs."""
 
     optimizers: list[dict[str, Any]]
-    scaler: dict[str, Any]
+    scaler: dict[str, int | float]
     best_val_loss: float = math.inf
     skipped: int = 0
 
@@ -494,13 +496,35 @@ def restore(
     try:
         model.load_state_dict(state.model)
         for optimizer, saved in zip(optimizers, state.optimizers, strict=True):
+            options = optimizer.param_groups
             optimizer.load_state_dict(saved)
+            for group, own in zip(optimizer.param_groups, options, strict=True):
+                group.update(own)  # the config's, which a resumed run has not changed
+            check_optimizer_state(optimizer)
         if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
             scaler.load_state_dict(state.scaler)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        *_, reason = str(error).splitlines() or [type(error).__name__]
         raise UserError(
-            f"the checkpoint of step {state.step} does not fit this run: {first_line(error)}"
+            f"the checkpoint of step {state.step} does not fit this run: {reason.strip()}"
         ) from error
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where a parameter's state is not what a step of the optimizer leaves."""
+    matrix = torch.zeros(2, 2, requires_grad=True)
+    matrix.grad = torch.zeros(2, 2)
+    kind: Any = type(optimizer)  # whose parameters are not those of its base class
+    example = kind([matrix])
+    example.step()
+    expected = {key: (value.dtype, value.dim()) for key, value in example.state[matrix].items()}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state[p] if p in optimizer.state else {}
+        for key in state and expected.keys() | state.keys():
+            value, (dtype, dim) = state.get(key), expected.get(key, (None, 0))
+            shape = p.shape if dim else ()
+            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (dtype, shape):
+                raise ValueError(f"the optimizer's {key} of a parameter {list(p.shape)} is damaged")
 
 
 def read_config(run: str | Path) -> Config:
@@ -511,13 +535,12 @@ def read_config(run: str | Path) -> Config:
     path = Path(run) / "config.json"
     if Path(run).is_file():
         raise UserError(f"{run} is a file; a run is a folder that train.py made")
-    values = read_json(path, dict[str, Any])
+    values: dict[str, Any] | None = read_json(path, Settings)
     if values is None:
         raise UserError(f"{run}: no config.json in it; a run is a folder that train.py made")
-    try:
-        return Config(**values)
-    except TypeError as error:
-        raise UserError(f"{path}: {error}") from error
+    for key in values:
+        require_known_setting(key, str(path))
+    return Config(**values)
 
 
 def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Path:

@@ -126,7 +126,7 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
     """
     try:
         return msgspec.convert(value, type)
-    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+    except Exception as error:  # of whatever objects, such as tensors, msgspec comes across
         raise UserError(f"{source}: damaged: {error}") from error
 
 

@@ -29,7 +29,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -71,6 +71,17 @@ class Question:
 class Example:
     tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
     answer: int  # tokens of the answer
+
+
+class Facts(TypedDict):
+    """What squad.json says of a run's training data."""
+
+    squad: str
+    examples: int
+    contexts_cut: int
+    left_out: int
+    sha256: str  # of the examples
+    began_with: dict[str, Any]  # step and sha256 of the checkpoint
 
 
 @command
@@ -125,15 +136,23 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
     checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
     source = arguments.squad or DATASET
     questions = read_squad(source) if arguments.squad else download()
-    examples, counts = encode_all(questions, base, source)
+    examples, cut = encode_all(questions, base, source)
     config = config.replace(**recipe(base, len(examples), *options))
-    facts = {
-        "squad": source,
-        **counts,
-        "sha256": digest(examples),
-        "began_with": checkpoint.checkpoint_id(arguments.run, arguments.checkpoint),
-    }
+    began_with = checkpoint.checkpoint_id(arguments.run, arguments.checkpoint)
+    facts = Facts(
+        squad=source,
+        examples=len(examples),
+        contexts_cut=cut,
+        left_out=len(questions) - len(examples),
+        sha256=digest(examples),
+        began_with=began_with,
+    )
     return finetune(config, model, examples, facts, device, arguments.resume)
+
+
+def read_facts(run: Path) -> Facts | None:
+    """The content of a fine-tuned run's squad.json; None where there is none."""
+    return read_json(run / "squad.json", Facts)
 
 
 def recipe(
@@ -212,10 +231,8 @@ def add_question(
         questions.append(Question(context, question.strip(), answer.strip(), start))
 
 
-def encode_all(
-    questions: list[Question], config: Config, source: str
-) -> tuple[list[Example], dict[str, int]]:
-    """Examples of at most block_size + 1 tokens; counts of cut contexts and dropped questions."""
+def encode_all(questions: list[Question], config: Config, source: str) -> tuple[list[Example], int]:
+    """Examples of at most block_size + 1 tokens, and the number of contexts that were cut."""
     tokenizer = get_tokenizer(config.tokenizer)
     examples: list[Example] = []
     cut = 0
@@ -229,12 +246,7 @@ def encode_all(
             f"{source}: {len(questions)} answerable questions, but none whose answer and question "
             f"fit {config.block_size} tokens with a context"
         )
-    counts = {
-        "examples": len(examples),
-        "contexts_cut": cut,
-        "left_out": len(questions) - len(examples),
-    }
-    return examples, counts
+    return examples, cut
 
 
 def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
@@ -297,7 +309,7 @@ def finetune(
     config: Config,
     model: GPT,
     examples: list[Example],
-    facts: dict[str, Any],
+    facts: Facts,
     device: torch.device,
     resume: bool,
 ) -> bool:
@@ -307,8 +319,10 @@ def finetune(
     # with this setting L is the batch's length, which must then be fixed
     length = config.block_size if config.attention_length == "current" else None
     state = checkpoint.load_to_resume(out, config, quiet=False) if resume else None
-    if state is not None and (read_json(out / "squad.json") or {}).get("sha256") != facts["sha256"]:
-        raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
+    if state is not None:
+        before = read_facts(out)
+        if before is None or before["sha256"] != facts["sha256"]:
+            raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
 
     # ---- model and optimizer ----
     if device.type == "cuda":
@@ -326,7 +340,7 @@ def finetune(
 
     # ---- logs and checkpoints ----
     checkpoint.write_header(out, config, job())
-    write_json(out / "squad.json", facts | {"environment": environment()})
+    write_json(out / "squad.json", {**facts, "environment": environment()})
 
     batch: list[Example] = []  # of the step in progress
 

@@ -11,8 +11,8 @@ import torch
 
 from errors import UserError
 from model import GPT
-from runtime import checkpoint, files
-from tests.runs import assert_same_run, metrics, refused, saved
+from runtime import checkpoint
+from tests.runs import assert_same_run, metrics, refused, saved, vouch_for
 
 
 def test_resuming_reads_each_tensor_once(train, monkeypatch):
@@ -92,14 +92,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, h
     damaged(checkpoint.find(folder, "best"), how)
     with pytest.raises(UserError, match="best"):
         checkpoint.load_weights(GPT(checkpoint.read_config(folder)), folder, "best")
-
-
-def vouch_for(file, **more):
-    """Make the index of its run list a file, as if the run had saved it."""
-    path = file.parent / "checkpoints.json"
-    entry = {"bytes": file.stat().st_size, "sha256": files.sha256_of(file)}
-    index = json.loads(path.read_text()) | more
-    path.write_text(json.dumps(index | {"checkpoints": {file.name: entry}}))
 
 
 def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):

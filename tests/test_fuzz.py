@@ -3,8 +3,12 @@ changes no file.
 """
 
 import json
+import os
+import re
 import shutil
 import string
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config import SETTINGS, Config, load_config
+from data import fineweb, shards, text
 from data.loader import TrainLoader, validation_batches
-from data.shards import check_shards, list_shards, read_meta, read_shard, write_shard
+from data.shards import check_shards, check_tokenizer, list_shards, read_shard, write_shard
 from errors import UserError
 from model import GPT
-from runtime import checkpoint
+from optim import build_optimizers
+from runtime import checkpoint, files
 from runtime.log import Log
-from scripts import sample
+from scripts import finetune_squad, sample
+from scripts.reproduce.training import PlannedRun
+from tests.corpora import write_parquet
+from tests.helpers import SMALL, SMALLER
+from tests.runs import vouch_for
 
 
 def fuzz(examples):
@@ -142,21 +152,6 @@ def test_shards(tmp_path, data):
     assert file.read_bytes() == data
 
 
-@fuzz(25)
-@given(st.one_of(json_values, st.dictionaries(st.just("tokenizer"), json_values)))
-def test_meta(train, tmp_path, shards, meta):
-    folder = tmp_path / "data"
-    shutil.copytree(shards, folder, dirs_exist_ok=True)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    if not isinstance(meta, dict):
-        with pytest.raises(UserError, match="meta.json"):
-            read_meta(folder)
-    with pytest.raises(SystemExit) as stop:
-        train("run", f"--data_dir={folder}")
-    assert stop.value.code == 2
-    assert not (tmp_path / "run").exists()
-
-
 settings_of_a_run = {
     "learning_rate": st.floats(0, 1e300), "adam_eps": st.floats(0, 1), "s_init": st.floats(),
     "beta1": st.floats(0, 1), "beta2": st.floats(0, 1), "grad_clip": st.floats(0, 1e300),
@@ -224,33 +219,236 @@ def test_damaged_runs(run, data):
     shutil.copy(good / name, folder / name)
 
 
-@fuzz(60)
-@given(json_values, st.sampled_from(["config.json", "checkpoints.json"]), st.data())
-def test_runs_of_other_json(run, value, name, data):
-    folder, good = run
-    content = json.loads((good / name).read_text())
-    if data.draw(st.booleans()):
-        value = content | {data.draw(st.sampled_from(sorted(content))): value}
-    (folder / name).write_text(json.dumps(value))
-    try:
-        opened(folder)
-    except UserError:
-        pass
-    shutil.copy(good / name, folder / name)
+other_tensors = st.sampled_from(
+    [torch.tensor(1.0), torch.zeros(3), torch.zeros(0, 2, dtype=torch.int8), torch.tensor([1j])]
+)
 
 
 @fuzz(40)
-@given(st.lists(st.one_of(json_values.map(json.dumps), texts), max_size=5))
-def test_metrics_of_anything(tmp_path, lines):
-    file = tmp_path / "metrics.jsonl"
-    first, good = {"run_id": "id"}, {"step": 1, "loss": 2.5}
-    file.write_text("\n".join([json.dumps(first), json.dumps(good), *lines]), errors="replace")
-    with Log(tmp_path, "id", Config(wandb_mode="disabled"), 3, str, quiet=False) as log:
+@given(st.data())
+def test_checkpoints_of_other_content(run, train, data):
+    """A run goes on from a checkpoint with a field that is missing or another, or refuses it."""
+    folder, good = run
+    file = folder / "step_000002.pt"
+    content = torch.load(good / file.name, weights_only=True)
+    torch.save(altered(data.draw, content, st.one_of(json_values, other_tensors)), file)
+    vouch_for(file)
+    valid_use(lambda: opened(folder))
+    try:
+        train("run", "--vocab_size=400", "--resume", "--max_iters=3")
+    except SystemExit as stop:
+        assert stop.code == 2
+    shutil.rmtree(folder)
+    shutil.copytree(good, folder)
+
+
+# ---- every file that is read from a folder ----
+
+
+def altered(draw, value, others):
+    """A value with a part of it, at any depth, removed, under another key or replaced."""
+    if isinstance(value, dict | list) and value and draw(st.integers(0, 3)):
+        copy = value.copy()
+        keys = sorted(value, key=str) if isinstance(value, dict) else range(len(value))
+        key, how = draw(st.sampled_from(keys)), draw(st.integers(0, 5))
+        if how > 1:
+            copy[key] = altered(draw, value[key], others)
+        elif how and isinstance(value, dict):
+            copy[draw(st.one_of(st.just(HOSTILE), st.text(string.printable)))] = copy.pop(key)
+        else:
+            del copy[key]
+        return copy
+    return draw(others)
+
+
+@st.composite
+def contents(draw, good):
+    """What may be in a file in place of its good JSON, or of the first of its lines of JSON."""
+    if draw(st.integers(0, 5)) == 0:
+        return mutated(draw, good)
+    first, *lines = good.split(b"\n")
+    try:
+        value = json.loads(good)
+        lines = []
+    except ValueError:
+        value = json.loads(first)
+    others = st.one_of(json_values, st.just(HOSTILE))
+    value = altered(draw, value, others) if draw(st.integers(0, 5)) else draw(others)
+    return b"\n".join([json.dumps(value).encode(), *lines])
+
+
+# A file beside the folder, as a name within it might lead there.
+HOSTILE = "../outside/text_train_000001.bin"
+
+
+def valid_use(use):
+    """Whether the call works; it may refuse, in one sentence, or need too much memory."""
+    try:
+        use()
+    except UserError as error:
+        assert str(error) and "\n" not in str(error) and len(str(error)) < 3000
+        return False
+    except RuntimeError as error:  # errors.command makes a sentence of it
+        assert "to allocate" in str(error)
+        return False
+    return True
+
+
+def make_set(folder):
+    texts = folder.parent / "texts"
+    arguments = [str(texts), f"--out_dir={folder}", "--shard_size=40", "--workers=1"]
+    text.main.__wrapped__(arguments)
+
+
+def make_part(folder):
+    parquet, out = folder.parent / "parquet", f"--out_dir={folder}"
+    more = ["--shard_size=40", "--workers=1", "--part=1/2"]
+    fineweb.main.__wrapped__([f"--parquet={parquet}", out, *more])
+
+
+def read_set(folder):
+    check_tokenizer(folder, "bytes")
+    check_shards(list_shards(folder, "train") + list_shards(folder, "val"), 50257)
+
+
+def resumed(folder):
+    config = checkpoint.read_config(folder)
+    state = checkpoint.load_to_resume(folder, config, quiet=True)
+    checkpoint.delete_stale(folder)
+    with checkpoint.Saver(folder, keep_last=1, keep_every=0) as saver:
+        saver.save(state)
+
+
+def logged(folder):
+    with Log(folder, "id", Config(wandb_mode="offline"), 3, str, quiet=False) as log:
         log.step(
             step=4, loss=2.0, lr=0.1, grad_norm=1.0, seconds=1.0, tokens=1, mfu=None, memory_mb=1.0
         )  # fmt: skip
-    written = [json.loads(line) for line in file.read_text().splitlines()]
-    assert written[:2] == [first, good] and written[-1]["step"] == 4
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert written[0] == {"run_id": "id"} and written[-1]["step"] == 4
+
+
+def planned(folder):
+    """As scripts.reproduce asks whether a run is the one it wants."""
+    config = checkpoint.read_config(folder.parent / "good").replace(out_dir=str(folder))
+    base = PlannedRun("base", config.replace(out_dir=str(folder.parent / "good")), [], None, None)
+    PlannedRun("run", config.replace(init_from=base.config.out_dir), [], base, None).disagreement()
+
+
+def tuned(folder):
+    config = checkpoint.read_config(folder.parent / "good").replace(out_dir=str(folder))
+    example = finetune_squad.Example(np.arange(9, dtype=np.uint16), 2)
+    facts = {"squad": "s", "examples": 1, "contexts_cut": 0, "left_out": 0, "sha256": "0"}
+    facts["began_with"] = {"step": 2, "sha256": "0"}
+    finetune_squad.finetune(config, GPT(config), [example], facts, torch.device("cpu"), True)
+
+
+# Whatever reads each file, by its name; those of a run, and then those of a set of shards.
+USES = {
+    "config.json": (opened, checkpoint.require_unused_folder, checkpoint.read_config),
+    "checkpoints.json": (opened, checkpoint.require_unused_folder, resumed),
+    "environment.json": (lambda folder: checkpoint.made_by(folder, "job"),),
+    "began_with.json": (planned,),
+    "wandb.json": (logged,),
+    "squad.json": (tuned,),
+    "metrics.jsonl": (logged, checkpoint.require_unused_folder),
+    "meta.json": (read_set, make_set),
+    "meta.1-of-2.json": (read_set, make_part),
+    "progress.json": (read_set, make_set),
+}  # fmt: skip
+OF_SETS = ("meta.json", "meta.1-of-2.json", "progress.json")
+
+
+@pytest.fixture
+def used(request, tmp_path, monkeypatch, no_fsync):
+    """A folder with the named file in it, and how to use it when the file has this content.
+
+    Asserts that nothing beside the folder changes.
+    """
+    name = request.param
+    folder, good, outside = tmp_path / "folder", tmp_path / "good", tmp_path / "outside"
+    outside.mkdir()
+    write_shard(outside / "text_train_000001.bin", np.arange(40, dtype=np.uint16))
+    wandb_run = SimpleNamespace(
+        id="id", dir=str(tmp_path), starting_step=0, log=lambda *_, **__: 0, finish=lambda **_: 0
+    )
+    monkeypatch.setattr("wandb.init", lambda **_: wandb_run)
+    monkeypatch.setattr(checkpoint, "uncommitted_changes", lambda: b"")
+    monkeypatch.setattr(checkpoint, "environment", lambda: {})
+    monkeypatch.setattr(finetune_squad, "environment", lambda: {})
+    if name in OF_SETS:
+        (tmp_path / "texts").mkdir()
+        for k in range(2):
+            (tmp_path / "texts" / f"{k}.txt").write_text("some text " * 12)
+        (tmp_path / "parquet").mkdir()
+        write_parquet(tmp_path / "parquet" / "x.parquet", ["some text " * 12] * 9)
+        if name == "progress.json":
+            with monkeypatch.context() as patch, pytest.raises(SystemExit):
+                patch.setattr(shards, "write_meta", lambda *_: sys.exit())
+                make_set(good)
+            max(good.glob("*.bin")).unlink()
+        else:
+            make_set(good) if name == "meta.json" else make_part(good)
+    else:
+        config = load_config([*SMALL, *SMALLER, "--wandb_mode=offline", "--max_iters=7"])
+        good.mkdir()
+        checkpoint.write_header(good, config, "job")
+        model, scaler = GPT(config), torch.amp.GradScaler("cpu", enabled=False)
+        state = ("id", model, build_optimizers(model, config), scaler, 7, config)
+        with checkpoint.Saver(good, keep_last=1, keep_every=0) as saver:
+            saver.save(checkpoint.training_state(*state))
+            saver.save(checkpoint.best_weights("id", model, 5, config, 1.0))
+        files.write_json(good / "began_with.json", checkpoint.checkpoint_id(good))
+        files.write_json(good / "wandb.json", {"id": "id"})
+        facts = {"squad": "s", "examples": 1, "contexts_cut": 0, "left_out": 0, "sha256": "0"}
+        files.write_json(good / "squad.json", facts | {"began_with": {"step": 2, "sha256": "0"}})
+        rows = [{"run_id": "id"}, *({"step": k, "loss": 2.5} for k in range(1, 4))]
+        (good / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def beside():
+        found = {path for path in tmp_path.rglob("*") if folder not in (path, *path.parents)}
+        return {path: path.read_bytes() for path in found if path.is_file()} | {"all": found}
+
+    def use(put):
+        worked = []
+        for call in USES[name]:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(good, folder)
+            (folder / name).unlink()
+            put(folder / name)
+            before = beside()
+            worked.append(valid_use(lambda call=call: call(folder)))
+            assert beside() == before
+        return any(worked)
+
+    # not all: a new run refuses the folder of another, and training an unfinished set
+    assert use(lambda path: shutil.copy(good / name, path))
+    return good / name, use
+
+
+@pytest.mark.parametrize("used", USES, indirect=True)
+@fuzz(25)
+@given(st.data())
+def test_files_of_other_content(used, data):
+    good, use = used
+    content = data.draw(contents(good.read_bytes()))
+    use(lambda path: path.write_bytes(content))
+
+
+@pytest.mark.parametrize("used", USES, indirect=True)
+def test_names_links_and_pipes_lead_nowhere(used, tmp_path):
+    """Neither a path in a file nor a link in its place makes a command touch another file."""
+    good, use = used
+    outside = tmp_path / "outside"
+    text = good.read_text()
+    for path in (HOSTILE, str(outside / "text_train_000001.bin"), ".."):
+        for name in set(re.findall(r'"[^"]*"', text)):
+            use(lambda file, name=name, path=path: file.write_text(text.replace(name, f'"{path}"')))
+    shutil.copy(good, outside / "file")
+    for target in (outside / "file", outside / "text_train_000001.bin", outside / "none", outside):
+        use(lambda file, target=target: file.symlink_to(target))
+    use(os.mkfifo)
+    use(os.mkdir)
 
 
 @fuzz(60)

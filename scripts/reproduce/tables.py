@@ -226,16 +226,16 @@ def tuning_difference(run: PlannedRun, work: Work) -> str | None:
     folder = run.folder / "squad"
     if checkpoint.step(folder) is None:
         return None
-    facts = read_json(folder / "squad.json") or {}
+    facts = finetune_squad.read_facts(folder)
     requested = {
         "began_with": checkpoint.checkpoint_id(run.folder),
-        **finetune_squad.recipe(run.config, facts.get("examples", 0)),
+        **finetune_squad.recipe(run.config, facts["examples"] if facts else 0),
     }
     if work.squad:
         requested["sha256"] = squad_digest(work.squad, work.scale.config)
     else:
         requested["squad"] = finetune_squad.DATASET
-    saved = facts | checkpoint.read_config(folder).as_dict()
+    saved = dict(facts or {}) | checkpoint.read_config(folder).as_dict()
     for key, value in requested.items():
         if saved.get(key) != value:
             return f"{key} = {saved.get(key)!r}, not {value!r}"
