@@ -2,19 +2,24 @@
 
 import ast
 import difflib
+import json
 import math
 import runpy
 import types
 import typing
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from attention import VARIANTS, check_variant, kernel_obstacle
 from errors import UserError
 
-VOCABULARY = {"gpt2": 50257, "bytes": 257}  # token ids, end-of-text included
+# The token ids of each tokenizer that is built in, end-of-text included.
+VOCABULARY = {
+    "gpt2": 50257, "bytes": 257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284,
+}  # fmt: skip
 
 T = TypeVar("T")
 
@@ -75,8 +80,8 @@ class Config:
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
         "gpt2",
-        "'gpt2' (50,257 ids) or 'bytes' (256 values and end-of-text)",
-        choices=VOCABULARY,
+        "'gpt2' (50,257 ids), 'bytes' (257), tiktoken's 'r50k_base', 'p50k_base' or 'p50k_edit', "
+        "or the path of a tokenizer.json",
     )
     vocab_size: int | None = setting(None, "token ids; None: the tokenizer's", at_least=1)
     norm: str = setting("layernorm", "'layernorm' or 'rmsnorm'", choices=("layernorm", "rmsnorm"))
@@ -206,10 +211,12 @@ class Config:
         check_attention(self)
         check_training(self)
 
-    @property
+    @cached_property
     def n_vocab(self) -> int:
         """The number of token ids, end-of-text included."""
-        return VOCABULARY[self.tokenizer] if self.vocab_size is None else self.vocab_size
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
 
     @property
     def variant_name(self) -> str:
@@ -388,9 +395,9 @@ def check_attention(config: Config) -> None:
 
 def check_training(config: Config) -> None:
     """Raise UserError where the settings of the training run contradict each other."""
-    if config.n_vocab < VOCABULARY[config.tokenizer]:
+    if config.n_vocab < (least := VOCABULARY.get(config.tokenizer, 0)):
         raise UserError(
-            f"vocab_size = {config.vocab_size} is below the {VOCABULARY[config.tokenizer]} ids of "
+            f"vocab_size = {config.vocab_size} is below the {least} ids of "
             f"tokenizer = {config.tokenizer!r}"
         )
     if config.n_vocab > 65536:
@@ -419,6 +426,25 @@ def check_training(config: Config) -> None:
             f"{config.checkpoint_interval}: only what is saved can be kept"
         )
     accumulation_steps(config, world_size=1)
+
+
+def count_ids(tokenizer: str) -> int:
+    """The number of token ids of a tokenizer.json. Raises UserError where it cannot be read."""
+    if not Path(tokenizer).is_file():
+        near = difflib.get_close_matches(tokenizer, VOCABULARY, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(
+            f"tokenizer = {tokenizer!r}; {hint}it is one of {', '.join(VOCABULARY)}, or the path "
+            "of a tokenizer.json; tiktoken's other encodings have more than 65,536 ids"
+        )
+    try:
+        content = json.loads(Path(tokenizer).read_bytes())
+        vocabulary = content["model"]["vocab"]  # a list of Unigram, a dict of the other models
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + int(max([*ids, *(token["id"] for token in content["added_tokens"])]))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {reason}") from error
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import shards
-from data.tokenizer import get_tokenizer, split_text
+from data.tokenizer import copy_file, get_tokenizer, identify, split_text
 from errors import UserError
 from runtime.files import check_writable, lock_folder, read_json, write_json
 
@@ -56,6 +56,7 @@ class Stream:
     split: Callable[[int], str]  # number of a shard within this stream -> "train" or "val"
     size: int  # in any unit, the same for all streams of a set
     done: Callable[[int, Any], int]  # number and state of a document -> the size of what precedes
+    check: Callable[[], None] = lambda: None  # raises UserError where it has too little text
 
 
 def build(
@@ -87,7 +88,7 @@ def build(
         raise UserError(f"workers {workers}: at least one is needed")
     out_dir = Path(out_dir)
     settings = {
-        "tokenizer": tokenizer,
+        "tokenizer": identify(tokenizer),
         "shard_size": shard_size,
         "fingerprint": fingerprint,
         "source": source,
@@ -97,7 +98,12 @@ def build(
     with claim(out_dir, settings, part) as meta:
         state = "already done"
         if meta is None:
-            meta, state = _make(out_dir, prefix, streams, settings, workers, part), "done"
+            if not any(out_dir.glob("*.bin")):
+                for stream in streams:
+                    stream.check()
+            writer = _Writer(out_dir, prefix, tokenizer, settings, part)
+            meta, state = _make(writer, streams, workers), "done"
+            copy_file(tokenizer, out_dir)
             shards.write_meta(out_dir, meta, part)
         try:
             for shard in meta["shards"]:
@@ -155,8 +161,11 @@ class Progress(shards.Settings):
 class _Writer:
     """Adds shards to a folder and lists those that are whole, `done`, in its progress.json."""
 
-    def __init__(self, out_dir: Path, prefix: str, settings: dict, part: shards.Part):
-        self.out_dir, self.prefix, self.settings, self.part = out_dir, prefix, settings, part
+    def __init__(
+        self, out_dir: Path, prefix: str, tokenizer: str, settings: dict, part: shards.Part
+    ):
+        self.out_dir, self.prefix, self.tokenizer = out_dir, prefix, tokenizer
+        self.settings, self.part = settings, part
         self.path = out_dir / shards.of_part(shards.PROGRESS, part)
         progress = read_json(self.path, Progress)
         listed = progress["shards"] if progress else []
@@ -208,16 +217,9 @@ class _Writer:
         write_json(self.path, self.settings | {"shards": self.done})
 
 
-def _make(
-    out_dir: Path,
-    prefix: str,
-    streams: list[Stream],
-    settings: dict,
-    workers: int,
-    part: shards.Part,
-) -> dict:
+def _make(writer: _Writer, streams: list[Stream], workers: int) -> dict:
     """Write the shards that are missing; returns the content of meta.json."""
-    writer = _Writer(out_dir, prefix, settings, part)
+    out_dir, settings, part = writer.out_dir, writer.settings, writer.part
     size = sum(stream.size for stream in streams)
     written = sum(shard["tokens"] for shard in writer.done)
     if written:
@@ -248,7 +250,7 @@ def _make(
             f"{settings['shard_size']:,}"
         )
     return settings | {
-        "vocab_size": get_tokenizer(settings["tokenizer"]).n_vocab,
+        "vocab_size": get_tokenizer(writer.tokenizer).n_vocab,
         "documents": writer.done[-1]["documents"],
         "tokens": tokens,
         "shards": [
@@ -279,9 +281,7 @@ def _write_stream(
     # The number of the current document, and how many of its tokens have been read.
     at, into = document - 1, 0
     with closing(stream.documents(document, state)) as documents:
-        for tokens, starts, states in _tokenise(
-            _tasks(documents), writer.settings["tokenizer"], workers
-        ):
+        for tokens, starts, states in _tokenise(_tasks(documents), writer.tokenizer, workers):
             taken = min(offset, len(tokens))
             offset -= taken
             new = len(tokens) - taken
@@ -328,7 +328,7 @@ def _tasks(documents: Iterable[tuple[str, Any]]) -> Iterator[tuple[Task, list]]:
 
 
 def _encode(name: str, task: Task) -> Encoded:
-    """Tokenise a task with the tokenizer called `name`."""
+    """Tokenise a task with the tokenizer of this name or path."""
     tokenizer = get_tokenizer(name)
     parts: list[NDArray[np.uint16]] = []
     starts: list[int] = []

@@ -1,8 +1,9 @@
 """Make the shards of FineWeb, or of any dataset of the hub: `python -m data.fineweb`.
 
-GPT-2 BPE, end-of-text before every document, shards of 100M tokens: number 0 for validation, the
-others for training. Documents are downloaded first (the default), read over the network as they
-are needed (--streaming), or read from parquet files on disk (--parquet): the shards are the same.
+GPT-2's BPE or another --tokenizer, end-of-text before every document, shards of 100M tokens: number
+0 for validation, the others for training. Documents are downloaded first (the default), read over
+the network as they are needed (--streaming), or read from parquet files on disk (--parquet): the
+shards are the same.
 --ready downloads published shards of FineWeb's sample-10BT, tokenised in the same way. Stopped at
 any point, the same command resumes after the last whole shard. --part 3/16 makes the third of 16
 parts of a set, which as many machines can make at the same time, in one folder or in several.
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from data import shards
 from data.build import SHARD_SIZE, Stream, all_cores, build, claim
 from data.documents import COLUMN, Documents, one_line, parquet_files
-from data.tokenizer import get_tokenizer
+from data.tokenizer import BUILT_IN, get_tokenizer
 from errors import UserError, command
 from runtime.files import sha256_of, write_json
 
@@ -180,18 +181,37 @@ def make(
     shard_size: int,
     workers: int,
     part: shards.Part,
+    tokenizer: str,
 ) -> None:
     """Tokenise a part of a dataset into shards. `files` are those of the whole dataset."""
+    small = part[0] == 1 and sum(size for _, size in files) < shard_size  # larger: text enough
     stream = Stream(
         documents=documents.read,
         split=lambda shard: "train" if shard or part[0] > 1 else "val",
         size=documents.size,
         done=documents.done,
+        check=lambda: check_size(documents, shard_size) if small else None,
     )
     identity = files if documents.column == COLUMN else [documents.column, files]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     source = documents.source
-    build(out_dir, prefix, [stream], "gpt2", shard_size, workers, source, fingerprint, part)
+    build(out_dir, prefix, [stream], tokenizer, shard_size, workers, source, fingerprint, part)
+
+
+def check_size(documents: Documents, shard_size: int) -> None:
+    """Raise UserError where no text can be left for training after the shard for validation.
+
+    A document has no more tokens than UTF-8 bytes, and end-of-text.
+    """
+    most = 0
+    for text, _ in documents.read():
+        most += len(text.encode("utf-8", "replace")) + 1
+        if most > shard_size:
+            return
+    raise UserError(
+        f"{documents.source}: at most {most:,} tokens, which fill only val shards; both train and "
+        f"val are needed: give more text or a smaller --shard_size than {shard_size:,}"
+    )
 
 
 def part_of(text: str) -> shards.Part:
@@ -246,6 +266,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", help=f"its configuration; default of FineWeb: {SAMPLE}")
     parser.add_argument("--split", help="its split to take; default: train")
     parser.add_argument("--column", default=COLUMN, help="the column of documents; default: text")
+    parser.add_argument(
+        "--tokenizer",
+        default="gpt2",
+        help=f"{', '.join(BUILT_IN)} or a tokenizer.json; default: gpt2",
+    )
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--streaming", action="store_true", help="read over the network")
     way.add_argument("--parquet", nargs="+", metavar="PATH", help="files or folders on disk")
@@ -267,19 +292,19 @@ def main(argv: list[str] | None = None) -> None:
     repo = DATASETS.get(args.dataset, args.dataset)
     name = args.name or (SAMPLE if repo in DATASETS.values() else None)
     prefix, folder = names_of(repo, name)
+    if args.tokenizer != "gpt2":
+        get_tokenizer(args.tokenizer)  # raises now, and not after a download
+        folder += f"_{Path(args.tokenizer).stem}"
     out_dir = args.out_dir or Path("data", folder)
     part = part_of(args.part)
     if args.ready_shards is not None and not args.ready:
         raise UserError("--ready_shards: it says how many to download, so it goes with --ready")
     if args.ready:
-        if (repo, name, args.split, args.column, part) != (
-            DATASETS["fineweb"],
-            SAMPLE,
-            None,
-            COLUMN,
-            shards.WHOLE,
-        ):
-            raise UserError("--ready: published shards exist only for fineweb's sample-10BT")
+        asked = (repo, name, args.split, args.column, part, args.tokenizer)
+        if asked != (DATASETS["fineweb"], SAMPLE, None, COLUMN, shards.WHOLE, "gpt2"):
+            raise UserError(
+                "--ready: published shards exist only for fineweb's sample-10BT in gpt2"
+            )
         download_ready(
             out_dir, READY_TRAIN_SHARDS if args.ready_shards is None else args.ready_shards
         )
@@ -299,7 +324,8 @@ def main(argv: list[str] | None = None) -> None:
         meta = shards.read_meta(out_dir, part)
         if meta and meta["source"] == source:  # done: checking it needs no network
             same = meta["fingerprint"]
-            build(out_dir, prefix, [], "gpt2", args.shard_size, args.workers, source, same, part)
+            sizes = (args.shard_size, args.workers)
+            build(out_dir, prefix, [], args.tokenizer, *sizes, source, same, part)
             return
         files, in_repo, revision = hub_files(repo, name, split)
         chosen, row_groups = share(in_repo, part)
@@ -313,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
             revision=revision if args.streaming else None,
             data_files={split: [escape(path) for path in chosen]},
         )
-    make(out_dir, prefix, documents, files, args.shard_size, args.workers, part)
+    make(out_dir, prefix, documents, files, args.shard_size, args.workers, part, args.tokenizer)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
 that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
-repository made it, `meta.json`; `progress.json` exists only while the set is being made. A set
-made in N parts has `meta.1-of-N.json` to `meta.N-of-N.json` instead.
+repository made it, `meta.json`, with a copy of the tokenizer's file, `tokenizer.json`, unless the
+tokenizer is built in; `progress.json` exists only while the set is being made. A set made in N
+parts has `meta.1-of-N.json` to `meta.N-of-N.json` instead.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from data.tokenizer import TOKENIZER, identify
 from errors import UserError
 from runtime.files import atomic_write, read_json, write_json
 
@@ -42,7 +44,7 @@ class Entry(TypedDict):
 class Settings(TypedDict):
     """How a set is made: `source` names its documents, `fingerprint` changes with them."""
 
-    tokenizer: str
+    tokenizer: str  # see data.tokenizer.identify
     shard_size: int
     fingerprint: str
     source: str
@@ -159,11 +161,14 @@ def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: in
 
 def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
     """Raise UserError where meta.json says that another tokenizer made these shards."""
-    meta = read_meta(data_dir)
-    if meta is not None and meta.get("tokenizer") != tokenizer:
+    meta, given = read_meta(data_dir), identify(tokenizer)
+    if meta is not None and meta["tokenizer"] != given:
+        copy = Path(data_dir, TOKENIZER)
+        hint = f"; give --tokenizer={copy}" if copy.exists() else ""
+        given = repr(tokenizer) if given == tokenizer else f"{tokenizer!r} ({given})"
         raise UserError(
-            f"{data_dir} was made with tokenizer {meta.get('tokenizer')!r}, "
-            f"but tokenizer = {tokenizer!r}"
+            f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but tokenizer = {given}"
+            + hint
         )
 
 

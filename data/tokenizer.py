@@ -1,19 +1,22 @@
-"""Text to token ids and back: GPT-2's byte-pair encoding, or plain bytes.
+"""Text to token ids and back: an encoding of tiktoken, plain bytes, or a tokenizer.json.
 
 `gpt2.bpe` holds GPT-2's merges: `vocab.bpe` of OpenAI's GPT-2 release (github.com/openai/gpt-2,
 modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is ever downloaded.
+The ids of tiktoken's other encodings that fit uint16 are GPT-2's and a few more.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from errors import UserError
+from runtime.files import atomic_write, open_regular
 
 END_OF_TEXT = "<|endoftext|>"
 # What an id that is not a token decodes to: a model's vocabulary may exceed its tokenizer's.
@@ -23,28 +26,41 @@ MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# Runs of 2 to 25 spaces are tokens of p50k_base, after GPT-2's; p50k_edit has special tokens too.
+SPACES = {b" " * n: 50255 + n for n in range(2, 26)}
+EDIT = {"<|fim_prefix|>": 50281, "<|fim_middle|>": 50282, "<|fim_suffix|>": 50283}
+# The encodings of tiktoken, and what each has beside GPT-2's ids: ordinary and special tokens.
+ENCODINGS: dict[str, tuple[dict[bytes, int], dict[str, int]]] = {
+    "gpt2": ({}, {}), "r50k_base": ({}, {}), "p50k_base": (SPACES, {}), "p50k_edit": (SPACES, EDIT),
+}  # fmt: skip
+BUILT_IN = (*ENCODINGS, "bytes")
+# The name of the copy of a tokenizer's file that shards, runs and exports have.
+TOKENIZER = "tokenizer.json"
+MAX_IDS = 1 << 16
+# What a tokenizer.json may call the end of a text; the first one that it has is taken.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # Whitespace as in the pattern's \s, which differs slightly from Python's.
 LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
-class GPT2Tokenizer:
-    """GPT-2's 50,257 ids. An end-of-text mark within a text is encoded as ordinary text."""
+class TiktokenTokenizer:
+    """An encoding of tiktoken. A special token's mark within a text is encoded as ordinary text."""
 
-    name = "gpt2"
-    n_vocab = 50257
     eot = 50256
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         import tiktoken
 
+        self.name, (tokens, special) = name, ENCODINGS[name]
+        self.n_vocab = self.eot + 1 + len(tokens) + len(special)
         self._encoding = tiktoken.Encoding(
-            name="gpt2",
+            name=name,
             explicit_n_vocab=self.n_vocab,
             pat_str=PATTERN,
-            mergeable_ranks=read_ranks(MERGES_FILE),
-            special_tokens={END_OF_TEXT: self.eot},
+            mergeable_ranks=read_ranks(MERGES_FILE) | tokens,
+            special_tokens={END_OF_TEXT: self.eot} | special,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -103,19 +119,100 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
-Tokenizer = GPT2Tokenizer | ByteTokenizer
-TOKENIZERS: dict[str, type[Tokenizer]] = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face's tokenizers.
+
+    A special token's mark within a text is encoded as ordinary text, and nothing is added to a
+    text. Raises UserError where the file cannot be read, has more ids than fit uint16, or has no
+    token for the end of a text.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(f"{path}: to read it, pip install tokenizers ({error})") from error
+        self.name = identify(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise UserError(f"{path}: not a tokenizer.json of tokenizers: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.n_vocab = 1 + max(vocabulary.values(), default=0)
+        if self.n_vocab > MAX_IDS:
+            raise UserError(
+                f"{path}: {self.n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}"
+            )
+        found = [mark for mark in ENDS_OF_TEXT if mark in vocabulary]
+        if not found:
+            raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
+        self.mark = found[0]
+        self.eot = vocabulary[self.mark]
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):  # surrogates
+            return self._tokenizer.encode(_repair(text), add_special_tokens=False).ids
+
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
+        """The same ids as `encode`, as an array [tokens]."""
+        return np.array(self.encode(text), dtype=np.uint16)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Special tokens become their marks, and unknown ids U+FFFD."""
+        parts = []
+        for known, group in groupby(map(int, ids), lambda i: i < self.n_vocab):
+            run = list(group)
+            text = self._tokenizer.decode(run, skip_special_tokens=False) if known else ""
+            parts.append(text if known else UNKNOWN.decode() * len(run))
+        return "".join(parts)
+
+
+Tokenizer = TiktokenTokenizer | ByteTokenizer | FileTokenizer
 
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: "gpt2" or "bytes".
+    """The tokenizer of a name in BUILT_IN, or of the path of a tokenizer.json.
 
-    Raises UserError where the name is unknown, or GPT-2's merges file is missing or altered.
+    Raises UserError where it is neither, or the tokenizer's file is damaged.
     """
-    if name not in TOKENIZERS:
-        raise UserError(f"no tokenizer is called {name!r}; there are: {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[name]()
+    if name in ENCODINGS:
+        return TiktokenTokenizer(name)
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
+@cache
+def identify(tokenizer: str) -> str:
+    """What shards and checkpoints record of a tokenizer: its name, or the checksum of its file."""
+    if tokenizer in BUILT_IN:
+        return tokenizer
+    return f"sha256:{hashlib.sha256(read_file(tokenizer)).hexdigest()}"
+
+
+def read_file(path: str) -> bytes:
+    """The content of a tokenizer's file. Raises UserError where there is none of this name."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"tokenizer {path!r} is neither one of {', '.join(BUILT_IN)} nor the path of a "
+            f"tokenizer.json ({reason}); tiktoken's other encodings have more than {MAX_IDS:,} ids"
+        ) from error
+
+
+def copy_file(tokenizer: str, folder: Path) -> None:
+    """Keep a copy of a tokenizer's file in a folder; those that are built in have none."""
+    if tokenizer not in BUILT_IN:
+        content = read_file(tokenizer)
+        with atomic_write(folder / TOKENIZER) as file:
+            file.write(content)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
@@ -125,7 +222,7 @@ def split_text(text: str, size: int) -> Iterator[str]:
     GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
     their start or consist of nothing else; and as the text before the cut does not end in
     whitespace, the pattern's look-ahead past whitespace never reaches the cut. A text without such
-    places stays whole.
+    places stays whole. The rules of a tokenizer.json may differ: a few ids at a cut may, then.
     """
     start = 0
     while len(text) - start > size:

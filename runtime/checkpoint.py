@@ -1,6 +1,7 @@
 """A run's folder: its config and checkpoints, written atomically and read back.
 
 config.json        every setting, resolved
+tokenizer.json     the tokenizer, unless it is built in
 environment.json   versions, machine, commit
 uncommitted.patch  `git diff HEAD` of the repository, where that is not empty
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
@@ -30,7 +31,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from config import MAY_CHANGE_ON_RESUME, Config, require_known_setting
+from config import MAY_CHANGE_ON_RESUME, VOCABULARY, Config, require_known_setting
+from data.tokenizer import TOKENIZER, copy_file, identify
 from errors import UserError
 from model import GPT
 from runtime.device import environment, uncommitted_changes
@@ -95,6 +97,7 @@ State = TypeVar("State", bound=Weights)
 
 def write_header(run: Path, config: Config, job: str | None) -> None:
     """Write the settings and environment to a run's folder, before its first step."""
+    copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
     write_json(run / "environment.json", environment() | {"job": job})
     patch = run / "uncommitted.patch"
@@ -103,6 +106,11 @@ def write_header(run: Path, config: Config, job: str | None) -> None:
             file.write(changes)
     else:
         patch.unlink(missing_ok=True)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The settings of a run, its tokenizer as data.tokenizer.identify gives it."""
+    return config.as_dict() | {"tokenizer": identify(config.tokenizer)}
 
 
 def new_run_id() -> str:
@@ -124,7 +132,7 @@ def training_state(
         run_id=run_id,
         model=model.state_dict(),
         step=step,
-        config=config.as_dict(),
+        config=settings_of(config),
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
         scaler=scaler.state_dict(),
         best_val_loss=best_val_loss,
@@ -136,7 +144,7 @@ def best_weights(run_id: str, model: GPT, step: int, config: Config, val_loss: f
     """The weights with the lowest validation loss, and that loss."""
     weights = model.state_dict()
     return Weights(
-        run_id=run_id, model=weights, step=step, config=config.as_dict(), val_loss=val_loss
+        run_id=run_id, model=weights, step=step, config=settings_of(config), val_loss=val_loss
     )
 
 
@@ -469,7 +477,7 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
     has more steps than this config's max_iters.
     """
     _, state = find_and_load(run, "latest", TrainingState, quiet)
-    asked = config.as_dict()
+    asked = settings_of(config)
     defaults = {key: getattr(Config, key) for key in asked}  # of settings that came later
     for key, saved in (defaults | state.config).items():
         if key not in MAY_CHANGE_ON_RESUME and asked.get(key) != saved:
@@ -540,6 +548,9 @@ def read_config(run: str | Path) -> Config:
         raise UserError(f"{run}: no config.json in it; a run is a folder that train.py made")
     for key in values:
         require_known_setting(key, str(path))
+    kept = Path(run) / TOKENIZER
+    if values.get("tokenizer", "gpt2") not in VOCABULARY and kept.exists():
+        values["tokenizer"] = str(kept)
     return Config(**values)
 
 
@@ -558,14 +569,15 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Path:
         if not isinstance(saved[name], Tensor) or own[name].shape != saved[name].shape:
             theirs = list(getattr(saved[name], "shape", ()))
             missing.append(f"{name} {theirs} for {list(own[name].shape)}")
-    for key in ("n_head", "norm", "tie_embeddings"):  # which shapes do not reveal
-        other, ours = state.config.get(key), getattr(model.config, key)
+    settings = settings_of(model.config)
+    for key in ("n_head", "norm", "tie_embeddings", "tokenizer"):  # which shapes do not reveal
+        other, ours = state.config.get(key), settings[key]
         if other != ours:
             missing.append(f"{key} {other} for {ours}")
     if missing or unknown:
         raise UserError(
             f"{path}: its model differs: {', '.join((missing + unknown)[:3])} "
-            "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and vocabulary must agree"
+            "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and tokenizer must agree"
         )
     model.load_state_dict(saved, strict=False)
     return path

@@ -18,8 +18,19 @@ import shutil
 from pathlib import Path
 
 from config import Config
-from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, get_tokenizer, read_ranks
+from data.tokenizer import (
+    ENCODINGS,
+    END_OF_TEXT,
+    MERGES_FILE,
+    TOKENIZER,
+    FileTokenizer,
+    byte_symbols,
+    copy_file,
+    get_tokenizer,
+    read_ranks,
+)
 from errors import UserError, command
+from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import write_json
 from scripts.common.runs import LoadedRun, RunOptions, add_options, open_run
@@ -73,7 +84,7 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
     """Write config.json, which SharpAttentionConfig reads, and generation_config.json."""
     config, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
-    settings = {key: value for key, value in config.as_dict().items() if key not in PATHS}
+    settings = checkpoint.settings_of(config) | {"vocab_size": config.n_vocab}
     rope = {
         "scaling": arguments.rope,
         "factor": arguments.rope_factor,
@@ -93,7 +104,7 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
         "num_attention_heads": config.n_head,
         "max_position_embeddings": config.block_size,
         "tie_word_embeddings": config.tie_embeddings,
-        "settings": settings,
+        "settings": {key: value for key, value in settings.items() if key not in PATHS},
         "rope": rope,
         "run": run.facts | {"environment": environment()},
     }
@@ -102,35 +113,50 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
 
 
 def write_tokenizer(folder: Path, config: Config) -> None:
-    """Write the tokenizers library's files: byte-level BPE with the ids of data/tokenizer.py.
+    """Write the tokenizers library's files: the run's tokenizer.json, or one with the same ids.
 
-    The byte tokenizer is BPE without merges. An end-of-text mark within a text is ordinary text, as
-    in data/tokenizer.py.
+    A special token's mark within a text is ordinary text, as in data/tokenizer.py.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    if config.tokenizer == "gpt2":
-        ranks = read_ranks(MERGES_FILE)
-        lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
-        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+    own = get_tokenizer(config.tokenizer)
+    mark = own.mark if isinstance(own, FileTokenizer) else END_OF_TEXT
+    if isinstance(own, FileTokenizer):
+        copy_file(config.tokenizer, folder)
     else:
-        ranks, merges = {bytes([b]): b for b in range(256)}, []
-    symbols = byte_symbols()
-    vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    split = config.tokenizer == "gpt2"  # into words, which merges never cross
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    assert tokenizer.token_to_id(END_OF_TEXT) == get_tokenizer(config.tokenizer).eot
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "pad")}
+        write_byte_level_bpe(folder / TOKENIZER, config.tokenizer)
+    special = {f"{kind}_token": mark for kind in ("bos", "eos", "pad")}
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / "tokenizer_config.json", values | special)
+
+
+def write_byte_level_bpe(path: Path, name: str) -> None:
+    """Write the tokenizer.json of a built-in tokenizer; that of bytes has no merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks, merges = {bytes([b]): b for b in range(256)}, []
+    special: dict[str, int] = {}
+    symbols = byte_symbols()
+    if name in ENCODINGS:
+        tokens, special = ENCODINGS[name]
+        ranks = read_ranks(MERGES_FILE) | tokens
+        lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
+        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+        for token in tokens:  # runs of spaces, which any two shorter ones make
+            run = symbols[ord(" ")] * len(token)
+            merges += [(run[:n], run[n:]) for n in range(1, len(run))]
+    vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
+    eot = get_tokenizer(name).eot
+    tokenizer = Tokenizer(models.BPE(vocabulary | {END_OF_TEXT: eot}, merges))
+    split = name in ENCODINGS  # into words, which merges never cross
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [END_OF_TEXT, *special]
+    tokenizer.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
+    assert tokenizer.token_to_id(END_OF_TEXT) == eot
+    tokenizer.save(str(path))
 
 
 def sources() -> dict[str, str]:

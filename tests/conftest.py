@@ -109,6 +109,31 @@ def text(tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="session")
+def gpt2_file(tmp_path_factory):
+    """GPT-2's vocabulary as a tokenizer.json."""
+    from scripts.export_hf import write_tokenizer
+
+    folder = tmp_path_factory.mktemp("gpt2_file")
+    write_tokenizer(folder, Config(tokenizer="gpt2"))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="session")
+def words_file(tmp_path_factory):
+    """A tokenizer.json of six words, which cuts texts and adds an end to each, and a gap in ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {"?": 0, "the": 1, "cat": 2, "sat": 3, "on": 4}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<s>", "</s>"])
+    words.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", 6)])
+    words.enable_truncation(5)
+    words.save(str(tmp_path_factory.mktemp("words_file") / "words.json"))
+    return tmp_path_factory.getbasetemp() / "words_file0" / "words.json"
+
+
 @pytest.fixture
 def no_fsync(monkeypatch):
     """Thousands of small shards, and no test cuts the power."""

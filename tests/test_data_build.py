@@ -110,7 +110,8 @@ def test_killed_and_resumed(tmp_path):
 def test_a_dead_worker_is_reported(corpus, tmp_path, monkeypatch, refused):
     _, folder = corpus
     monkeypatch.setattr(build, "partial", lambda f, _: exit_now)
-    line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out", "--workers", 2)
+    more = ("--workers", 2, "--shard_size", 1000)
+    line = refused(fineweb.main, "--parquet", folder, "--out_dir", tmp_path / "out", *more)
     assert "was killed" in line and "fewer --workers than 2" in line
 
 
@@ -153,7 +154,7 @@ def test_a_progress_that_was_tampered_with_is_refused(corpus, tmp_path, refused,
     line = refused(fineweb.main, "--parquet", folder, "--out_dir", out, "--workers", 1)
     assert "progress.json: damaged: " in line or "made with" in line
     with pytest.raises(UserError, match=re.escape(says)):
-        build._Writer(out, "a", settings, shards.WHOLE)
+        build._Writer(out, "a", "gpt2", settings, shards.WHOLE)
     assert outside.exists()
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from data import fineweb, shards
+from data import build, fineweb, shards
 from data.documents import parquet_files
 from errors import UserError
 from runtime.files import sha256_of
@@ -72,6 +72,33 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
     path = out / "fineweb_train_000002.bin"
     path.write_bytes(path.read_bytes()[:-2])
     assert str(path) in refused(fineweb.main, *base, "--shard_size", 1000)
+
+
+def test_too_little_text_is_refused_before_it_is_tokenised(tmp_path, monkeypatch, refused):
+    documents = ["word " * 200] * 50  # 200 or 201 tokens each, and 1,000 bytes
+    path, out = write_parquet(tmp_path / "x.parquet", documents, rows=50), tmp_path / "out"
+    assert path.stat().st_size < 9000
+    run_fineweb(path, out, shard_size=9000)
+    tokens = np.concatenate([shards.read_shard(p) for p in ordered(out)])
+    assert np.array_equal(tokens, expected_tokens(documents))
+    monkeypatch.setattr(build, "_make", None)
+    none = ("--out_dir", tmp_path / "none")
+    line = refused(fineweb.main, "--parquet", path, "--shard_size", 50051, *none)
+    assert "x.parquet: at most 50,050 tokens, which fill only val shards" in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_another_tokenizer(corpus, tmp_path, gpt2_file):
+    """The vocabulary of GPT-2 as a file gives the shards of GPT-2, made on one core or two."""
+    _, folder = corpus
+    gpt2 = run_fineweb(folder, tmp_path / "gpt2")
+    own = run_fineweb(folder, tmp_path / "own", f"--tokenizer={gpt2_file}", workers=2)
+    assert own.pop("tokenizer.json") == gpt2_file.read_bytes()
+    assert json.loads(own.pop("meta.json"))["tokenizer"].startswith("sha256:")
+    del gpt2["meta.json"]
+    assert own == gpt2
+    more = ("--tokenizer=p50k_base", "--part=1/2")
+    assert b"p50k_base" in run_fineweb(folder, tmp_path / "p50k", *more)["meta.1-of-2.json"]
 
 
 def test_fineweb_refusals(corpus, tmp_path, refused):

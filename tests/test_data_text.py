@@ -1,9 +1,11 @@
 """`python -m data.text`: every kind of file, the split, refusals."""
 
+import gzip
 import json
 import os
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from data import shards, text
@@ -118,7 +120,12 @@ def test_text_refusals(folder, tmp_path, refused):
     (tmp_path / "void").mkdir()
     assert "void: no text in any .txt .md" in refused(text.main, tmp_path / "void", *out)
     line = refused(text.main, folder / "00.txt", *out)
-    assert "00.txt: a single file cannot serve for both" in line and "--val" in line
+    assert "00.txt: no word begins in its last tenth, '\\n', to" in line and "--val" in line
+    line = refused(text.main, folder / "00.txt", *out, "--val", folder / "00.txt")
+    assert "00.txt: no text is left for training" in line
+    for name in ("gtp2", "cl100k_base"):
+        line = refused(text.main, folder, *out, "--tokenizer", name)
+        assert f"tokenizer '{name}' is neither one of gpt2" in line and "65,536 ids" in line
     (folder / "bad.txt").write_bytes(b"ab\xff")
     line = refused(text.main, folder, *out)
     assert "bad.txt: not UTF-8 text: invalid start byte at byte 2" in line
@@ -131,6 +138,76 @@ def test_text_refusals(folder, tmp_path, refused):
         (folder / "bad.jsonl").write_text(content)
         assert f"bad.jsonl: {message}" in refused(text.main, folder, *out).replace(": line 1", "")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_a_single_text_file_is_divided_at_a_paragraph(tmp_path, tokenizer):
+    """As nanoGPT's input.txt: the last tenth is validation, whatever the tokenizer."""
+    paragraphs = [f"Speaker {k}:\n" + "  To be or not to be,\n" * 5 for k in range(40)]
+    path, out = tmp_path / "input.txt", tmp_path / "out"
+    path.write_text("\n".join(paragraphs))
+    run_text(path, "--out_dir", out, "--tokenizer", tokenizer)
+    (train,), (val,) = (documents_of(out, split, tokenizer) for split in ("train", "val"))
+    assert train + val == path.read_text() and val == "\n".join(paragraphs[37:])
+    assert shards.read_meta(out)["documents"] == 2
+
+
+@pytest.mark.parametrize(
+    "content, val",
+    [
+        ("0123456\n\n\n9\n\n9", "9"),  # the paragraph that begins there, not the one before
+        ("a line\n" * 20 + "  a li\n", "a line\n  a li\n"),
+        ("a single line of words, all of which are in one line", "line"),
+        ("word " * 100, "word " * 10),
+        ("a\nb", "b"),
+    ],
+)
+def test_where_a_single_document_is_divided(tmp_path, content, val):
+    path = tmp_path / "x.txt"
+    path.write_text(content)
+    (source,) = text.inspect([("x.txt", path)])
+    parts = [list(part.read()) for part in text.divide(source)]
+    assert parts == [[content.removesuffix(val)], [val]]
+
+
+def test_a_single_file_of_documents_is_divided_between_two(tmp_path, monkeypatch):
+    documents = [f"document {k}, with some text" for k in range(100, 140)]
+    lines = "".join(json.dumps({"body": document}) + "\n" for document in documents)
+    files = [tmp_path / "x.jsonl", tmp_path / "x.jsonl.gz", tmp_path / "x.jsonl.zst"]
+    files[0].write_text(lines)
+    files[1].write_bytes(gzip.compress(lines.encode()))
+    parts = (lines[:50].encode(), lines[50:].encode())  # a file may be made in several pieces
+    files[2].write_bytes(b"".join(pa.compress(part, "zstd", asbytes=True) for part in parts))
+    files.append(write_parquet(tmp_path / "x.parquet", documents, column="body"))
+    for path in files:
+        out = tmp_path / f"out{path.name}"
+        run_text(path, "--out_dir", out, "--field", "body")
+        assert documents_of(out, "train") == documents[:36]
+        assert documents_of(out, "val") == documents[36:]
+    run_text(path, "--out_dir", tmp_path / "whole", "--column=body", "--shard_size=99")
+    again = tmp_path / "again"
+    stop_after_each_shard(
+        monkeypatch,
+        lambda: run_text(path, "--out_dir", again, "--column=body", "--shard_size=99"),
+    )
+    assert contents(again) == contents(tmp_path / "whole")
+    # the last document is as long as all others
+    sources = text.inspect([("x.jsonl", files[0])], "body")
+    files[0].write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
+    (source,) = text.inspect([("x.jsonl", files[0])], "body")
+    assert [len(part.documents) for part in text.divide(source)] == [40, 1]
+    assert [len(part.documents) for part in text.divide(sources[0])] == [36, 4]
+
+
+def test_damaged_compressed_files_are_refused(tmp_path, refused):
+    path, out = tmp_path / "x.jsonl.zst", ("--out_dir", tmp_path / "out")
+    whole = pa.compress(b'{"text": "one"}\n' * 9, "zstd", asbytes=True)
+    for content in (whole[:-5], b"none" + whole, whole + b"more"):
+        path.write_bytes(content)
+        assert "x.jsonl.zst: cannot be read: " in refused(text.main, path, *out)
+    path.write_bytes(whole)
+    line = refused(text.main, path, *out, "--field", "body")
+    assert 'x.jsonl.zst: line 1 has no JSON field "body"' in line
 
 
 def test_the_standard_library_without_its_tests():

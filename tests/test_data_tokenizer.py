@@ -1,12 +1,17 @@
 """The tokenizers: known ids, an independent implementation, and the cutting of long texts."""
 
+import base64
+import hashlib
+import json
 import random
+import sys
 
 import numpy as np
 import pytest
 
+from config import VOCABULARY, Config, count_ids
 from data import tokenizer
-from data.tokenizer import get_tokenizer, split_text
+from data.tokenizer import get_tokenizer, identify, read_ranks, split_text
 from errors import UserError
 
 TEXTS = [
@@ -122,12 +127,97 @@ def test_an_altered_merges_file_is_refused(tmp_path, monkeypatch):
     altered.write_bytes(tokenizer.MERGES_FILE.read_bytes().replace(b"h e\n", b"e h\n", 1))
     monkeypatch.setattr(tokenizer, "MERGES_FILE", altered)
     with pytest.raises(UserError, match=f"{altered}: sha256 is .* that of GPT-2's vocab.bpe is"):
-        tokenizer.GPT2Tokenizer()
+        tokenizer.TiktokenTokenizer("gpt2")
     altered.unlink()
     with pytest.raises(UserError, match=f"{altered}: GPT-2's merges cannot be read"):
-        tokenizer.GPT2Tokenizer()
+        tokenizer.TiktokenTokenizer("gpt2")
 
 
-def test_an_unknown_tokenizer_is_refused():
-    with pytest.raises(UserError, match="'gpt3'; there are: gpt2, bytes"):
-        get_tokenizer("gpt3")
+@pytest.mark.parametrize("name", ["gpt3", "cl100k_base", "a\0b", ".", ""])
+def test_an_unknown_tokenizer_is_refused(name):
+    with pytest.raises(UserError, match="is neither one of gpt2, .*bytes nor the path of .*65,536"):
+        get_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "r50k_base", "p50k_base", "p50k_edit"])
+def test_tiktokens_encodings_are_tiktokens(name, monkeypatch):
+    """Their ranks have the hashes that tiktoken checks its downloads against."""
+    from tiktoken_ext import openai_public
+
+    hashes = []
+
+    def load(file, expected_hash):
+        hashes.append(expected_hash)
+        return {}
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load)
+    wanted = openai_public.ENCODING_CONSTRUCTORS["r50k_base" if name == "gpt2" else name]()
+    ranks = read_ranks(tokenizer.MERGES_FILE) | tokenizer.ENCODINGS[name][0]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    assert [hashlib.sha256(b"".join(lines)).hexdigest()] == hashes
+    assert wanted["pat_str"] == tokenizer.PATTERN
+    assert wanted["special_tokens"] == {"<|endoftext|>": 50256} | tokenizer.ENCODINGS[name][1]
+    tok = get_tokenizer(name)
+    assert tok.n_vocab == wanted.get("explicit_n_vocab", 50284) == VOCABULARY[name]
+    for text in [*TEXTS, "    four" + " " * 80 + "\n  x", *random_texts(50, 60)]:
+        assert tok.decode(tok.encode(text)) == text
+        assert sum((tok.encode(piece) for piece in split_text(text, 5)), []) == tok.encode(text)
+    assert (50258 in tok.encode("x\n    four")) == (len(ranks) > 50256)  # three spaces
+
+
+# ---- a tokenizer.json ----
+
+
+def test_a_file_with_gpt2s_vocabulary_is_gpt2(gpt2_file):
+    own, gpt2 = get_tokenizer(str(gpt2_file)), get_tokenizer("gpt2")
+    assert (own.n_vocab, own.eot, own.mark) == (50257, 50256, "<|endoftext|>")
+    assert own.name == "sha256:" + hashlib.sha256(gpt2_file.read_bytes()).hexdigest()
+    assert own.name == identify(str(gpt2_file)) and identify("gpt2") == "gpt2"
+    for text in [*TEXTS, *random_texts(50, 60), "a\ud83d\ude00b\ud800c"]:
+        ids = gpt2.encode(text)
+        assert own.encode(text) == ids and own.decode(ids) == gpt2.decode(ids)
+        array = own.encode_array(text)
+        assert array.dtype == np.uint16 and array.tolist() == ids
+    assert own.decode([50256, 64, 50257, 60000, 65]) == "<|endoftext|>a\ufffd\ufffdb"
+
+
+def test_a_file_of_words(words_file):
+    """Another model, another end of text, and settings that must not matter: it truncates and adds
+    tokens of its own."""
+    tok = get_tokenizer(str(words_file))
+    assert (tok.n_vocab, tok.eot, tok.mark) == (7, 6, "</s>")
+    assert (
+        tok.encode("the cat sat </s>") == [1, 2, 3, 0] and tok.decode([1, 2, 6]) == "the cat </s>"
+    )
+    assert tok.encode("the " * 9) == [1] * 9
+    assert count_ids(str(words_file)) == 7
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, monkeypatch):
+    def with_content(name, change=lambda content: None):
+        content = json.loads(words_file.read_text())
+        change(content)
+        (tmp_path / name).write_text(json.dumps(content))
+        return str(tmp_path / name)
+
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(UserError, match="none.json: not a tokenizer.json of tokenizers: "):
+        get_tokenizer(str(tmp_path / "none.json"))
+    with pytest.raises(UserError, match="tokenizer = .*none.json' is not a tokenizer.json"):
+        Config(tokenizer=str(tmp_path / "none.json"))
+
+    def large(content):
+        content["model"]["vocab"]["large"] = 65536
+
+    with pytest.raises(UserError, match="large.json: 65,537 ids, but a shard's uint16 .* 65,536"):
+        get_tokenizer(with_content("large.json", large))
+    with pytest.raises(UserError, match="vocab_size = 65537 does not fit the shards' uint16"):
+        Config(tokenizer=str(tmp_path / "large.json"))
+    unmarked = with_content("unmarked.json", lambda content: content["added_tokens"].clear())
+    with pytest.raises(
+        UserError, match="unmarked.json: none of its tokens is one of <|endoftext|>"
+    ):
+        get_tokenizer(unmarked)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="other.json: to read it, pip install tokenizers"):
+        get_tokenizer(with_content("other.json"))

@@ -20,6 +20,7 @@ from config import SETTINGS, Config, load_config
 from data import fineweb, shards, text
 from data.loader import TrainLoader, validation_batches
 from data.shards import check_shards, check_tokenizer, list_shards, read_shard, write_shard
+from data.tokenizer import get_tokenizer, identify
 from errors import UserError
 from model import GPT
 from optim import build_optimizers
@@ -319,6 +320,13 @@ def resumed(folder):
         saver.save(state)
 
 
+def encoded(folder):
+    get_tokenizer.cache_clear(), identify.cache_clear()  # the file has changed
+    opened(folder)
+    tokenizer = get_tokenizer(str(folder / "tokenizer.json"))
+    tokenizer.decode(tokenizer.encode("the cat </s> a\ud800b"))
+
+
 def logged(folder):
     with Log(folder, "id", Config(wandb_mode="offline"), 3, str, quiet=False) as log:
         log.step(
@@ -349,6 +357,7 @@ USES = {
     "checkpoints.json": (opened, checkpoint.require_unused_folder, resumed),
     "environment.json": (lambda folder: checkpoint.made_by(folder, "job"),),
     "began_with.json": (planned,),
+    "tokenizer.json": (encoded,),
     "wandb.json": (logged,),
     "squad.json": (tuned,),
     "metrics.jsonl": (logged, checkpoint.require_unused_folder),
@@ -360,7 +369,7 @@ OF_SETS = ("meta.json", "meta.1-of-2.json", "progress.json")
 
 
 @pytest.fixture
-def used(request, tmp_path, monkeypatch, no_fsync):
+def used(request, tmp_path, monkeypatch, words_file, no_fsync):
     """A folder with the named file in it, and how to use it when the file has this content.
 
     Asserts that nothing beside the folder changes.
@@ -391,6 +400,8 @@ def used(request, tmp_path, monkeypatch, no_fsync):
             make_set(good) if name == "meta.json" else make_part(good)
     else:
         config = load_config([*SMALL, *SMALLER, "--wandb_mode=offline", "--max_iters=7"])
+        if name == "tokenizer.json":
+            config = config.replace(tokenizer=str(words_file))
         good.mkdir()
         checkpoint.write_header(good, config, "job")
         model, scaler = GPT(config), torch.amp.GradScaler("cpu", enabled=False)

@@ -157,8 +157,8 @@ class PlannedRun:
         """
         if self.step is None:
             return None
-        saved = checkpoint.read_config(self.folder).as_dict()
-        for key, own in self.config.as_dict().items():
+        saved = checkpoint.settings_of(checkpoint.read_config(self.folder))
+        for key, own in checkpoint.settings_of(self.config).items():
             same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
             if key == "data_dir":
                 same = Path(saved[key]).resolve() == Path(own).resolve()

@@ -1,0 +1,92 @@
+"""A tokenizer.json of one's own, from text to shards, a run, its evaluation and its export."""
+
+import json
+import shutil
+
+import pytest
+
+from data import text
+from data.tokenizer import get_tokenizer
+from errors import UserError
+from runtime import checkpoint
+from scripts import eval_length, export_hf, finetune_squad, sample
+from scripts.common.runs import RunOptions, open_run
+from tests.corpora import make_documents
+from tests.runs import metrics, refused
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The tokenizer's file, of 300 ids, the folder of shards, and another file of as many ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "input.txt").write_text("\n\n".join(make_documents(60)))
+    for name, mark in (("own.json", "</s>"), ("other.json", "<|endoftext|>")):
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        bpe.train([str(folder / "input.txt")], trainers.BpeTrainer(
+            vocab_size=300, special_tokens=[mark], initial_alphabet=alphabet, show_progress=False
+        ))  # fmt: skip
+        bpe.save(str(folder / name))
+    arguments = [str(folder / "input.txt"), "--tokenizer", str(folder / "own.json")]
+    text.main([*arguments, f"--out_dir={folder / 'shards'}", "--workers=1"])
+    return folder / "own.json", folder / "shards", folder / "other.json"
+
+
+def test_a_tokenizers_file_goes_with_shards_runs_and_exports(made, train, call, tmp_path, capsys):
+    file, shards, other = made
+    content, own = file.read_bytes(), get_tokenizer(str(file))
+    assert (shards / "tokenizer.json").read_bytes() == content
+    meta = json.loads((shards / "meta.json").read_text())
+    assert (meta["tokenizer"], meta["vocab_size"]) == (own.name, own.n_vocab) and own.n_vocab == 300
+
+    data = f"--data_dir={shards}"
+    hint = f"but tokenizer = 'bytes'; give --tokenizer={shards / 'tokenizer.json'}"
+    refused(capsys, lambda: train("run", data), own.name, hint)
+    refused(capsys, lambda: train("run", data, f"--tokenizer={other}"), "other.json' (sha256:")
+    folder = train("run", data, f"--tokenizer={file}")
+    assert (folder / "tokenizer.json").read_bytes() == content
+    more = (data, "--resume", "--max_iters=9")
+    say = f"was trained with tokenizer = {own.name!r}, so it cannot be resumed with 'sha256:"
+    refused(capsys, lambda: train("run", *more, f"--tokenizer={other}"), say)
+    train("run", *more, f"--tokenizer={shards / 'tokenizer.json'}")  # another copy
+    assert sorted(metrics(folder)) == list(range(1, 10))
+
+    moved = folder.rename(tmp_path / "moved")
+    config = checkpoint.read_config(moved)
+    assert config.tokenizer == str(moved / "tokenizer.json") and config.n_vocab == 300
+    capsys.readouterr()
+    call(sample, moved, "--prompt=the cat", "--max_new_tokens=5")
+    assert capsys.readouterr().out.startswith("the cat")
+    call(eval_length, moved, "--lengths=16,32", "--rope=none")
+    pytest.importorskip("safetensors")
+    call(export_hf, moved, tmp_path / "export")
+    assert (tmp_path / "export/tokenizer.json").read_bytes() == content
+    exported = json.loads((tmp_path / "export/config.json").read_text())
+    assert exported["settings"]["tokenizer"] == own.name and exported["vocab_size"] == 300
+    assert exported["eos_token_id"] == own.eot
+    special = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
+    assert special["eos_token"] == "</s>"
+
+
+def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_path, capsys):
+    file, shards, other = made
+    folder = train("run", f"--data_dir={shards}", f"--tokenizer={file}", "--max_iters=1")
+    altered = shutil.copytree(folder, tmp_path / "altered")
+    shutil.copy(other, altered / "tokenizer.json")
+    with pytest.raises(UserError, match="tokenizer sha256:.* for sha256:.*do not fit"):
+        open_run(altered, RunOptions(device="cpu"))
+    (altered / "tokenizer.json").unlink()
+    call(sample, altered, "--max_new_tokens=2")  # the file that config.json names is still there
+    squad = tmp_path / "squad.json"
+    answers = [{"text": "two", "answer_start": 3}]
+    paragraph = {"context": "of two", "qas": [{"question": "a?", "answers": answers}]}
+    squad.write_text(json.dumps({"data": [{"paragraphs": [paragraph] * 3}]}))
+    more = ["--squad", squad, "--epochs=1", "--sequences=3", "--batch_size=3", "--device=cpu"]
+    config = checkpoint.read_config(folder).replace(block_size=64, total_batch_size=512)
+    (folder / "config.json").write_text(json.dumps(config.as_dict()))
+    call(finetune_squad, folder, "--out_dir", tmp_path / "tuned", *more)
+    assert (tmp_path / "tuned/tokenizer.json").read_bytes() == file.read_bytes()
