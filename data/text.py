@@ -242,7 +242,9 @@ def main(argv: list[str] | None = None) -> None:
         "--field", "--column", default=COLUMN, help="of JSON or parquet; default: text"
     )
     parser.add_argument(
-        "--tokenizer", default="bytes", help=f"{', '.join(BUILT_IN)} or a tokenizer.json"
+        "--tokenizer",
+        default="bytes",
+        help=f"{', '.join(BUILT_IN)} or a tokenizer.json; default: bytes",
     )
     parser.add_argument("--out_dir", help="default: data/text_<tokenizer>")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")

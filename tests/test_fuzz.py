@@ -27,7 +27,7 @@ from optim import build_optimizers
 from runtime import checkpoint, files
 from runtime.log import Log
 from scripts import finetune_squad, sample
-from scripts.reproduce.training import PlannedRun
+from scripts.reproduce.training import PlannedRun, timings
 from tests.corpora import write_parquet
 from tests.helpers import SMALL, SMALLER
 from tests.runs import vouch_for
@@ -336,6 +336,13 @@ def logged(folder):
     assert written[0] == {"run_id": "id"} and written[-1]["step"] == 4
 
 
+def timed(folder):
+    """As scripts.reproduce reads how long the steps of finished runs took."""
+    (folder / "row/seed0").mkdir(parents=True)
+    (folder / "metrics.jsonl").rename(folder / "row/seed0/metrics.jsonl")
+    timings(folder)
+
+
 def planned(folder):
     """As scripts.reproduce asks whether a run is the one it wants."""
     config = checkpoint.read_config(folder.parent / "good").replace(out_dir=str(folder))
@@ -360,11 +367,11 @@ USES = {
     "tokenizer.json": (encoded,),
     "wandb.json": (logged,),
     "squad.json": (tuned,),
-    "metrics.jsonl": (logged, checkpoint.require_unused_folder),
+    "metrics.jsonl": (logged, checkpoint.require_unused_folder, timed),
     "meta.json": (read_set, make_set),
     "meta.1-of-2.json": (read_set, make_part),
     "progress.json": (read_set, make_set),
-}  # fmt: skip
+}
 OF_SETS = ("meta.json", "meta.1-of-2.json", "progress.json")
 
 
@@ -413,7 +420,7 @@ def used(request, tmp_path, monkeypatch, words_file, no_fsync):
         files.write_json(good / "wandb.json", {"id": "id"})
         facts = {"squad": "s", "examples": 1, "contexts_cut": 0, "left_out": 0, "sha256": "0"}
         files.write_json(good / "squad.json", facts | {"began_with": {"step": 2, "sha256": "0"}})
-        rows = [{"run_id": "id"}, *({"step": k, "loss": 2.5} for k in range(1, 4))]
+        rows = [{"run_id": "id"}, *({"step": k, "loss": 2.5, "ms": k} for k in range(1, 4))]
         (good / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def beside():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
+from runtime.log import read_text
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Between two looks at a run that another process is training.
@@ -281,10 +283,12 @@ def timings(folder: Path) -> dict[str, float]:
     """Row -> median seconds of a step, for the rows of a scale with any training."""
     steps: dict[str, list[float]] = {}
     for path in folder.glob("*/seed*/metrics.jsonl"):
-        values = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        times = []
+        for line in read_text(path).splitlines():
+            with suppress(ValueError, LookupError, TypeError, RecursionError):  # of other lines
+                times.append(json.loads(line)["ms"] / 1000)
         # the first step compiles and allocates
-        times = [value["ms"] / 1000 for value in values if "ms" in value][1:]
-        steps.setdefault(path.parent.parent.name, []).extend(times)
+        steps.setdefault(path.parent.parent.name, []).extend(times[1:])
     return {name: statistics.median(times) for name, times in steps.items() if times}
 
 
