@@ -346,8 +346,10 @@ def timed(folder):
 def planned(folder):
     """As scripts.reproduce asks whether a run is the one it wants."""
     config = checkpoint.read_config(folder.parent / "good").replace(out_dir=str(folder))
-    base = PlannedRun("base", config.replace(out_dir=str(folder.parent / "good")), [], None, None)
-    PlannedRun("run", config.replace(init_from=base.config.out_dir), [], base, None).disagreement()
+    good = config.replace(out_dir=str(folder.parent / "good"))
+    base = PlannedRun("base", "", good, [], base=None, kept=None)
+    config = config.replace(init_from=good.out_dir)
+    PlannedRun("run", "", config, [], base, kept=None).disagreement()
 
 
 def tuned(folder):
@@ -360,7 +362,7 @@ def tuned(folder):
 
 # Whatever reads each file, by its name; those of a run, and then those of a set of shards.
 USES = {
-    "config.json": (opened, checkpoint.require_unused_folder, checkpoint.read_config),
+    "config.json": (opened, checkpoint.require_unused_folder),
     "checkpoints.json": (opened, checkpoint.require_unused_folder, resumed),
     "environment.json": (lambda folder: checkpoint.made_by(folder, "job"),),
     "began_with.json": (planned,),
