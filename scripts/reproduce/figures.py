@@ -122,14 +122,14 @@ def last_row(variant: str, scores: Tensor, p: float | None = None, s: float = 1.
     return attention.weights(query, scores[None, None, :, None])[0, 0, 0].detach()
 
 
-SIZES = tuple(2**i for i in range(4, 17, 4))  # of input vectors; the paper names none
+SIZES = tuple(2**i for i in range(4, 14, 3))  # of input vectors; the paper names none
 FADING = SSMAX["figure1"]
 
 
 def attention_fading(row: str) -> tuple[list[float], Curves]:
     """SSMax Fig. 1: the largest of n weights, of one higher score among n - 1 equal ones."""
     largest = {}
-    for n in (2**i for i in range(1, 17)):
+    for n in (2**i for i in range(1, 14)):
         scores = torch.full((n,), FADING["others"], dtype=torch.float64)
         scores[-1] = FADING["last"]
         largest[n] = last_row(row, scores, s=FADING["s"])[-1].item()
@@ -152,7 +152,7 @@ FOCUS_RULE = {
 def attention_focus(row: str) -> tuple[list[float], Curves]:
     """SSMax Fig. 3: the weight of z_max, over z_max; the columns are z_max at a weight of 1/2."""
     variant, s = FOCUS[row]
-    tops = torch.arange(0, 14, 0.05, dtype=torch.float64)
+    tops = torch.arange(0, 12, 0.05, dtype=torch.float64)
     values, curves = [], {}
     for n in SIZES:
         others = torch.arange(n - 1, dtype=torch.float64) / (n - 2)
@@ -265,7 +265,7 @@ def read_metrics(folder: Path, key: str) -> dict[int, float]:
 
 
 LAST = 10  # a curve's end is the mean over the last tenth of its steps
-BINS = 200  # points of a curve
+BINS = 100  # points of a curve
 
 
 def binned(
