@@ -119,8 +119,9 @@ def test_the_needles_of_ssmax():
     assert one["heads"] == shape["layers"] * shape["heads"]
     assert one["retrieved"].keys() == SSMAX["rows"].keys()
     assert set(one["retrieved"].values()) == needle.GRADES.keys()
-    lengths = [SSMAX[f"figure{i}"]["length"] for i in (7, 8)]
-    assert lengths[0] == lengths[1] == tables.SCORE_LENGTH * 1024
+    lengths = {SSMAX[f"figure{i}"]["length"] for i in (7, 8)}
+    assert lengths == {tables.SCORE_LENGTH * 1024}
+    assert len({SSMAX[f"figure{i}"]["rope_theta"] for i in (5, 6, 7, 8)}) == 1  # one measurement
 
 
 def test_the_laws_of_table_3():

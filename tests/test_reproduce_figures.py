@@ -141,6 +141,9 @@ def test_the_probe_is_trained_for_no_longer_than_the_papers():
         config = opened.run("ssmax_probe", 1337).config
         assert config.max_iters == steps
         assert (config.s_init, config.b_init) == (SSMAX["figure2"]["s"], SSMAX["figure2"]["b"])
+    state = GPT(small_config("ablations/ssmax_probe.py")).state_dict()
+    p_n = next(value for name, value in state.items() if name.endswith("p_n"))
+    assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}
     tokens = SSMAX["figure2"]["steps"] * SSMAX["pretraining"]["tokens_a_step"]
     assert SSMAX["figure2"]["tokens"] == f"approximately {tokens / 1e9:.0f}B"
 

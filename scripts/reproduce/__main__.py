@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=__doc__.split("\n\n")[0],
-        epilog=list_experiments(),
+        epilog=list_experiments() if {"-h", "--help"} & set(sys.argv) else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="one of the names below")
@@ -155,7 +155,7 @@ def list_experiments() -> str:
         runs = with_bases([scale.run(row, FIRST_SEED) for row in rows])
         tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
         what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "no training"
-        lines.append(f"  {name:15} {experiment.title}: {what}")
+        lines.append(f"  {name:16} {experiment.title}: {what}")
     return "\n".join(lines)
 
 

@@ -693,28 +693,6 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO, maps(),
         report.maps,
     ),
-    "ssmax_figure5": Experiment(
-        "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
-        loss_by_position(
-            SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16, rope="none",
-            theta=SSMAX["figure5"]["rope_theta"], samples=SSMAX["figure5"]["sequences"],
-        ),
-        report.positions, notes=(*SWAP_NOTES, SEQUENCES),
-    ),
-    "ssmax_figure6": Experiment(
-        "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,
-        needles(NEEDLE_LENGTHS, found, digits=1), report.haystacks, notes=TUNED_NOTES,
-    ),
-    "ssmax_figure7": Experiment(
-        "SSMax Fig. 7, needle scores of the heads", "needle score", SSMAX_ROWS,
-        needles(("highest", "mean of the 25 highest"), one_needle, digits=4), report.heads,
-        notes=(*TUNED_NOTES, RETRIEVED),
-    ),
-    "ssmax_figure8": Experiment(
-        "SSMax Fig. 8, highest needle score of each trial", "over 100 trials", SSMAX_ROWS,
-        needles(("mean highest score", "found", "first digit only"), many_needles, digits=4),
-        report.trials, notes=TUNED_NOTES,
-    ),
     "gradient_norm": Experiment(
         "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",
         ("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
@@ -798,5 +776,27 @@ EXPERIMENTS = {
             "Means over the last tenth of the steps. Softmax and SSMax of one seed see the same "
             "batches.",
         ),
+    ),
+    "ssmax_figure5": Experiment(
+        "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
+        loss_by_position(
+            SSMAX["figure5"]["length"] / TRAINED_LENGTH, 0.5, 1, 2, 4, 8, 16, rope="none",
+            theta=SSMAX["figure5"]["rope_theta"], samples=SSMAX["figure5"]["sequences"],
+        ),
+        report.positions, notes=(*SWAP_NOTES, SEQUENCES),
+    ),
+    "ssmax_figure6": Experiment(
+        "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,
+        needles(NEEDLE_LENGTHS, found, digits=1), report.haystacks, notes=TUNED_NOTES,
+    ),
+    "ssmax_figure7": Experiment(
+        "SSMax Fig. 7, needle scores of the heads", "needle score", SSMAX_ROWS,
+        needles(("highest", "mean of the 25 highest"), one_needle, digits=4), report.heads,
+        notes=(*TUNED_NOTES, RETRIEVED),
+    ),
+    "ssmax_figure8": Experiment(
+        "SSMax Fig. 8, highest needle score of each trial", "over 100 trials", SSMAX_ROWS,
+        needles(("mean highest score", "found", "first digit only"), many_needles, digits=4),
+        report.trials, notes=TUNED_NOTES,
     ),
 }  # fmt: skip
