@@ -193,8 +193,8 @@ VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1.
     "softmax": Variant(EXP),
     # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
-    # adds log L. L stays the training length at other lengths, because Ramapuram et al.'s
-    # published kernel takes the bias as a fixed number.
+    # adds log L. L stays the training length at other lengths: a row must not depend on the text
+    # after it, and Ramapuram et al.'s published kernel takes the bias as a fixed number.
     "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=unnormalised),
     "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=unnormalised),
     "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda rows: -rows.n.log()),
@@ -222,7 +222,7 @@ VARIANTS: dict[str, Variant] = {
     "phi_softplus": Variant(SOFTPLUS),
     "phi_mish": Variant(MISH),
     # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no initial s for (b) and (d):
-    # by default it is 1, as in the probe.
+    # by default it is 1, as in the probe, and as (c) has it throughout.
     "ssmax": Variant(
         EXP, scale=lambda rows: rows.s * rows.n.log() * rows.d**-0.5, learnable=("s",)
     ),

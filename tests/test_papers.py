@@ -1,12 +1,15 @@
 """The papers' numbers, beside the configs that have them."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from config import Config
-from scripts.common.papers import LSSAR, PAPERS
+from scripts import finetune_squad, needle
+from scripts.common.papers import LSSAR, PAPERS, SSMAX
+from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import tables, training
 from tests.helpers import CONFIGS, ROWS
 
@@ -17,6 +20,8 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
     if name.startswith("ssmax"):
         assert PAPERS["ssmax"] and not re.search(r"\d\.\d{3}", line)  # curves only
         return
+    if line.startswith("# Ours: "):
+        return  # no row of the papers
     table = re.search(r"LSSAR Table (\w+)", line)[1].lower()
     section = LSSAR["table1" if table == "1" else f"table_{table}"]
     numbers = [float(number) for number in re.findall(r"\d+\.\d{3,}", line)]
@@ -27,11 +32,14 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
 
 def test_every_row_of_the_papers_has_a_config():
     for name, experiment in tables.EXPERIMENTS.items():
-        for row in experiment.rows:
-            assert training.find_row(row).file.is_file(), (name, row)
+        for row in experiment.rows if experiment.evaluation.trained else ():
+            trained, _, _ = row.partition(":")
+            assert training.find_row(trained).file.is_file(), (name, row)
         if experiment.paper:
             scales = experiment.paper.get("scales", {"": experiment.paper.get("rows")})
-            assert all(set(there) & set(experiment.rows) for there in scales.values()), name
+            assert any(set(there) & set(experiment.rows) for there in scales.values()), name
+    for p in (LSSAR["p_sweep"]["best"], *LSSAR["p_sweep"]["more"]):
+        assert f"lssar_p{p}" in tables.EXPERIMENTS["p_sweep"].rows
     assert training.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
 
 
@@ -42,3 +50,92 @@ def test_tables_that_the_papers_print_twice_agree():
         for row, values in LSSAR[key]["rows"].items():
             assert losses.setdefault(row, values[0]) == values[0], (key, row)
     assert len(losses) == 26
+
+
+def test_the_scales_have_the_papers_steps():
+    training_facts = LSSAR["training"]
+    for name, steps in training_facts["steps"].items():
+        config = training.open_scale(name, "out", None, "disabled", []).config
+        assert (config.max_iters, config.block_size) == (steps, training_facts["trained_length"])
+
+
+def test_no_124m_values_beside_the_curves_of_other_scales():
+    """Fig. A2 has no numbers; Table 1's are of 124M, trained on FineWeb-10B."""
+    figure = tables.EXPERIMENTS["loss_by_length"]
+    for scale in (*LSSAR["figure_a2"]["scales"], "124m"):
+        opened = training.open_scale(scale, "out", None, "disabled", [])
+        paper, _ = reproduce.paper_values(figure, opened)
+        assert set(paper) == (set(figure.rows) if scale == "124m" else set()), scale
+
+
+def test_the_recipe_of_ssmax():
+    """Its Tables 1 and 2, in configs/scales/ssmax_paper.py. The pops leave nothing unread."""
+    config = training.open_scale("ssmax_paper", "out", None, "disabled", []).config
+    shape, recipe = dict(SSMAX["architecture"]), dict(SSMAX["pretraining"])
+    settings = {
+        "layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "feedforward": "mlp_hidden",
+        "vocabulary": "n_vocab", "optimizer": "optimizer", "weight_decay": "weight_decay",
+        "grad_clip": "grad_clip", "learning_rate": "learning_rate", "schedule": "schedule",
+        "warmup_steps": "warmup_iters", "length": "block_size", "rope_theta": "rope_theta",
+        "tokens_a_step": "total_batch_size", "steps": "max_iters",
+    }  # fmt: skip
+    for name, setting in settings.items():
+        value = (shape if name in shape else recipe).pop(name)
+        value = value.lower() if isinstance(value, str) else value
+        assert getattr(config, setting) == value, name
+    assert recipe.pop("betas") == [config.beta1, config.beta2]
+    assert recipe.pop("sequences") * config.block_size == config.total_batch_size
+    tokens = config.max_iters * config.total_batch_size
+    assert recipe.pop("tokens") == f"approximately {tokens / 1e9:.0f}B"
+    assert shape == {"parameters": "162M"}  # counted in test_model.py
+    # bfloat16 is a GPU's default here, there is no dropout, and the data are FineWeb
+    assert recipe == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SlimPajama"}
+
+
+def test_the_fine_tuning_of_ssmax():
+    """Its Table 3, in scripts/finetune_squad.py."""
+    paper, base = dict(SSMAX["finetuning"]), Config()
+    settings = finetune_squad.recipe(base, paper.pop("examples"))
+    for name in ("weight_decay", "grad_clip", "learning_rate"):
+        assert settings[name] == paper.pop(name), name
+    for name in ("optimizer", "schedule"):
+        assert settings[name] == paper.pop(name).lower(), name
+    assert [settings["beta1"], settings["beta2"]] == paper.pop("betas")
+    assert settings["total_batch_size"] == paper.pop("tokens_a_step")
+    assert paper.pop("sequences") * paper.pop("length") == settings["total_batch_size"]
+    epoch = settings["max_iters"] / paper.pop("epochs")
+    assert epoch == 679 and settings["warmup_iters"] == epoch * paper.pop("warmup_epochs")
+    assert base.rope_theta == paper.pop("rope_theta")
+    assert paper == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SQuAD 2.0"}
+
+
+def test_the_needles_of_ssmax():
+    cells, one = SSMAX["figure6"], SSMAX["figure7"]
+    city, number, depth = needle.FIXED
+    assert needle.DEPTHS == tuple(cells["depths"]) and depth == one["depth"]
+    assert str(number) in one["needle"] and city in one["needle"]
+    assert needle.HEADS == one["heads_shown"]
+    shape = SSMAX["architecture"]
+    assert one["heads"] == shape["layers"] * shape["heads"]
+    assert one["retrieved"].keys() == SSMAX["rows"].keys()
+    assert set(one["retrieved"].values()) == needle.GRADES.keys()
+    lengths = {SSMAX[f"figure{i}"]["length"] for i in (7, 8)}
+    assert lengths == {tables.SCORE_LENGTH * 1024}
+    assert len({SSMAX[f"figure{i}"]["rope_theta"] for i in (5, 6, 7, 8)}) == 1  # one measurement
+
+
+def test_the_laws_of_table_3():
+    """Formulas in m_1, m_2 and r; only those with 1 / r^2 are Newton's."""
+    section = LSSAR["table3"]
+    laws = {name: law for name, (law, _) in section["rows"].items()}
+    laws |= {law: law for law in section["llms"]["laws"]}
+
+    def value(law, r):
+        names = {"m_1": 2.0, "m_2": 3.0, "r": r, "sin": math.sin}
+        return eval(law.replace("^", "**"), {"__builtins__": {}}, names)
+
+    newton = {name for name, law in laws.items() if value(law, 2.0) == value(law, 1.0) / 4}
+    assert newton == {"oracle_knn", "lssar", "ground_truth"} and len(laws) == 6
+    constants = {name: constant for name, (_, constant) in section["rows"].items()}
+    assert constants["ground_truth"] == round(4 * math.pi**2, 2)
+    assert constants["oracle_knn"] < constants["lssar"] < constants["ground_truth"]

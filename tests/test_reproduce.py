@@ -89,6 +89,15 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 
 
+def test_help_lists_every_name_and_what_it_costs(call, capsys):
+    with pytest.raises(SystemExit):
+        call(reproduce, "--help")
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in reproduce.EXPERIMENTS)
+    assert "loss by length: 15 runs, 148B tokens" in printed
+    assert "attention fading: no training" in printed
+
+
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(reproduced, scale, shards, tmp_path):
     with open(scale, "a") as file:
         file.write("max_iters = 150\ncheckpoint_interval = 10\neval_interval = 150\n")

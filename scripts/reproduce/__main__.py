@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=__doc__.split("\n\n")[0],
-        epilog=list_experiments(),
+        epilog=list_experiments() if {"-h", "--help"} & set(sys.argv) else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="one of the names below")
@@ -109,7 +109,8 @@ def main() -> None:
     failures += evaluation.measure(work)
     table = build_table(name, experiment, work, failures)
     refuse_smaller_table(work.folder, runs_of(table), failures)
-    report.write(work.folder, table, experiment.draw(table))
+    others = report.beside(work.folder, table, experiment.beside)
+    report.write(work.folder, table, experiment.draw(table) | others)
     print("\n" + (work.folder / "table.md").read_text())
     print(f"written: {work.folder}")
     if failures:
@@ -150,11 +151,11 @@ def list_experiments() -> str:
     scale = open_scale("124m", "out", None, "disabled", [])
     lines = ["the names, and what each trains at scale 124m per seed; all share the runs:"]
     for name, experiment in EXPERIMENTS.items():
-        runs = [scale.run(row, FIRST_SEED) for row in experiment.rows]
-        runs = with_bases(runs) if experiment.evaluation.trained else []
+        rows = experiment.rows if experiment.evaluation.trained else ()
+        runs = with_bases([scale.run(row, FIRST_SEED) for row in rows])
         tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
-        what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "no training, minutes"
-        lines.append(f"  {name:15} {experiment.title}: {what}")
+        what = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "no training"
+        lines.append(f"  {name:16} {experiment.title}: {what}")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from attention import VARIANTS
 from config import Config
 from errors import UserError
-from runtime.files import atomic_write, write_json
+from runtime.files import atomic_write, read_json, write_json
 from scripts import eval_length, needle
 from scripts.common.plots import row_style, write_picture
 
@@ -33,7 +33,8 @@ CONTROL_NOTE = (
     "longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it."
 )
 # Keys of an evaluation that are too long for table.json.
-LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows")
+LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows", "curves", "positive",
+        "distances", "dead_rows", "dead_keys")  # fmt: skip
 # Keys of an evaluation that the caption mentions where present.
 HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds")
 
@@ -101,7 +102,9 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
     rows, last = table["rows"], len(table["columns"]) - 1
     runs = [run for row in rows.values() for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
-    sentences = [f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide."]
+    of_model = bool(seeds) or table["compare"] == "ratio"  # else of a formula
+    model = f"; {config.n_layer} layers, {config.n_embd} wide" if of_model else ""
+    sentences = [f"{table['unit']}{model}."]
     if seeds:
         sentences[0] = (
             f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide, trained at "
@@ -113,7 +116,7 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         ratio = table["compare"] == "ratio"
         how = "its ratio to softmax, as behind ours" if ratio else "ours minus it"
         sentences.append(f"In parentheses the paper's value and {how}.")
-        if table["scale"] != table["paper_scale"]:
+        if of_model and table["scale"] != table["paper_scale"]:
             sentences.append(
                 f"The paper's are of {table['paper_scale']}: at scale {table['scale']} the model, "
                 "the data and the tokens are others, so the differences are no errors; compare "
@@ -137,18 +140,18 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
     evaluations = [run["evaluation"] for run in runs]
     environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
-    facts = [
-        f"{distinct_values(evaluations, 'dtype')} on {distinct_values(environments, 'machine')}"
-    ]
-    if seeds:
-        facts.append(f"RoPE scaling {distinct_values(evaluations, 'rope')}")
+    facts = [f"on {distinct_values(environments, 'machine')}"]
+    if dtypes := distinct_values(evaluations, "dtype").replace("None", ""):
+        facts = [f"in {dtypes} {facts[0]}"]
+    if scalings := distinct_values(evaluations, "rope").replace("None", ""):
+        facts.append(f"RoPE scaling {scalings}")
     if theta := distinct_values(evaluations, "rope_theta").replace("None", ""):
         facts.append(f"RoPE base {theta}")
     for key in HOW:
         if values := distinct_values(evaluations, key).replace("None", ""):
             facts.append(f"{key} {values}")
     sentences.append(
-        f"Measured in {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
+        f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
         f"{distinct_values(environments, 'commit', 7)}."
     )
     sentences += [CONTROL_NOTE] if controls(table, 1) else []
@@ -334,6 +337,31 @@ def components(table: dict) -> dict[str, Figure]:
         else:
             groups.setdefault("not re-weighted", {})[name] = name
     return grouped(table, groups)
+
+
+def beside(folder: Path, table: dict, scales: tuple[str, ...]) -> dict[str, Figure]:
+    """LSSAR Fig. A2: the curves of this table and of other scales', a panel for each scale.
+
+    No picture where fewer than two of the scales have a table beside `folder`, RESULTS/SCALE/NAME.
+    """
+    known = {
+        scale: read_json(folder.parents[1] / scale / table["name"] / "table.json")
+        for scale in scales
+    }
+    if table["scale"] in known:
+        known[table["scale"]] = table
+    tables = {scale: one for scale, one in known.items() if one}
+    if len(tables) < 2:
+        return {}
+    figure, axes = panels(len(tables), sharey=True)
+    names = list(dict.fromkeys(name for one in tables.values() for name in one["rows"]))
+    for (scale, one), ax in zip(tables.items(), axes, strict=True):
+        for name in one["rows"]:
+            draw_row(ax, one, name, name, row_style(names.index(name)))
+        explain_control(ax, one)
+        label_lengths(ax, one, scale)
+        ax.legend(fontsize="small")
+    return {f"{table['name']}_scales.png": figure}
 
 
 def dots(table: dict) -> dict[str, Figure]:

@@ -25,26 +25,11 @@ from scripts.downstream import TaskRequest
 from scripts.eval_length import LossRequest, smoothed
 from scripts.needle import NeedleRequest
 from scripts.passkey import PasskeyRequest
-from scripts.reproduce import report
+from scripts.reproduce import figures, report
+from scripts.reproduce.figures import Formula, RunFiles
 from scripts.reproduce.report import SLIDING
-from scripts.reproduce.training import PlannedRun, Scale, call, call_when_free, find_row
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one command: rows and seeds of a scale, and the folder of the table."""
-
-    scale: Scale
-    rows: tuple[str, ...]
-    seeds: range
-    folder: Path
-    squad: str | None = None  # SQuAD's train-v2.0.json
-    missing_shards: str | None = None  # a sentence on them; only with --plan
-
-    @property
-    def runs(self) -> list[PlannedRun]:
-        """All rows of one seed before the next seed, so that a first table is complete early."""
-        return [self.scale.run(row, seed) for seed in self.seeds for row in self.rows]
+from scripts.reproduce.training import PlannedRun, Work, call, call_when_free, find_row
+from scripts.sparsity import SparsityRequest, mean_shares
 
 
 @dataclass(frozen=True)
@@ -176,18 +161,8 @@ class Evaluation:
             if self.finetuned and tuning_difference(run, work):
                 continue
             if measured := self.find(run):
-                results.append(
-                    {
-                        "seed": run.config.seed,
-                        "values": self.values(measured, run.config),
-                        "run": str(run.folder),
-                        "step": run.step,
-                        "tokens": run.tokens,
-                        "began_with": run.config.init_from or None,
-                        "environment": read_json(run.folder / "environment.json"),
-                        "evaluation": measured | {"folder": str(self.folder(run))},
-                    }
-                )
+                evaluation = measured | {"folder": str(self.folder(run))}
+                results.append(run.entry(self.values(measured, run.config), evaluation))
         return results
 
 
@@ -345,11 +320,12 @@ class Experiment:
     title: str
     unit: str
     rows: tuple[str, ...]
-    evaluation: Evaluation | Benchmark
+    evaluation: Evaluation | Benchmark | Formula | RunFiles
     draw: Callable[[dict], dict]  # a table in the format of report.py -> pictures by name
     paper: dict | None = None  # the section of papers.json with values for these rows
     paper_scale: str = "124m"  # where the section does not name scales
     notes: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # scales whose tables are drawn side by side with this one
 
 
 def at(multiple: float, config: Config) -> int:
@@ -549,6 +525,47 @@ def maps() -> Evaluation:
     )
 
 
+class RowsRequest(MapsRequest):
+    """The same measurement's part on validation tokens, in windows of the greatest length."""
+
+    def facts(self, config: Config) -> dict:
+        return self.facts_at(self.lengths_of(config)[-1], config)
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return measurement
+
+
+def entropy() -> Evaluation:
+    """LSSAR Sect. 2.1.2: entropy of the last layer's rows by their number of keys, and its slope.
+
+    A row of n keys counts for the smallest power of 2 that is at least n.
+    """
+    multiples = (0.25, 1.0, 4.0, 16.0)
+
+    def request(config: Config) -> RowsRequest:
+        return RowsRequest(lengths=(at(multiples[-1], config),), **options(config))
+
+    def values(measured: dict, config: Config) -> list[float]:
+        keys, means = figures.entropies(measured)
+        shown = [means[(at(m, config) - 1).bit_length() - 1] for m in multiples]
+        beyond = [i for i, n in enumerate(keys) if n >= config.block_size]
+        slope = figures.log_slope([keys[i] for i in beyond], [means[i] for i in beyond])
+        return [*shown, slope]
+
+    return Evaluation((*multiples, "slope"), request, values, better=None)
+
+
+def sparsity() -> Evaluation:
+    """LSSAR Sect. 2.2.1: positive weights near the diagonal and far from it, and what is dead."""
+    names = ("near", "far", "all", "dead rows", "dead keys")
+    return Evaluation(
+        names,
+        lambda config: SparsityRequest(**options(config, "none")),
+        lambda measured, config: [mean_shares(measured)[name] for name in names],
+        better=None,
+    )
+
+
 TABLE1 = LSSAR["table1"]
 TWO = ("softmax", "lssar_p15")
 # 50 and 100 are in the LSSAR paper's earlier version
@@ -567,6 +584,13 @@ COMPONENTS = (
 ROPES = {name: {"rope": name} for name in Rope.SCALINGS}
 EVALUATED_P = {f"p{p}": {"p": float(p)} for p in POWERS}
 LOSS = "validation loss (nats a token)"
+FIGURE_A2 = {
+    "lengths": TABLE1["lengths"],
+    "scales": {"124m": {row: TABLE1["rows"][row] for row in TWO}}
+    | {scale: {} for scale in LSSAR["figure_a2"]["scales"]},
+}
+RELUS = ("relu_wortsman", "relu_li", "relu_shen", "phi_relu2", "phi_relu6")
+HIGHEST_SLOPE = "d ln g / d ln x at log d log n"
 FROM_TABLE1 = "The paper's values are those of its Table 1: it has curves only here"
 SSMAX_ROWS = tuple(SSMAX["rows"])
 SWAP_NOTES = (
@@ -585,6 +609,9 @@ TUNED_NOTES = (
     *SWAP_NOTES,
     "Each run was fine-tuned on SQuAD first (scripts.finetune_squad, its defaults).",
 )
+RETRIEVED = "The answers at this needle are in the legend; the paper's: " + "; ".join(
+    f"`{row}` {answer}" for row, answer in SSMAX["figure7"]["retrieved"].items()
+) + "."  # fmt: skip
 
 
 def loss_table(number: int, what: str) -> Experiment:
@@ -620,7 +647,11 @@ EXPERIMENTS = {
     ),
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(1, 2, 4, 8, 16),
-        report.curves, TABLE1, notes=(f"{FROM_TABLE1}, of models trained on FineWeb-Edu.",),
+        report.curves, FIGURE_A2, notes=(
+            "Fig. A2 has curves without numbers, of 45M, 124M and 355M models trained on "
+            "FineWeb-Edu. Where the paper's values are shown, they are those of its Table 1, of "
+            "124M trained on FineWeb-10B.",
+        ), beside=tuple(LSSAR["figure_a2"]["scales"]),
     ),
     "p_sweep": Experiment(
         "LSSAR Appendix B.1.4, loss by p", LOSS, P_SWEEP, loss(1, 2, 4, 8, 16), report.loss_over_p,
@@ -662,6 +693,90 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO, maps(),
         report.maps,
     ),
+    "gradient_norm": Experiment(
+        "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",
+        ("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
+        RunFiles(("median", "highest", "share of steps clipped"), figures.gradient_norms),
+        figures.draw_gradient_norms, notes=(
+            "After the warm-up. The paper says that softmax suffers from severe gradient "
+            "explosion at p = 15, and LSSAR does not; it shows no norms.",
+        ),
+    ),
+    "gradient_slopes": Experiment(
+        "LSSAR Appendix A.6, decay of the gradient", "slope of the gradient g in the score x",
+        tuple(LSSAR["gradients"]["rows"]),
+        Formula((*LSSAR["gradients"]["columns"], HIGHEST_SLOPE), figures.gradient_slopes),
+        figures.draw_gradients, LSSAR["gradients"], notes=(
+            f"Of one score x among {figures.KEYS:,} keys, the others 0, and head size "
+            f"{figures.HEAD_SIZE}; with p, of (A6)'s y = r^p, before the last l1. The first two "
+            "columns are far out (x = {exp:g} for exp, {softplus:g} for softplus), the last is at "
+            "the highest score that LSSA can have.".format(**figures.FAR),
+        ),
+    ),
+    "entropy": Experiment(
+        "LSSAR Sect. 2.1.2, entropy by the number of keys", "entropy of a row's weights (nats)",
+        ("softmax", "ssmax", "lssa", "lssar_p15"), entropy(), figures.draw_entropies, notes=(
+            "Rows of the last layer in windows of 16 times the training length, means over heads; "
+            "a column is of rows that see more than half as many keys, and at most as many. "
+            "Slope: of entropy over log n, from the training length on. 0 is the invariance that "
+            "the scale log d log n is to give; equal weights have 1. The paper has no numbers.",
+        ),
+    ),
+    "entropy_random": Experiment(
+        "LSSAR Sect. 2.1.2, entropy of random rows", "entropy of a row's weights (nats)",
+        ("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
+        Formula((*(f"n = {n:,}" for n in figures.LENGTHS), "slope"), figures.random_entropy),
+        figures.draw_random_entropy, notes=(
+            f"q and k are normal, of head size {figures.HEAD_SIZE}; means over "
+            f"{figures.QUERIES} queries. Slope: of entropy over log n. 0 is invariance, equal "
+            "weights have 1. The paper has no numbers.",
+        ),
+    ),
+    "sparsity": Experiment(
+        "LSSAR Sect. 2.2.1, positive weights by distance", "share of weights above 0, of dead ones",
+        (*RELUS, "lssar_p3", "lssar_p15"), sparsity(), figures.draw_sparsity, notes=(
+            "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
+            "training length; far: at least half of it. Dead rows have no positive weight; dead "
+            "keys get none from any later query of the window (of its first half). For ReLU a "
+            "weight of 0 is a score without gradient; for LSSAR it is not, as l1 comes before.",
+        ),
+    ),
+    "ssmax_figure1": Experiment(
+        "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"),
+        Formula(tuple(f"n = {n:,}" for n in figures.SIZES), figures.attention_fading),
+        figures.draw_fading, notes=(
+            "The scores are {others}, the last {last}; s = {s}. The paper has curves only: "
+            "softmax's decreases, SSMax's stays close to 1.".format(**figures.FADING),
+        ),
+    ),
+    "ssmax_figure2": Experiment(
+        "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
+        RunFiles(("a_1", "a_2", "R²"), figures.learned_p), figures.draw_p, notes=(
+            "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. The "
+            "paper has a curve only, and says that p_n closely follows the logarithm.",
+        ),
+    ),
+    "ssmax_figure3": Experiment(
+        "SSMax Fig. 3, the score that attention focuses on", "z_max whose weight is 1/2",
+        tuple(figures.FOCUS),
+        Formula(tuple(f"n = {n:,}" for n in figures.SIZES), figures.attention_focus, digits=2),
+        figures.draw_focus, figures.FOCUS_RULE, notes=(
+            "The n - 1 other scores are spread evenly from 0 to 1. The paper has curves only, of "
+            "sizes and s that it does not name; its values here are its rule, that z_max must "
+            "exceed the others by approximately 1 / s, whatever n is.",
+        ),
+    ),
+    "ssmax_figure4": Experiment(
+        "SSMax Fig. 4, learning curves", "training loss (nats a token)", SSMAX_ROWS[:4],
+        RunFiles(
+            tuple(SSMAX["figure4"]["columns"]), figures.learning_curve, "lower",
+            against_softmax=True,
+        ),
+        figures.draw_learning_curves, SSMAX["figure4"], paper_scale="ssmax_paper", notes=(
+            "Means over the last tenth of the steps. Softmax and SSMax of one seed see the same "
+            "batches.",
+        ),
+    ),
     "ssmax_figure5": Experiment(
         "SSMax Fig. 5, loss by position", "validation loss around a position (nats)", SSMAX_ROWS,
         loss_by_position(
@@ -677,7 +792,7 @@ EXPERIMENTS = {
     "ssmax_figure7": Experiment(
         "SSMax Fig. 7, needle scores of the heads", "needle score", SSMAX_ROWS,
         needles(("highest", "mean of the 25 highest"), one_needle, digits=4), report.heads,
-        notes=TUNED_NOTES,
+        notes=(*TUNED_NOTES, RETRIEVED),
     ),
     "ssmax_figure8": Experiment(
         "SSMax Fig. 8, highest needle score of each trial", "over 100 trials", SSMAX_ROWS,

@@ -25,6 +25,7 @@ from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 from runtime.log import read_text
+from scripts.common.papers import SSMAX
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Between two looks at a run that another process is training.
@@ -81,21 +82,27 @@ def swap_and_train(scale: Config) -> dict:
     }
 
 
-SWAPS = {
+def probe(scale: Config) -> dict:
+    """SSMax Fig. 2 is after fewer steps than the models of the other figures."""
+    return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
+
+
+ROWS = {
     row.name: row
     for row in (
         Row("ssmax_e", CONFIGS / "ssmax.py", swap, "softmax"),
         Row("ssmax_f", CONFIGS / "ssmax.py", swap_and_train, "softmax_before_f"),
         Row("softmax", CONFIGS / "softmax.py", keep_for_swap),
         Row("softmax_before_f", CONFIGS / "softmax.py", before_swap),
+        Row("ssmax_probe", CONFIGS / "ablations/ssmax_probe.py", probe),
     )
 }
 
 
 def find_row(name: str) -> Row:
-    """The row named after a config, after a variant and p (lssar_p5), or in SWAPS."""
-    if name in SWAPS:
-        return SWAPS[name]
+    """The row named after a config, after a variant and p (lssar_p5), or in ROWS."""
+    if name in ROWS:
+        return ROWS[name]
     for folder in (CONFIGS, CONFIGS / "ablations"):
         if (folder / f"{name}.py").is_file():
             return Row(name, folder / f"{name}.py")
@@ -152,6 +159,19 @@ class PlannedRun:
             launcher += [f"--nproc_per_node={processes}"]
         return [*launcher, "train.py", *arguments]
 
+    def entry(self, values: list[float], evaluation: dict) -> dict:
+        """The run in table.json, with its values for the columns and where these are from."""
+        return {
+            "seed": self.config.seed,
+            "values": values,
+            "run": str(self.folder),
+            "step": self.step,
+            "tokens": self.tokens,
+            "began_with": self.config.init_from or None,
+            "environment": read_json(self.folder / "environment.json"),
+            "evaluation": evaluation,
+        }
+
     def disagreement(self) -> str | None:
         """How the run in the folder differs from this one; None if it does not.
 
@@ -202,6 +222,23 @@ class Scale:
         arguments = [str(row.file), *self.files, *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, view, load_config(arguments), arguments, base, kept)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one command: rows and seeds of a scale, and the folder of the table."""
+
+    scale: Scale
+    rows: tuple[str, ...]
+    seeds: range
+    folder: Path
+    squad: str | None = None  # SQuAD's train-v2.0.json
+    missing_shards: str | None = None  # a sentence on them; only with --plan
+
+    @property
+    def runs(self) -> list[PlannedRun]:
+        """All rows of one seed before the next seed, so that a first table is complete early."""
+        return [self.scale.run(row, seed) for seed in self.seeds for row in self.rows]
 
 
 def open_scale(

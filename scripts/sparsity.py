@@ -1,0 +1,199 @@
+"""Where the weights of attention are positive: by distance from the diagonal, and what is dead.
+
+python -m scripts.sparsity RUN [RUN ...]
+
+LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
+diagonal, and that a score below 0 gets no gradient, which isolates its token. Measured are all
+layers and heads on validation tokens, in windows of one length, by default the training length:
+
+    positive        share of the weights above 0, by distance i - j of query i from key j: 0, 1,
+                    then up to 3, 7, 15, ...
+    dead_rows       share of the queries whose weights are all 0: their output is 0
+    dead_keys       share of the keys in a window's first half with weight 0 for every later query
+
+Prints a row for every run, with means over layers and heads, and draws a curve for each: in
+sparsity.png in the run's folder, or for several runs in sparsity_RUN_RUN.png in the folder that
+contains them. RUN/sparsity.json is a list of measurements, none of which is made twice; its lists
+are by layer, by head and, of `positive`, by distance.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from config import Config
+from data.loader import validation_batches
+from errors import UserError, command
+from evaluation import attention_weights
+from runtime.device import autocast
+from scripts.common.arguments import AtLeast
+from scripts.common.plots import length_axis, one_panel, row_style, save_picture
+from scripts.common.results import Results
+from scripts.common.runs import (
+    LoadedRun,
+    Request,
+    add_options,
+    open_run,
+    picture_path,
+    refuse_early,
+    run_names,
+)
+from scripts.common.tables import print_table
+from scripts.common.validation import counted, shared_tokens
+
+# A distance is near below this share of the length, and far from half of it.
+NEAR = 1 / 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityRequest(Request):
+    """Zero weights over the first `tokens` validation tokens, in windows of one length."""
+
+    script = "sparsity"
+    length: int | None = None
+    tokens: int = 32768
+    data_dir: str | None = None
+
+    def length_of(self, config: Config) -> int:
+        return self.length or config.block_size
+
+    def facts(self, config: Config) -> dict:
+        data_dir, length = self.data_dir or config.data_dir, self.length_of(config)
+        tokens = shared_tokens(data_dir, (length,), self.tokens, config)
+        return {"data_dir": data_dir, "length": length, "tokens": tokens}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return measurement
+
+    def amount(self, config: Config) -> int:
+        return self.facts(config)["tokens"]
+
+    def check(self, config: Config) -> None:
+        if self.length_of(config) < 2:
+            raise UserError(f"--length {self.length} must be at least 2: a key before the query")
+        self.facts(config)
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    parser.add_argument(
+        "--length", action=AtLeast, at_least=1, help="of a window (default: the training length)"
+    )
+    parser.add_argument("--tokens", action=AtLeast, at_least=1, help="of all windows (%(default)s)")
+    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
+    add_options(parser, SparsityRequest)
+    arguments = parser.parse_args()
+    request, paths = SparsityRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
+    results = [measure(open_run(path, request), request) for path in paths]
+    names = run_names(paths)
+    print_shares(names, results)
+    save_picture(plot_positive(names, results), picture_path(paths, "sparsity"))
+
+
+def measure(run: LoadedRun, request: SparsityRequest) -> dict:
+    facts = request.facts(run.config)
+    results = Results(request.file(run.path), run.facts | facts)
+    if not results.values:
+        length, tokens = facts["length"], facts["tokens"]
+        sums = torch.zeros(())
+        with tqdm(total=tokens, unit="tok", desc=f"{run.path}") as bar:
+            batches = validation_batches(facts["data_dir"], length, tokens, 1, device=run.device)
+            for x, _ in counted(batches, bar):
+                with autocast(run.device, run.dtype):
+                    layers = attention_weights(run.model, x, slice(None), lambda A: A > 0)
+                sums = sums + torch.stack([counts(positive[0]) for positive in layers])
+        shares = sums / (tokens // length)
+        results.save(
+            distances=distances(length),
+            positive=shares[..., :-2].tolist(),
+            dead_rows=shares[..., -2].tolist(),
+            dead_keys=shares[..., -1].tolist(),
+        )
+    return results.values
+
+
+def distances(length: int) -> list[int]:
+    """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
+    return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
+
+
+def counts(positive: Tensor) -> Tensor:
+    """The shares of one window, positive [H, L, L]: [H, distances + 2], float64."""
+    length = positive.shape[-1]
+    position = torch.arange(length, device=positive.device)
+    distance = position[:, None] - position
+    ends = [-1, *distances(length)]
+    groups = [
+        positive[:, (low < distance) & (distance <= high)].double().mean(-1)
+        for low, high in pairwise(ends)
+    ]
+    dead_rows = (~positive.any(-1)).double().mean(-1)
+    later = positive & (distance > 0)
+    dead_keys = (~later.any(-2))[:, : length // 2].double().mean(-1)
+    return torch.stack([*groups, dead_rows, dead_keys], dim=-1).cpu()
+
+
+def mean_shares(result: dict) -> dict[str, float]:
+    """Means over layers and heads; those of distances over all pairs of query and key."""
+    positive = torch.tensor(result["positive"], dtype=torch.float64).mean((0, 1))
+    length, ends = result["length"], [-1, *result["distances"]]
+    # L - d pairs at each distance d
+    pairs = torch.tensor(
+        [sum(length - d for d in range(i + 1, j + 1)) for i, j in pairwise(ends)],
+        dtype=torch.float64,
+    )
+    low, high = torch.tensor(ends[:-1]) + 1, torch.tensor(ends[1:])
+    near, far = high < max(1, NEAR * length), low >= length / 2
+
+    def share(chosen: Tensor) -> float:
+        return ((positive * pairs)[chosen].sum() / pairs[chosen].sum()).item()
+
+    return {
+        "near": share(near),
+        "far": share(far),
+        "all": share(near | True),
+        "dead rows": torch.tensor(result["dead_rows"]).mean().item(),
+        "dead keys": torch.tensor(result["dead_keys"]).mean().item(),
+    }
+
+
+def print_shares(names: list[str], results: Sequence[dict]) -> None:
+    length = results[0]["length"]
+    print(
+        f"\nshare of positive weights, validation tokens in windows of {length}; near: closer than "
+        f"{max(1, round(NEAR * length))} keys, far: at least half the window"
+    )
+    shares = [mean_shares(result) for result in results]
+    table = [["", *shares[0]]]
+    for name, row in zip(names, shares, strict=True):
+        table.append([name, *(f"{value:.4f}" for value in row.values())])
+    print_table(table, width=11)
+
+
+def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
+    """The share of positive weights over the distance, a curve for each run."""
+    figure, axes = one_panel()
+    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+        positive = torch.tensor(result["positive"], dtype=torch.float64).mean((0, 1)).tolist()
+        keys = [distance + 1 for distance in result["distances"]]
+        axes.plot(keys, positive, label=name, **row_style(i))
+    trained = {result["trained_length"] for result in results}
+    length_axis(axes, "distance from the diagonal + 1, up to", trained)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel("share of weights above 0")
+    axes.set_title("mean over layers and heads", fontsize="medium")
+    axes.legend(fontsize="small")
+    return figure
+
+
+if __name__ == "__main__":
+    main()
