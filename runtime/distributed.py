@@ -7,6 +7,7 @@ How train.py ends:
     75  stopped by a signal and saved: continue with --resume
 """
 
+import itertools
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ SAME_REQUEST_S = 3
 HEARTBEAT_S = 1
 # The backend's own timeout is longer: it covers waits in which every rank is alive.
 BACKEND_GRACE_S = 30
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -174,12 +178,16 @@ class Watchdog:
         os._exit(EXIT_FAILED)
 
 
+class Stopped(Exception):
+    """Work was left undone because a signal asks the run to stop; all ranks leave it alike."""
+
+
 class Stop:
     """Handles the signals that ask a run to stop, while its block runs.
 
-    The first one's name is in `received`: the training loop then finishes its step and saves. A
-    second one, 3 seconds later or more, ends the process at once, even if its main thread is stuck:
-    that is why the signals are handled in a thread.
+    The first one's name is in `received`: the training loop then saves the state after its last
+    whole step. A second one, 3 seconds later or more, ends the process at once, even if its main
+    thread is stuck: that is why the signals are handled in a thread.
     """
 
     def __init__(self, quiet: bool):
@@ -206,6 +214,17 @@ class Stop:
         self.thread.join()
         self.reader.close()
 
+    def between(self, items: Iterable[T], count: int, device: torch.device) -> Iterator[T]:
+        """The items; raises Stopped between two of them once any rank has received a signal.
+
+        All ranks must give the same `count`, though one may have fewer items.
+        """
+        items = iter(items)
+        for i in range(count):
+            if i and all_reduce_max(int(self.received is not None), device):
+                raise Stopped
+            yield from itertools.islice(items, 1)
+
     def _listen(self) -> None:
         since = 0.0
         while data := self.reader.recv(1):
@@ -215,7 +234,11 @@ class Stop:
             if self.received is None:
                 self.received, since = signal.Signals(number).name, now
                 if not self.quiet:
-                    print(f"{self.received}: saving after this step", flush=True)
+                    print(
+                        f"{self.received}: saving the last whole step; a second one, in "
+                        f"{SAME_REQUEST_S} s or later, ends the run at once",
+                        flush=True,
+                    )
             elif now - since >= SAME_REQUEST_S:
                 os._exit(128 + number)
 

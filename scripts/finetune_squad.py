@@ -46,11 +46,12 @@ from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
+from runtime.divergence import check_weights, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, best_effort_output
 from scripts.common.arguments import AtLeast
 from scripts.common.retrieval import ASK
-from train import check_weights, stop_diverged, train_step
+from train import train_step
 
 DATASET = "rajpurkar/squad_v2"
 EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
@@ -122,7 +123,7 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
         dtype=arguments.dtype,
     )
     model = GPT(base)
-    checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
+    weights = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
     source = arguments.squad or DATASET
     questions = read_squad(source) if arguments.squad else download()
     examples, counts = encode_all(questions, base, source)
@@ -131,7 +132,7 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
         "squad": source,
         **counts,
         "sha256": digest(examples),
-        "began_with": checkpoint.checkpoint_id(arguments.run, arguments.checkpoint),
+        "began_with": weights.id,
     }
     return finetune(config, model, examples, facts, device, arguments.resume)
 
@@ -366,7 +367,7 @@ def finetune(
             loss, grad_norm = train_step(
                 loss_fn,
                 [tensors(batch[i : i + config.batch_size], length, device) for i in parts],
-                model, optimizers, scaler, lr, config.grad_clip, dtype,
+                len(parts), model, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1
             # with float16 the scaler skips a step whose gradients overflow

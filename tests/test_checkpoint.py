@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, h
     damaged(folder / "step_000009.pt", how)
     both = ("all its checkpoints (latest) are damaged: step_000009.pt, step_000006.pt",)
     refused(capsys, lambda: train("run", "--max_iters=12", "--resume"), *both)
-    damaged(checkpoint.find(folder, "best"), how)
+    damaged(checkpoint.find(folder, "best").path, how)
     with pytest.raises(UserError, match="best"):
         checkpoint.load_weights(GPT(checkpoint.read_config(folder)), folder, "best")
 
@@ -269,7 +269,7 @@ def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
         assert written == [] and not checkpoint.exists(tmp_path)
         threading.Timer(0.2, gate.set).start()
         saver.save(state(2))
-        assert written[0] == 1 and checkpoint.find(tmp_path).name == "step_000001.pt"
+        assert written[0] == 1 and checkpoint.find(tmp_path).path.name == "step_000001.pt"
     assert written == [1, 2]
     for step, value in ((1, 0.0), (2, 1.0)):
         saved_state = checkpoint.load(tmp_path / f"step_{step:06d}.pt", checkpoint.TrainingState)

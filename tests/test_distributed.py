@@ -64,7 +64,7 @@ def test_a_second_signal_ends_at_once_even_when_stuck(shards, tmp_path):
     assert process.is_alive()
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process, timeout=5) == 128 + signal.SIGTERM
-    assert checkpoint.find(folder).name == "step_000003.pt"
+    assert checkpoint.find(folder).path.name == "step_000003.pt"
 
 
 def both(processes):
@@ -123,7 +123,7 @@ def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
         assert says in output
     # the first process may have been killed while it still wrote step 3 beside its training
     whole = {"step_000003.pt"} | ({"step_000000.pt"} if "dead_at" in faults and not rank else set())
-    assert checkpoint.find(tmp_path / "run").name in whole
+    assert checkpoint.find(tmp_path / "run").path.name in whole
 
 
 def test_what_is_not_finite_is_skipped_by_all_alike(shards, tmp_path):

@@ -28,8 +28,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # Between two looks at a run that another process is training.
 POLL_SECONDS = 0.5
 FIRST_SEED = Config.seed
+# A resumed run may change these, but a table's runs all have the same.
+RECIPE = {"max_iters", "cooldown_iters"}
 # Settings that may differ between machines that train one table; the rest define a run.
-PER_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
+PER_MACHINE = MAY_CHANGE_ON_RESUME - RECIPE
+PER_MACHINE -= {"data_dir", "out_dir", "resume", "init_from", "dry_run"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class PlannedRun:
             return None
         saved = checkpoint.read_config(self.folder).as_dict()
         for key, own in self.config.as_dict().items():
-            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
+            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - RECIPE - {"data_dir"}
             if key == "data_dir":
                 same = Path(saved[key]).resolve() == Path(own).resolve()
             if not same:
