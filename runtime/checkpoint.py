@@ -284,7 +284,7 @@ def read_index(run: str | Path) -> Index | None:
 
     Raises UserError where the file is damaged.
     """
-    return read_json(Path(run) / INDEX, Index)
+    return read_json(Path(run) / INDEX, Index) if os.path.isdir(run) else None
 
 
 def step_of(name: str) -> int:
@@ -400,6 +400,8 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
     file of one checkpoint. Raises UserError where none is left.
     """
     if is_checkpoint(run):
+        if which == "best":
+            raise UserError(f"{run} is one checkpoint; the best one is chosen from a run's folder")
         return find_file(Path(run))
     run = Path(run)
     while index := read_index(run):

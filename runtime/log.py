@@ -140,7 +140,7 @@ class Log:
             return
         started = shown = time.monotonic()
         for done, item in enumerate(items):
-            if (now := time.monotonic()) - shown >= PROGRESS_S:
+            if (now := time.monotonic()) - shown >= PROGRESS_S and done:
                 left = timedelta(seconds=round((now - started) / done * (count - done)))
                 self.print(f"{name}: {done} of {count} batches, {left} left")
                 shown = now
