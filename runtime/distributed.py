@@ -85,7 +85,7 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.beat, self.progress, self.doing = 0, 0, "starting"
+        self.beat, self.progress, self.doing, self.failed = 0, 0, "starting", False
         self.name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
         self.closed = threading.Event()
         token = torch.tensor(time.time_ns(), device=device)  # each attempt has its own keys
@@ -107,7 +107,7 @@ class Watchdog:
             # Perhaps a collective failed because a rank died. The thread will soon notice and end
             # this process with a message, unless torchrun, which notices too, is faster.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.timeout = 3 * HEARTBEAT_S
+            self.timeout, self.failed = 3 * HEARTBEAT_S, True
             self.thread.join(6 * HEARTBEAT_S)
         self.closed.set()
         self.thread.join()
@@ -145,7 +145,8 @@ class Watchdog:
                 self.seen[rank] = heartbeat, beat_at, progress_at
             late = now - self.timeout
             dead = [heartbeat for heartbeat, beat_at, _ in self.seen.values() if beat_at < late]
-            # one without a recent heartbeat is not slow: it will soon count as dead
+            # one without a recent heartbeat is not slow: it will soon count as dead; nor is any
+            # where a collective has failed, which does not wait
             alive = now - 2 * HEARTBEAT_S
             behind = [
                 heartbeat
@@ -155,7 +156,7 @@ class Watchdog:
             if dead:
                 names = ", ".join(heartbeat["name"] for heartbeat in dead)
                 self._end(f"{names} has ended or hangs; last seen {dead[0]['doing']}")
-            elif behind:
+            elif behind and not self.failed:
                 names = ", ".join(heartbeat["name"] for heartbeat in behind)
                 self._end(f"{names} keeps the others waiting, {behind[0]['doing']}")
 

@@ -45,7 +45,7 @@ def arguments(shards, out, *more):
     return [*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *more]
 
 
-def group(arguments, tmp_path, faults):
+def group(arguments, tmp_path, faults, batch_size=4):
     """Start two gloo processes, each with the faults of its rank; returns them and their output's
     files."""
     with socket.socket() as free:
@@ -55,7 +55,7 @@ def group(arguments, tmp_path, faults):
     outputs = [tmp_path / f"output{rank}" for rank in range(2)]
     processes = [
         start(
-            [*arguments, "--batch_size=4"],
+            [*arguments, f"--batch_size={batch_size}"],
             output=outputs[rank],
             environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **faults.get(rank, {}),

@@ -73,10 +73,10 @@ def both(processes):
 
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    more = ("--max_iters=40", "--checkpoint_interval=1000", "--total_batch_size=256")
+    more = ("--max_iters=20", "--checkpoint_interval=1000")
     command = arguments(shards, folder, *more)
     # in the first of two micro-batches of step 6, which is given up
-    pair, _ = group(command, tmp_path, {1: {"signalled_in": 11}})
+    pair, _ = group(command, tmp_path, {1: {"signalled_in": 11}}, batch_size=2)
     assert both(pair) == [EXIT_STOPPED] * 2
     assert saved(folder)["step"] == max(metrics(folder)) == 5
     assert run([*command, "--resume"]) == 0
@@ -90,7 +90,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
     # and the other way: begun by one process, finished by two
     back = tmp_path / "back"
-    assert run(arguments(shards, back, *more, "--max_iters=20")) == 0
+    assert run(arguments(shards, back, *more, "--max_iters=10")) == 0
     pair, _ = group([*arguments(shards, back, *more), "--resume"], tmp_path, {})
     assert both(pair) == [0, 0]
     assert metrics(back) == pytest.approx(metrics(whole), rel=1e-5)
@@ -176,7 +176,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
             for pid in [*workers(), process.pid]:
                 os.kill(pid, signal.SIGKILL)
     output = (tmp_path / "output").read_text()
-    assert "error: rank 1 (" in output and "has ended" in output
+    assert "error: rank 1 (" in output and "has ended" in output, output
     assert "SignalException" not in output  # torchrun's own traceback
     step = saved(folder)["step"]
     assert f"stopped after step {step}" in output and step < 400
