@@ -1,21 +1,28 @@
-"""Settings: one frozen dataclass, overridden by config files and --key=value, and every check."""
+"""Settings: one frozen dataclass, overridden by config files and --key=value, and every check.
+
+Nothing here imports torch before a command line has passed every check that needs no table of
+variants: help and a refusal must not wait for it.
+"""
 
 import ast
 import difflib
 import json
 import math
+import os
 import runpy
+import sys
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attention import VARIANTS, check_variant, kernel_obstacle
 from errors import UserError
 
+ROOT = Path(__file__).parent
 # The token ids of each tokenizer that is built in, end-of-text included.
 VOCABULARY = {
     "gpt2": 50257, "bytes": 257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284,
@@ -52,7 +59,7 @@ class Config:
     """
 
     # attention
-    attention: str = setting("softmax", "row of attention.VARIANTS", choices=VARIANTS)
+    attention: str = setting("softmax", "row of attention.VARIANTS")
     p: float | None = setting(
         None, "power of the re-weighting stage, >= 1; None: no such stage", at_least=1
     )
@@ -119,7 +126,12 @@ class Config:
         choices=("cosine", "constant", "trapezoidal"),
     )
     warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
-    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr", at_least=0)
+    cooldown_iters: int = setting(
+        0,
+        "last steps of 'trapezoidal', linear to min_lr",
+        at_least=0,
+        may_change_on_resume=True,
+    )
     min_lr: float = setting(0.0, "learning rate that the schedule decays to", at_least=0)
     weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
     beta1: float = setting(0.9, "AdamW", at_least=0)
@@ -180,9 +192,14 @@ class Config:
     resume: bool = setting(
         False, "continue the run in out_dir from its latest checkpoint", may_change_on_resume=True
     )
+    dry_run: bool = setting(
+        False,
+        "check everything, say what the run will take, and end; nothing is written",
+        may_change_on_resume=True,
+    )
     init_from: str = setting(
         "",
-        "a run's folder, or one of its step_*.pt, to take the initial weights from",
+        "a run's folder, or a checkpoint's file, to take the initial weights from",
         may_change_on_resume=True,
     )
     device: str = setting(
@@ -208,8 +225,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_each_setting(self)
-        check_attention(self)
+        check_sizes(self)
         check_training(self)
+        check_attention(self)  # last, because it imports torch
 
     @cached_property
     def n_vocab(self) -> int:
@@ -243,12 +261,21 @@ def choices(name: str) -> Collection[str]:
     return SETTINGS[name]["choices"]
 
 
+def command_line() -> Config:
+    """The Config of this process's command line; --help prints the settings and ends it."""
+    if "--help" in sys.argv or "-h" in sys.argv:
+        print(help_text())
+        sys.exit()
+    return load_config(sys.argv[1:])
+
+
 def load_config(arguments: list[str]) -> Config:
     """The Config of a command line: config files from left to right, then --key=value.
 
     Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`; `--key value` works too,
-    and `--key` alone for a bool. Raises UserError for a missing file, an unknown setting (naming
-    the nearest one), a wrong type, and values that contradict each other.
+    and `--key` alone for a bool. A run's folder or its config.json stands for the run's settings,
+    and `--resume` with an out_dir needs no file at all. Raises UserError for a missing file, an
+    unknown setting (naming the nearest one), a wrong type, and values that contradict each other.
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -265,20 +292,32 @@ def load_config(arguments: list[str]) -> Config:
         else:
             values |= read_file(argument)
             names.append(Path(argument).stem)
+    if overrides.get("resume") is True:
+        run = os.path.join(overrides.get("out_dir", ""), "config.json")
+        if not names and os.path.isfile(run):
+            values = read_run(run)
+        values.pop("init_from", None)  # it was for the run's beginning
     values |= overrides
     config = Config(**values)
-    if config.out_dir == "":
-        return config.replace(out_dir="out/" + ("_".join(names) or config.variant_name))
-    return config.replace(out_dir=filled_out_dir(config))
+    out_dir = filled_out_dir(config) or "out/" + ("_".join(names) or config.variant_name)
+    return config.replace(out_dir=out_dir, data_dir=find_data(config.data_dir))
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings that a config file assigns.
+    """The settings that a config file assigns, or those of a run.
 
-    Names with a leading underscore and modules are its own.
+    Names with a leading underscore and modules are the config file's own.
     """
-    if not Path(path).is_file():
-        raise UserError(f"config file {path} does not exist; settings are written --key=value")
+    run = os.path.join(path, "config.json")
+    if path.endswith(".json") or os.path.isfile(run):
+        return read_run(run if os.path.isfile(run) else path)
+    if os.path.isdir(path):
+        raise UserError(f"{path} is a folder without config.json: no run of train.py")
+    if not os.path.isfile(path):
+        hint = nearest_file(Path(path), (ROOT / "configs").rglob("*.py"))
+        raise UserError(
+            f"config file or run {path} does not exist; {hint}settings are written --key=value"
+        )
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:
@@ -289,6 +328,65 @@ def read_file(path: str) -> dict[str, Any]:
             require_known_setting(key, path)
             values[key] = value
     return values
+
+
+def nearest_file(missing: Path, others: Iterable[Path] = ()) -> str:
+    """A question that names the file nearest to a missing one, there or among others, if any."""
+    files = list(others)
+    with suppress(OSError, ValueError):
+        files += missing.parent.iterdir()
+    by_name = {file.stem: file for file in files if not file.name.startswith(".")}
+    near = difflib.get_close_matches(missing.stem, by_name, n=1)
+    return f"did you mean {os.path.relpath(by_name[near[0]])}? " if near else ""
+
+
+def read_run(path: str) -> dict[str, Any]:
+    """The settings in a run's config.json, its folder being the one where it is found."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
+    values = saved_settings(values, path)
+    folder = os.path.dirname(path) or "."
+    return values | {"resume": False, "out_dir": folder.replace("{", "{{").replace("}", "}}")}
+
+
+def saved_config(values: Any, source: str | Path) -> Config:
+    """The Config with these settings, which `source`, a file of a run, holds.
+
+    Raises UserError where they are not, or no longer, valid.
+    """
+    try:
+        config = Config(**saved_settings(values, source))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return config.replace(data_dir=find_data(config.data_dir))
+
+
+def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
+    """The settings in a file of a run, with the run's own copy of its tokenizer.
+
+    Raises UserError where they are none.
+    """
+    if not isinstance(values, dict) or "attention" not in values:
+        raise UserError(f"{source}: it does not hold the settings of a run")
+    for key in values:
+        if key not in SETTINGS:
+            raise UserError(
+                f"{source} has {key!r}, which is not a setting here: another version of this "
+                "repository wrote it; the run's environment.json names the commit"
+            )
+    kept = Path(source).parent / "tokenizer.json"
+    if values.get("tokenizer", "gpt2") in VOCABULARY or not kept.is_file():
+        return values
+    return values | {"tokenizer": str(kept)}
+
+
+def find_data(data_dir: str) -> str:
+    """The folder of shards; the repository's own where the current folder has none of that name."""
+    own = os.path.join(ROOT, data_dir)
+    return own if os.path.isdir(own) and not os.path.exists(data_dir) else data_dir
 
 
 def require_known_setting(key: str, where: str) -> None:
@@ -325,9 +423,13 @@ def parse(key: str, text: str) -> Any:
 
 
 def filled_out_dir(config: Config) -> str:
-    """out_dir with the settings that it names in braces filled in."""
+    """out_dir with the settings that it names in braces filled in: {p} is 7 for 7.0."""
+    values = {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value
+        for key, value in config.as_dict().items()
+    }
     try:
-        return config.out_dir.format(**config.as_dict())
+        return config.out_dir.format(**values)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but "
@@ -338,12 +440,14 @@ def filled_out_dir(config: Config) -> str:
 def check_each_setting(config: Config) -> None:
     """Raise UserError where a value has the wrong type or is out of range.
 
-    Ints given for a float setting are stored as floats.
+    A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000.
     """
     for key in SETTINGS:
         value = getattr(config, key)
         if type(value) is int and float in TYPES[key] and abs(value) < 2**53:
             object.__setattr__(config, key, value := float(value))
+        elif type(value) is float and int in TYPES[key] and value.is_integer():
+            object.__setattr__(config, key, value := int(value))
         if type(value) not in TYPES[key]:
             names = ["None" if t is types.NoneType else t.__name__ for t in TYPES[key]]
             raise UserError(
@@ -356,14 +460,35 @@ def check_each_setting(config: Config) -> None:
         least, allowed = SETTINGS[key]["at_least"], SETTINGS[key]["choices"]
         if value is not None and least is not None and value < least:
             raise UserError(f"{key} = {value} must be at least {least}")
-        if allowed and value not in allowed:
-            near = difflib.get_close_matches(value, allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(allowed)}")
+        if allowed:
+            check_choice(key, value, allowed)
+
+
+def check_choice(key: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(allowed)}")
+
+
+def check_sizes(config: Config) -> None:
+    """Raise UserError where the model's sizes do not fit each other."""
+    if config.n_embd % config.n_head:
+        raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
+    if config.n_embd // config.n_head % 2:
+        raise UserError(
+            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE rotates pairs"
+        )
+    if config.gamma <= 0:
+        raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
 
 def check_attention(config: Config) -> None:
-    """Raise UserError where the settings of attention contradict each other."""
+    """Raise UserError where the settings of attention contradict the table of variants."""
+    # imports torch, which takes a second or more
+    from attention import VARIANTS, check_variant, kernel_obstacle
+
+    check_choice("attention", config.attention, VARIANTS)
     variant = VARIANTS[config.attention]
     check_variant(variant)
     if variant.needs_p and config.p is None:
@@ -377,20 +502,12 @@ def check_attention(config: Config) -> None:
             f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
             f"l1 and weights that are never negative, as in {able}"
         )
-    if config.n_embd % config.n_head:
-        raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
-    if config.n_embd // config.n_head % 2:
-        raise UserError(
-            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE rotates pairs"
-        )
     obstacle = kernel_obstacle(variant, config.n_embd // config.n_head)
     if config.attention_impl == "triton" and obstacle:
         raise UserError(
             f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
             "'auto' picks a path that can"
         )
-    if config.gamma <= 0:
-        raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
 
 def check_training(config: Config) -> None:
@@ -480,6 +597,7 @@ def help_text() -> str:
     """The text that `python train.py --help` prints."""
     lines = [
         "usage: train.py [CONFIG.py ...] [--key=value ...]",
+        "       train.py --resume RUN [--key=value ...]",
         "",
         "Config files apply left to right, then the command line, over these defaults:",
         "",

@@ -10,37 +10,52 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
-import numpy as np
+from config import Config, accumulation_steps, command_line
+from errors import EXIT_MISTAKE, command
+
+if __name__ == "__main__":
+    command(command_line)()  # help and mistakes come at once: the imports below take seconds
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Config, accumulation_steps, help_text, load_config
 from data.loader import TrainLoader, validation_batches
-from data.shards import check_shards, check_tokenizer, list_shards
-from errors import EXIT_MISTAKE, command
+from data.shards import check_shards, check_tokenizer, list_shards, read_shard
 from evaluation import mean_loss
 from model import GPT
 from optim import build_optimizers, learning_rate
-from runtime import checkpoint
-from runtime.device import autocast, memory_mb, peak_flops, pick_compile, pick_device, pick_dtype
+from runtime import checkpoint, preview
+from runtime.device import (
+    autocast,
+    memory_mb,
+    peak_flops,
+    pick_compile,
+    pick_device,
+    pick_dtype,
+    seed_randomness,
+)
 from runtime.distributed import (
-    EXIT_FAILED,
     EXIT_STOPPED,
     Stop,
+    Stopped,
     all_reduce_max,
     job,
     process_group,
     restarted,
 )
-from runtime.files import lock_folder, write_json
+from runtime.divergence import check_weights, stop_diverged
+from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log, best_effort_output
+
+T = TypeVar("T")
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 # Each rank's request before a step; the largest applies to all ranks.
 CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
@@ -50,10 +65,7 @@ MOST_SKIPPED = 100
 
 @command
 def main() -> None:
-    if "--help" in sys.argv or "-h" in sys.argv:
-        print(help_text())
-        return
-    config = load_config(sys.argv[1:])
+    config = command_line()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
     device = pick_device(config.device)
@@ -71,8 +83,13 @@ def main() -> None:
             can_resume = checkpoint.exists(run) and checkpoint.made_by(run, job())
             if all_reduce_max(int(can_resume), device):
                 config = config.replace(resume=True, init_from="")
-        lock = lock_folder(run, "training this run") if rank == 0 else contextlib.nullcontext()
-        with lock:
+        if config.resume:
+            checkpoint.require_resumable(run)  # before the lock creates a mistyped folder
+        with contextlib.ExitStack() as lock:
+            if rank == 0 and config.dry_run:
+                check_writable(run)
+            elif rank == 0:
+                lock.enter_context(lock_folder(run, "training this run"))
             stopped = train(config, rank, world_size, device, report_progress)
     if stopped:
         sys.exit(EXIT_STOPPED)
@@ -92,6 +109,7 @@ def train(
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
+        preview.check_schedule(config, state.step, state.config, quiet=not is_main)
     elif is_main:
         checkpoint.require_unused_folder(run)
 
@@ -104,21 +122,23 @@ def train(
         config.data_dir, config.block_size, sequences, config.seed, rank, world_size, device
     )
 
-    def validation() -> Iterator[tuple[Tensor, Tensor]]:
+    def validation() -> Iterator[Batch]:
         return validation_batches(
             config.data_dir, config.block_size, config.val_tokens, config.batch_size,
             rank, world_size, device,
         )  # fmt: skip
 
     validation()  # raises for too few tokens now, not after the first steps
+    val_tokens = sum(len(read_shard(path)) for path in list_shards(config.data_dir, "val")) - 1
+    val_windows = min(val_tokens, config.val_tokens) // config.block_size
+    val_batches = math.ceil(val_windows / (world_size * config.batch_size))  # of any one rank
 
     # ---- model ----
     torch.manual_seed(config.seed)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     model = GPT(config)
-    if config.init_from:
-        checkpoint.load_weights(model, config.init_from)
+    began_with = checkpoint.load_weights(model, config.init_from) if config.init_from else None
     model.to(device)
 
     # ---- optimizers ----
@@ -131,19 +151,28 @@ def train(
         run_id, step, best, skipped = state.run_id, state.step, state.best_val_loss, state.skipped
         resumed_at = step
         del state  # and with it the optimizer's tensors in host memory
-    wrapped: nn.Module = model
+    compiled: nn.Module = model
     if pick_compile(config.compile, device):
-        wrapped = cast(nn.Module, torch.compile(model))  # of a module it makes a module
+        compiled = cast(nn.Module, torch.compile(model))  # of a module it makes a module
+    wrapped = compiled
     if world_size > 1:  # after the weights are final: DDP makes those of rank 0 everybody's
         ids = [device.index] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(wrapped, device_ids=ids)
+        wrapped = DistributedDataParallel(compiled, device_ids=ids)
+
+    # ---- what it will take ----
+    preview.show(
+        config, model, compiled, optimizers, loader, val_windows, device, dtype, world_size,
+        resumed_at, quiet=not is_main,
+    )  # fmt: skip
+    if config.dry_run:
+        return False
 
     # ---- logs and checkpoints ----
     if is_main:
         checkpoint.delete_stale(run)
         checkpoint.write_header(run, config, job())
-        if config.init_from:  # never set on resume: the file stays as it is
-            write_json(run / "began_with.json", checkpoint.checkpoint_id(config.init_from))
+        if began_with:  # never on resume: the file stays as it is
+            write_json(run / "began_with.json", began_with.id)
 
     def batch_location(step: int) -> str:
         """Where the batch of a step (1-based) begins in the shards."""
@@ -155,33 +184,41 @@ def train(
         Log(run, run_id, config, resumed_at, batch_location, quiet=not is_main) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every) as saver,
     ):
-        log.print(
-            f"{config.variant_name}: {model.count_parameters():,} parameters, "
-            f"{loader.tokens:,} training tokens in {config.data_dir}, {loader.n_windows:,} "
-            f"windows; {world_size} x {accumulation} x {config.batch_size} x {config.block_size} "
-            f"tokens a step on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
-            f"{run}" + ("" if resumed_at is None else f", from step {step} of {config.max_iters}")
-        )
         peak, save_ms, skipped_in_a_row = peak_flops(device), None, 0
+        # a stop may have cut short the validation of the step that is resumed
+        known = log.resumed_val_loss
+        validated = resumed_at if all_reduce_max(int(known is not None), device) else None
+        saved, best = resumed_at, min(best, math.inf if known is None else known)
+
+        def watched(batches: Iterable[T], count: int, name: str) -> Iterator[T]:
+            """The batches, with their progress; raises Stopped between two, on all ranks alike."""
+            return log.progress(stop.between(batches, count, device), count, name)
 
         # ---- loop ----
         while True:
             last = step >= config.max_iters
-            new = step != resumed_at  # a resumed step was validated and saved before
             own = ABORT if saver.failed() else SAVE_AND_STOP if stop.received else CONTINUE
             request = all_reduce_max(own, device)
             if request == ABORT:
                 saver.wait()  # raises the error, on the rank whose write failed
                 sys.exit(EXIT_MISTAKE)
-            if new and (last or step % config.eval_interval == 0):
-                val_loss = mean_loss(model.eval(), validation(), device, dtype)
+            validate = not request and (last or step % config.eval_interval == 0)
+            if validate and step != validated:
+                batches = watched(validation(), val_batches, f"validation of step {step}")
+                try:
+                    val_loss = mean_loss(model.eval(), batches, device, dtype)
+                except Stopped:
+                    continue  # with the request
                 model.train()
+                validated = step
                 log.validation(step, val_loss)
                 if val_loss < best:
                     best = val_loss
                     if is_main:
                         saver.save(checkpoint.best_weights(run_id, model, step, config, val_loss))
-            if new and (last or request or step % config.checkpoint_interval == 0):
+            save = last or request or step % config.checkpoint_interval == 0
+            if save and step != saved:
+                saved = step
                 check_weights(model, config, step, batch_location)
                 if is_main:
                     started = time.perf_counter()
@@ -204,11 +241,15 @@ def train(
             x, y = loader.batch(config.first_batch + step)
             report_progress(f"computing step {step + 1}")
             seed_randomness(config.seed, step, rank)
-            loss, grad_norm = train_step(
-                lambda x, y: wrapped(x, y) / accumulation,
-                list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)),
-                wrapped, optimizers, scaler, lr, config.grad_clip, dtype,
-            )  # fmt: skip
+            pairs = zip(x.split(config.batch_size), y.split(config.batch_size), strict=True)
+            try:
+                loss, grad_norm = train_step(
+                    lambda x, y: wrapped(x, y) / accumulation,
+                    watched(pairs, accumulation, f"step {step + 1}"), accumulation,
+                    wrapped, optimizers, scaler, lr, config.grad_clip, dtype,
+                )  # fmt: skip
+            except Stopped:
+                continue  # with the request: the model and its optimizers are as before the step
             step += 1
             # with float16 a gradient that overflows only skips the step: the scale is lowered
             overflow = scaler.is_enabled() and math.isfinite(loss)
@@ -230,14 +271,17 @@ def train(
             )  # fmt: skip
             save_ms = None
         saver.wait()
-        if request and not last:
+        if not last or step != validated:
             log.print(f"stopped after step {step}, which is saved; continue with --resume")
-        return bool(request) and not last
+            return True
+        log.print(f"finished: step {step} of {config.max_iters} is saved")
+        return False
 
 
 def train_step(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    micro_batches: Iterable[Batch],
+    accumulation: int,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
@@ -247,18 +291,16 @@ def train_step(
 ) -> tuple[float, float]:
     """Update the model once, by the gradient of the sum of `loss_fn(x, y)` over micro-batches.
 
-    Returns that sum, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
-    clipping). Both are the same on all ranks; if one is not finite, the weights do not change.
+    There are `accumulation` of them. Returns that sum, averaged over ranks, and the gradient norm
+    before clipping (grad_clip = 0: no clipping). Both are the same on all ranks; if one is not
+    finite, the weights do not change. Nothing does if the micro-batches end in an exception.
     """
-    device = micro_batches[0][0].device
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+    device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     for i, (x, y) in enumerate(micro_batches):
         # DDP decides in the forward pass whether this backward will synchronise gradients
         sync_context: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if isinstance(model, DistributedDataParallel) and i < len(micro_batches) - 1:
+        if isinstance(model, DistributedDataParallel) and i < accumulation - 1:
             sync_context = model.no_sync()
         with sync_context:
             with autocast(device, dtype):
@@ -266,6 +308,8 @@ def train_step(
             scaler.scale(micro_loss).backward()
         total += micro_loss.detach()
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     ranks = 1
@@ -279,36 +323,6 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     return loss, grad_norm
-
-
-def seed_randomness(seed: int, step: int, rank: int) -> None:
-    """Seed torch from (seed, step, rank), for any variant that draws random numbers.
-
-    A resumed run then draws the same ones, without generator state in the checkpoint.
-    """
-    state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
-    torch.manual_seed(int(state[0]))
-
-
-def check_weights(
-    model: nn.Module, config: Config, step: int, batch_location: Callable[[int], str]
-) -> None:
-    """End the run if the update of a step, counted from 1, has left weights that are not finite."""
-    if step and not all(p.isfinite().all() for p in model.parameters()):
-        stop_diverged(config, step, "its update left non-finite weights", batch_location(step))
-
-
-def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
-    """End the run without saving, so that the newest checkpoint is a good one."""
-    print(
-        f"error: step {step}: {error}; the batch begins {location}. The run's last checkpoint in "
-        f"{config.out_dir} is good. Try a lower learning_rate (now "
-        f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
-        "dtype = float32 or on_nonfinite = skip.",
-        file=sys.stderr,
-        flush=True,
-    )
-    sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

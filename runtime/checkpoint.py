@@ -18,21 +18,23 @@ and older ones are deleted only after that: the newest one listed is always inta
 import hashlib
 import json
 import math
+import os
 import re
 import secrets
 import shutil
 import sys
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from config import MAY_CHANGE_ON_RESUME, VOCABULARY, Config, require_known_setting
-from data.tokenizer import TOKENIZER, copy_file, identify
+from config import MAY_CHANGE_ON_RESUME, SETTINGS, Config, nearest_file, saved_config
+from data.tokenizer import copy_file, identify
 from errors import UserError
 from model import GPT
 from runtime.device import environment, uncommitted_changes
@@ -292,24 +294,49 @@ def read_index(run: str | Path) -> Index | None:
 
     Raises UserError where the file is damaged.
     """
-    return read_json(Path(run) / INDEX, Index)
+    return read_json(Path(run) / INDEX, Index) if os.path.isdir(run) else None
 
 
 def step_of(name: str) -> int:
     return int(name[5:-3])
 
 
-def newest(run: str | Path) -> Path | None:
+class Found(NamedTuple):
+    """A checkpoint's file, and the step and checksum that identify its weights."""
+
+    path: Path
+    step: int
+    sha256: str
+
+    @property
+    def id(self) -> dict[str, Any]:
+        """What is recorded of it: runs of the same name have different checksums."""
+        return {"step": self.step, "sha256": self.sha256}
+
+
+def newest(run: str | Path) -> Found | None:
     """The newest checkpoint that a run's index lists, None where there is none."""
     index = read_index(run)
     names = index.newest_first("step") if index else []
-    return Path(run) / names[0] if names else None
+    if index is None or not names:
+        return None
+    return Found(Path(run) / names[0], step_of(names[0]), index.checkpoints[names[0]].sha256)
 
 
 def step(run: str | Path) -> int | None:
     """The step of a run's newest checkpoint, None where there is none."""
-    path = newest(run)
-    return step_of(path.name) if path else None
+    found = newest(run)
+    return found.step if found else None
+
+
+def is_checkpoint(run: str | Path) -> bool:
+    """Whether what was given as a run is the file of one checkpoint."""
+    return Path(run).suffix == ".pt"
+
+
+def folder_of(run: str | Path) -> Path:
+    """The folder of a run, or the one that a checkpoint's file lies in."""
+    return Path(run).parent if is_checkpoint(run) else Path(run)
 
 
 def exists(run: str | Path) -> bool:
@@ -320,8 +347,14 @@ def exists(run: str | Path) -> bool:
     found = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
     # a kill during the very first save leaves files of step 0 without an index
     if read_index(run) is None and any(step_of(name) for name in found):
-        raise UserError(f"{run}: holds {max(found)}, but its {INDEX} is missing; restore it")
+        raise UserError(why_none(Path(run)))
     return step(run) is not None
+
+
+def require_resumable(run: Path) -> None:
+    """Raise UserError for a folder that holds no run to continue."""
+    if newest(run) is None:
+        raise UserError(why_none(run))
 
 
 def made_by(run: str | Path, job: str | None) -> bool:
@@ -370,24 +403,24 @@ def last_step(metrics: Path) -> float:
 # ---- reading ----
 
 
-def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
+def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
     """The newest whole checkpoint of a run, or its best one, with its checksum verified.
 
     A damaged one is reported on standard error, and the previous one is used. `run` may also be the
-    path of one checkpoint. Raises UserError where none is left.
+    file of one checkpoint. Raises UserError where none is left.
     """
+    if is_checkpoint(run):
+        if which == "best":
+            raise UserError(f"{run} is one checkpoint; the best one is chosen from a run's folder")
+        return find_file(Path(run))
     run = Path(run)
-    if run.suffix == ".pt":
-        run, which = run.parent, run.name
     while index := read_index(run):
-        names = [name for name in index.checkpoints if name == which]
-        if which in KINDS:
-            names = index.newest_first(KINDS[which])
+        names = index.newest_first(KINDS[which])
         for name in names:
             entry = index.checkpoints[name]
             problem = verify_checksum(run / name, entry.bytes, entry.sha256)
             if problem is None:
-                return run / name
+                return Found(run / name, step_of(name), entry.sha256)
             if not listed(run / name):
                 break  # a run in training has replaced it: look again
             if not quiet:
@@ -397,7 +430,48 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Path:
                 damaged = f"all its checkpoints ({which}) are damaged: {', '.join(names)}"
                 raise UserError(f"{run}: {damaged}")
             break
-    raise UserError(f"{run}: no checkpoint in it ({which}); train.py without --resume creates one")
+    raise UserError(why_none(run, which))
+
+
+def find_file(path: Path) -> Found:
+    """One checkpoint, verified by its run's index or, copied away from it, by its own checksums."""
+    if not os.path.isfile(path):
+        raise UserError(why_none(path))
+    index = read_index(path.parent)
+    if entry := index and index.checkpoints.get(path.name):
+        if problem := verify_checksum(path, entry.bytes, entry.sha256):
+            raise UserError(f"{path} is damaged: {problem}")
+        return Found(path, step_of(path.name), entry.sha256)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # zipfile raises many types for damaged files
+        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
+    if damaged:
+        raise UserError(f"{path} is damaged: the checksum of {damaged} in it is another")
+    return Found(path, load(path, Weights).step, sha256_of(path))
+
+
+def why_none(run: Path, which: str = "latest") -> str:
+    """Why no checkpoint is found at a path, and what to do."""
+    if not os.path.exists(run):
+        return (
+            f"{run}: no such run; {nearest_file(run)}a run is a folder that train.py made, or the "
+            ".pt file of a checkpoint in it; weights of other programs cannot be loaded"
+        )
+    if run.is_file():
+        return f"{run} is a file, but neither a run's folder nor the .pt file of a checkpoint"
+    found = sorted(path.name for path in run.glob("*.pt") if re.fullmatch(NAME, path.name))
+    if found and not (run / INDEX).exists():
+        return (
+            f"{run}: holds {found[-1]}, but its {INDEX} is missing; restore it, or use a "
+            f"checkpoint by itself: {run / found[-1]}"
+        )
+    if found:
+        return f"{run}: no checkpoint in it ({which})"
+    if (run / "config.json").exists():
+        return f"{run}: no checkpoint in it yet; train.py without --resume begins the run again"
+    return f"{run}: no config.json in it; a run is a folder that train.py made"
 
 
 def listed(path: Path) -> bool:
@@ -407,19 +481,8 @@ def listed(path: Path) -> bool:
 
 
 def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
-    """Step and sha256 of the checkpoint that `load_weights` would read.
-
-    They identify its weights even among runs of the same name.
-    """
-    return recorded_id(find(run, which, quiet=True))
-
-
-def recorded_id(path: Path) -> dict[str, Any]:
-    """Step and sha256 of a checkpoint, as its run's index has them."""
-    index = read_index(path.parent)
-    if index is None or path.name not in index.checkpoints:
-        raise UserError(f"{path}: {INDEX} does not list it")
-    return {"step": step_of(path.name), "sha256": index.checkpoints[path.name].sha256}
+    """Step and sha256 of the checkpoint that `load_weights` would read."""
+    return find(run, which, quiet=True).id
 
 
 def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
@@ -437,32 +500,34 @@ def load(path: Path, type: type[State]) -> State:
     """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
     Nothing in the file is run as code. Raises UserError where it is missing or damaged, or is of
-    another step or run than its name and its index say.
+    another step or run than its index says.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint") from None
+        raise UserError(why_none(path)) from None
     except Exception as error:  # torch.load raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
     state = convert(content, type, path)
-    if state.step != step_of(path.name):
-        raise UserError(f"{path}: it was renamed: it is of step {state.step}")
-    if (index := read_index(path.parent)) and index.run_id != state.run_id:
-        raise UserError(f"{path}: it belongs to another run than {INDEX}")
+    index = read_index(path.parent)
+    if index and path.name in index.checkpoints:
+        if state.step != step_of(path.name):
+            raise UserError(f"{path}: it was renamed: it is of step {state.step}")
+        if index.run_id != state.run_id:
+            raise UserError(f"{path}: it belongs to another run than {INDEX}")
     return state
 
 
 def find_and_load(
     run: str | Path, which: str, type: type[State], quiet: bool = False
-) -> tuple[Path, State]:
+) -> tuple[Found, State]:
     """The checkpoint that `find` gives, and its content."""
     while True:
-        path = find(run, which, quiet)
+        found = find(run, which, quiet)
         try:
-            return path, load(path, type)
+            return found, load(found.path, type)
         except UserError:
-            if listed(path):
+            if listed(found.path) or is_checkpoint(run):
                 raise  # else a run in training has replaced it: look again
 
 
@@ -480,10 +545,14 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
     asked = settings_of(config)
     defaults = {key: getattr(Config, key) for key in asked}  # of settings that came later
     for key, saved in (defaults | state.config).items():
-        if key not in MAY_CHANGE_ON_RESUME and asked.get(key) != saved:
+        if key not in SETTINGS:
+            raise UserError(
+                f"{run} was trained with {key} = {saved!r}, which is not a setting here"
+            )
+        if key not in MAY_CHANGE_ON_RESUME and asked[key] != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{asked.get(key)!r}; give its original settings (its config.json "
+                f"{asked[key]!r}; give its original settings (its config.json "
                 f"has them), or start a new run from its weights: --init_from={run}"
             )
     if state.step > config.max_iters:
@@ -536,31 +605,26 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def read_config(run: str | Path) -> Config:
-    """The Config saved with a run.
+    """The Config that a run, or the file of a checkpoint, was saved with.
 
     Raises UserError where there is none or it is no longer valid.
     """
+    if is_checkpoint(run):
+        return saved_config(load(Path(run), Weights).config, run)
     path = Path(run) / "config.json"
-    if Path(run).is_file():
-        raise UserError(f"{run} is a file; a run is a folder that train.py made")
-    values: dict[str, Any] | None = read_json(path, Settings)
+    values = read_json(path, Settings) if os.path.isdir(run) else None
     if values is None:
-        raise UserError(f"{run}: no config.json in it; a run is a folder that train.py made")
-    for key in values:
-        require_known_setting(key, str(path))
-    kept = Path(run) / TOKENIZER
-    if values.get("tokenizer", "gpt2") not in VOCABULARY and kept.exists():
-        values["tokenizer"] = str(kept)
-    return Config(**values)
+        raise UserError(why_none(Path(run)))
+    return saved_config(values, path)
 
 
-def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Path:
+def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     """Copy a run's weights into the model; returns the checkpoint that they are from.
 
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the run has no checkpoint or its shapes do not fit.
     """
-    path, state = find_and_load(run, which, Weights)
+    found, state = find_and_load(run, which, Weights)
     own, saved = model.state_dict(), state.model
     scalars = {name for name in own | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
     missing = [name for name in own if name not in saved and name not in scalars]
@@ -576,8 +640,8 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Path:
             missing.append(f"{key} {other} for {ours}")
     if missing or unknown:
         raise UserError(
-            f"{path}: its model differs: {', '.join((missing + unknown)[:3])} "
+            f"{found.path}: its model differs: {', '.join((missing + unknown)[:3])} "
             "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and tokenizer must agree"
         )
     model.load_state_dict(saved, strict=False)
-    return path
+    return found

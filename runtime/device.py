@@ -1,4 +1,5 @@
-"""The device that a model runs on: its choice, precision, peak speed, memory and description."""
+"""The device that a model runs on: its choice, precision, peak speed, memory, random numbers and
+description."""
 
 import os
 import platform
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from errors import UserError
@@ -86,6 +88,15 @@ def memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def seed_randomness(seed: int, step: int, rank: int) -> None:
+    """Seed torch from (seed, step, rank), for any variant that draws random numbers.
+
+    A resumed run then draws the same ones, without generator state in the checkpoint.
+    """
+    state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0]))
 
 
 # ---- what is recorded with every run and result ----

@@ -7,6 +7,7 @@ How train.py ends:
     75  stopped by a signal and saved: continue with --resume
 """
 
+import itertools
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ SAME_REQUEST_S = 3
 HEARTBEAT_S = 1
 # The backend's own timeout is longer: it covers waits in which every rank is alive.
 BACKEND_GRACE_S = 30
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -81,7 +85,7 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.beat, self.progress, self.doing = 0, 0, "starting"
+        self.beat, self.progress, self.doing, self.failed = 0, 0, "starting", False
         self.name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
         self.closed = threading.Event()
         token = torch.tensor(time.time_ns(), device=device)  # each attempt has its own keys
@@ -103,7 +107,7 @@ class Watchdog:
             # Perhaps a collective failed because a rank died. The thread will soon notice and end
             # this process with a message, unless torchrun, which notices too, is faster.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.timeout = 3 * HEARTBEAT_S
+            self.timeout, self.failed = 3 * HEARTBEAT_S, True
             self.thread.join(6 * HEARTBEAT_S)
         self.closed.set()
         self.thread.join()
@@ -141,7 +145,8 @@ class Watchdog:
                 self.seen[rank] = heartbeat, beat_at, progress_at
             late = now - self.timeout
             dead = [heartbeat for heartbeat, beat_at, _ in self.seen.values() if beat_at < late]
-            # one without a recent heartbeat is not slow: it will soon count as dead
+            # one without a recent heartbeat is not slow: it will soon count as dead; nor is any
+            # where a collective has failed, which does not wait
             alive = now - 2 * HEARTBEAT_S
             behind = [
                 heartbeat
@@ -151,7 +156,7 @@ class Watchdog:
             if dead:
                 names = ", ".join(heartbeat["name"] for heartbeat in dead)
                 self._end(f"{names} has ended or hangs; last seen {dead[0]['doing']}")
-            elif behind:
+            elif behind and not self.failed:
                 names = ", ".join(heartbeat["name"] for heartbeat in behind)
                 self._end(f"{names} keeps the others waiting, {behind[0]['doing']}")
 
@@ -174,12 +179,16 @@ class Watchdog:
         os._exit(EXIT_FAILED)
 
 
+class Stopped(Exception):
+    """Work was left undone because a signal asks the run to stop; all ranks leave it alike."""
+
+
 class Stop:
     """Handles the signals that ask a run to stop, while its block runs.
 
-    The first one's name is in `received`: the training loop then finishes its step and saves. A
-    second one, 3 seconds later or more, ends the process at once, even if its main thread is stuck:
-    that is why the signals are handled in a thread.
+    The first one's name is in `received`: the training loop then saves the state after its last
+    whole step. A second one, 3 seconds later or more, ends the process at once, even if its main
+    thread is stuck: that is why the signals are handled in a thread.
     """
 
     def __init__(self, quiet: bool):
@@ -206,6 +215,17 @@ class Stop:
         self.thread.join()
         self.reader.close()
 
+    def between(self, items: Iterable[T], count: int, device: torch.device) -> Iterator[T]:
+        """The items; raises Stopped between two of them once any rank has received a signal.
+
+        All ranks must give the same `count`, though one may have fewer items.
+        """
+        items = iter(items)
+        for i in range(count):
+            if i and all_reduce_max(int(self.received is not None), device):
+                raise Stopped
+            yield from itertools.islice(items, 1)
+
     def _listen(self) -> None:
         since = 0.0
         while data := self.reader.recv(1):
@@ -215,7 +235,11 @@ class Stop:
             if self.received is None:
                 self.received, since = signal.Signals(number).name, now
                 if not self.quiet:
-                    print(f"{self.received}: saving after this step", flush=True)
+                    print(
+                        f"{self.received}: saving the last whole step; a second one, in "
+                        f"{SAME_REQUEST_S} s or later, ends the run at once",
+                        flush=True,
+                    )
             elif now - since >= SAME_REQUEST_S:
                 os._exit(128 + number)
 

@@ -5,25 +5,31 @@ import math
 import netrc
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TextIO, cast
+from typing import Annotated, Any, TextIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+from tqdm import tqdm
 
 from config import Config
 from errors import UserError
 from runtime.checkpoint import first_line
 from runtime.files import atomic_write, open_regular, read_json, write_json
 
+# Seconds between two lines on the progress of a validation or a long step.
+PROGRESS_S = 60
 # A spike: a loss at least SPIKE standard deviations above the mean of the last SPIKE_STEPS steps,
 # once there are SPIKE_AFTER of them.
 SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
+
+T = TypeVar("T")
 
 
 class BestEffortStream:
@@ -95,6 +101,8 @@ class Log:
         self.row: dict[str, float] = {}
         self.first_step = resumed_at or 0
         self.seconds_a_step = 0.0
+        # of the step it resumes at: None where a stop has cut that validation short
+        self.resumed_val_loss: float | None = None
         if quiet:
             return
         path = run / "metrics.jsonl"
@@ -102,6 +110,8 @@ class Log:
         for line in kept:
             if isinstance(line.get("loss"), float):
                 self.losses.append(line["loss"])
+            if line["step"] == resumed_at and isinstance(line.get("val_loss"), float):
+                self.resumed_val_loss = line["val_loss"]
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
         if self.wandb:
@@ -122,6 +132,19 @@ class Log:
     def print(self, text: str) -> None:
         if not self.quiet:
             print(text, flush=True)
+
+    def progress(self, items: Iterable[T], count: int, name: str) -> Iterator[T]:
+        """The items, with a bar on a terminal, and a line a minute in a file."""
+        if self.quiet or sys.stderr.isatty():
+            yield from tqdm(items, name, count, leave=False, delay=2, disable=self.quiet)
+            return
+        started = shown = time.monotonic()
+        for done, item in enumerate(items):
+            if (now := time.monotonic()) - shown >= PROGRESS_S and done:
+                left = timedelta(seconds=round((now - started) / done * (count - done)))
+                self.print(f"{name}: {done} of {count} batches, {left} left")
+                shown = now
+            yield item
 
     def write(self, values: dict[str, float | None]) -> None:
         if self.quiet:

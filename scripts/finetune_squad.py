@@ -46,11 +46,12 @@ from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
+from runtime.divergence import check_weights, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, best_effort_output
 from scripts.common.arguments import AtLeast
 from scripts.common.retrieval import ASK
-from train import check_weights, stop_diverged, train_step
+from train import train_step
 
 DATASET = "rajpurkar/squad_v2"
 EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
@@ -133,19 +134,18 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
         dtype=arguments.dtype,
     )
     model = GPT(base)
-    checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
+    weights = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
     source = arguments.squad or DATASET
     questions = read_squad(source) if arguments.squad else download()
     examples, cut = encode_all(questions, base, source)
     config = config.replace(**recipe(base, len(examples), *options))
-    began_with = checkpoint.checkpoint_id(arguments.run, arguments.checkpoint)
     facts = Facts(
         squad=source,
         examples=len(examples),
         contexts_cut=cut,
         left_out=len(questions) - len(examples),
         sha256=digest(examples),
-        began_with=began_with,
+        began_with=weights.id,
     )
     return finetune(config, model, examples, facts, device, arguments.resume)
 
@@ -380,7 +380,7 @@ def finetune(
             loss, grad_norm = train_step(
                 loss_fn,
                 [tensors(batch[i : i + config.batch_size], length, device) for i in parts],
-                model, optimizers, scaler, lr, config.grad_clip, dtype,
+                len(parts), model, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1
             # with float16 the scaler skips a step whose gradients overflow

@@ -5,8 +5,22 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
-# torchrun forwards these signals to the processes, and kills those still running after the
-# shutdown timeout, which must be longer than a step, a validation and a save.
-exec torchrun --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \
+GPUS=${GPUS:-$(python -c "import torch; print(torch.cuda.device_count())")}
+if [ "$GPUS" = 0 ]; then
+    echo "error: no GPU on this machine; python train.py trains without one" >&2
+    exit 2
+fi
+# torchrun, but where a signal has stopped the run, without a traceback of its own
+TORCHRUN="
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as stopped:
+    sys.exit(128 + stopped.sigval)
+"
+# It forwards these signals to the processes, and kills those still running after the shutdown
+# timeout, which must be longer than a micro-batch and a save.
+exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \
     --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown_timeout=120 train.py "$@"

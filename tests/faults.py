@@ -45,7 +45,7 @@ def arguments(shards, out, *more):
     return [*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *more]
 
 
-def group(arguments, tmp_path, faults):
+def group(arguments, tmp_path, faults, batch_size=4):
     """Start two gloo processes, each with the faults of its rank; returns them and their output's
     files."""
     with socket.socket() as free:
@@ -55,7 +55,7 @@ def group(arguments, tmp_path, faults):
     outputs = [tmp_path / f"output{rank}" for rank in range(2)]
     processes = [
         start(
-            [*arguments, "--batch_size=4"],
+            [*arguments, f"--batch_size={batch_size}"],
             output=outputs[rank],
             environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **faults.get(rank, {}),
@@ -201,6 +201,23 @@ def slow(seconds):
     TrainLoader.batch = batch
 
 
+def signalled_in(call):
+    """SIGTERM comes within the training's forward pass of this number."""
+    from model import GPT
+
+    real, count = GPT.forward, 0
+
+    def forward(self, idx, *more):
+        nonlocal count
+        count += len(idx) > 1  # a single sequence is for the estimate
+        if count == call and len(idx) > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # a thread handles it
+        return real(self, idx, *more)
+
+    GPT.forward = forward
+
+
 def same_request_s(seconds):
     from runtime import distributed
 
@@ -218,6 +235,7 @@ FAULTS = {
         dead_at,
         nan_at,
         slow,
+        signalled_in,
         same_request_s,
     )
 }

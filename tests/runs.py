@@ -23,7 +23,7 @@ def metrics(run, key="loss"):
 
 
 def saved(run, which="latest"):
-    return torch.load(checkpoint.find(run, which), weights_only=True)
+    return torch.load(checkpoint.find(run, which).path, weights_only=True)
 
 
 def weights(run):

@@ -12,6 +12,7 @@ import torch
 from errors import UserError
 from model import GPT
 from runtime import checkpoint
+from scripts import eval_length
 from tests.runs import assert_same_run, metrics, refused, saved, vouch_for
 
 
@@ -42,7 +43,7 @@ def test_which_checkpoints_are_kept(train):
     best = f"best_{saved(folder, 'best')['step']:06d}.pt"
     assert sorted(checkpoint.read_index(folder).checkpoints) == sorted([*names, best])
     assert sorted(path.name for path in folder.glob("*.pt")) == sorted([*names, best])
-    train("run", "--max_iters=16", "--checkpoint_interval=2", "--keep_last=1", "--resume")
+    train("run", "--max_iters=16", "--keep_last=1", "--keep_every=0", "--resume")
     assert [path.name for path in folder.glob("step_*.pt")] == ["step_000016.pt"]
 
 
@@ -89,9 +90,64 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, h
     damaged(folder / "step_000009.pt", how)
     both = ("all its checkpoints (latest) are damaged: step_000009.pt, step_000006.pt",)
     refused(capsys, lambda: train("run", "--max_iters=12", "--resume"), *both)
-    damaged(checkpoint.find(folder, "best"), how)
+    damaged(checkpoint.find(folder, "best").path, how)
     with pytest.raises(UserError, match="best"):
         checkpoint.load_weights(GPT(checkpoint.read_config(folder)), folder, "best")
+
+
+def test_a_checkpoint_without_its_folder_is_usable(train, call, tmp_path, capsys):
+    """Its settings are in the file, and so are checksums of its parts."""
+    run = train("run", "--max_iters=4")
+    alone = tmp_path / "copied" / "mine.pt"
+    alone.parent.mkdir()
+    shutil.copy(run / "step_000004.pt", alone)
+    began = train("began", "--max_iters=1", f"--init_from={alone}")
+    began_with = json.loads((began / "began_with.json").read_text())
+    assert began_with == checkpoint.checkpoint_id(run) == checkpoint.checkpoint_id(alone)
+    arguments = ("--lengths=16", "--tokens=64")
+    call(eval_length, run, *arguments)
+    call(eval_length, alone, *arguments)
+    call(eval_length, run / "step_000003.pt", *arguments)
+    (copied,) = json.loads((alone.parent / "eval_length.json").read_text())
+    last, third = json.loads((run / "eval_length.json").read_text())
+    assert (copied["loss"], copied["step"]) == (last["loss"], 4) and third["step"] == 3
+    pictures = {"eval_length.png", "eval_length_step_000003.png"}
+    assert {path.name for path in run.glob("*.png")} == pictures
+    call(eval_length, run / "step_000003.pt", alone, *arguments)  # told apart by their paths
+    assert "run/step_000003.pt" in capsys.readouterr().out
+    best = (*arguments, "--checkpoint=best")
+    refused(capsys, lambda: call(eval_length, alone, *best), "mine.pt is one checkpoint")
+    damaged(alone, "a bit flipped")
+    refused(capsys, lambda: call(eval_length, alone, *arguments), "mine.pt is damaged: ")
+    damaged(alone, "cut short")
+    refused(capsys, lambda: call(eval_length, alone, *arguments), "mine.pt: the checkpoint cannot")
+
+
+def test_what_is_no_run_is_said_in_its_own_words(train, call, tmp_path, capsys):
+    run = train("run", "--max_iters=1")
+    empty, file = tmp_path / "empty", tmp_path / "notes.txt"
+    empty.mkdir()
+    file.touch()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(run / "config.json", begun)
+    no_index = shutil.copytree(run, tmp_path / "no_index")
+    (no_index / "checkpoints.json").unlink()
+    for path, says in {
+        "gpt2": "gpt2: no such run; a run is a folder that train.py made",
+        tmp_path / "runn": f"did you mean {os.path.relpath(run)}?",
+        run / "step_000002.pt": f"did you mean {os.path.relpath(run / 'step_000001.pt')}?",
+        empty: "no config.json in it",
+        file: "neither a run's folder nor the .pt file",
+        begun: "no checkpoint in it yet",
+        no_index: f"or use a checkpoint by itself: {no_index}/step_000001.pt",
+    }.items():
+        refused(capsys, lambda path=path: train("new", f"--init_from={path}"), says)
+        refused(capsys, lambda path=path: call(eval_length, path), says)
+        if path == "gpt2" or path.suffix != ".pt":
+            resume = lambda path=path: train("new", "--resume", f"--out_dir={path}")  # noqa: E731
+            refused(capsys, resume, says)
+    assert not (tmp_path / "runn").exists()
 
 
 def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
@@ -261,7 +317,7 @@ def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
         assert written == [] and not checkpoint.exists(tmp_path)
         threading.Timer(0.2, gate.set).start()
         saver.save(state(2))
-        assert written[0] == 1 and checkpoint.find(tmp_path).name == "step_000001.pt"
+        assert written[0] == 1 and checkpoint.find(tmp_path).path.name == "step_000001.pt"
     assert written == [1, 2]
     for step, value in ((1, 0.0), (2, 1.0)):
         saved_state = checkpoint.load(tmp_path / f"step_{step:06d}.pt", checkpoint.TrainingState)

@@ -2,8 +2,12 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ import yaml
 
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
 from errors import UserError, command
+from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
 SCALES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/*.py"))
@@ -95,6 +100,8 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
         (["--attention=lssa"], "attention", "lssa"),
         (["--attention", "lssa"], "attention", "lssa"),
         (["--max_iters", "7"], "max_iters", 7),
+        (["--max_iters", "1e3"], "max_iters", 1000),
+        (["--vocab_size=6e4"], "vocab_size", 60000),
         (["--learning_rate=1e-3"], "learning_rate", 0.001),
         (["--p", "3", "--attention=lssar"], "p", 3.0),
         (["--p=None"], "p", None),
@@ -150,8 +157,8 @@ def test_config_files_may_compute(tmp_path):
         ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
         ([at("lssar_p15.py"), "--out_dir="], "out/lssar_p15"),
         (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
-        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}"], "out/p7.0"),
-        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p:g}"], "out/p7"),
+        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}"], "out/p7"),
+        ([at("lssar_p3.py"), "--p=7", "--p=2.5", "--out_dir=out/p{p:g}"], "out/p2.5"),
         (["--out_dir=out/{{p}}"], "out/{p}"),
     ],
 )
@@ -162,6 +169,69 @@ def test_out_dir(arguments, out_dir):
 def test_out_dir_of_a_config_file(tmp_path):
     path = write(tmp_path / "mine.py", "out_dir = 'runs/{seed}'\n")
     assert load_config([path, "--seed=4"]).out_dir == "runs/4"
+
+
+def saved(folder, **changes):
+    """A run's config.json, as train.py writes it."""
+    folder.mkdir(exist_ok=True)
+    values = load_config([at("lssar_p3.py"), "--seed=5", "--out_dir=elsewhere"]).as_dict()
+    return write(folder / "config.json", json.dumps(values | changes))
+
+
+def test_a_run_stands_for_its_settings(tmp_path):
+    run, path = str(tmp_path / "p{3}"), saved(tmp_path / "p{3}", resume=True, init_from="base")
+    for arguments in ([run], [path]):
+        config = load_config(arguments)
+        assert (config.attention, config.p, config.seed, config.out_dir) == ("lssar", 3, 5, run)
+        assert config.init_from == "base" and not config.resume
+    (tmp_path / "p{3}").rename(tmp_path / "p3")
+    run = str(tmp_path / "p3")
+    for arguments in ([run], [f"{run}/config.json"], ["--out_dir", run]):
+        config = load_config(["--resume", *arguments, "--max_iters=7"])
+        assert (config.attention, config.out_dir, config.max_iters) == ("lssar", run, 7)
+        assert config.resume and config.init_from == ""  # which was for its beginning
+    # beside config files, the command is what it says
+    assert load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"]).attention == "ssmax"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention": "elu1"}, "{path}: attention = 'elu1'; it is one of softmax,"),
+        ({"n_layer": 0}, "{path}: n_layer = 0 must be at least 1"),
+        ({"dropout": 0.1}, "{path} has 'dropout', which is not a setting here: another version"),
+    ],
+)
+def test_a_run_of_another_version_is_named(tmp_path, changes, message):
+    path = saved(tmp_path / "run", **changes)
+    for read in (checkpoint.read_config, lambda run: load_config(["--resume", str(run)])):
+        with pytest.raises(UserError) as caught:
+            read(tmp_path / "run")
+        assert message.format(path=path).removeprefix(f"{path}: ") in str(caught.value)
+    with pytest.raises(UserError, match="run/config.json"):
+        checkpoint.read_config(tmp_path / "run")
+
+
+def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
+    repository = CONFIGS.parent
+    monkeypatch.chdir(tmp_path)
+    own = str(repository / "tests")  # a folder that is always there
+    assert load_config(["--data_dir=tests"]).data_dir == own
+    run = Path(saved(tmp_path / "run", data_dir="tests")).parent
+    assert checkpoint.read_config(run).data_dir == own
+    (tmp_path / "tests").mkdir()
+    assert load_config(["--data_dir=tests"]).data_dir == "tests"
+    assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
+
+
+@pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1", "--n_layer=two", "lsar.py"])
+def test_help_and_refusals_do_not_wait_for_torch(argument):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "train.py", argument],
+        cwd=CONFIGS.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == (0 if argument == "--help" else 2)
+    assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
 
 
 def test_a_config_is_frozen_checked_and_survives_as_dict():
@@ -205,14 +275,14 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_vocab=1", "'n_vocab', which is not a setting"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'? it is one of softmax,"),
         # types
-        ("--n_layer=2.0", "n_layer = 2.0 is float; it must be int"),
+        ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         ("--n_layer=two", "n_layer = 'two' is str; it must be int"),
         ("--n_layer=True", "n_layer = True is bool; it must be int"),
         ("--n_layer=None", "n_layer = None is NoneType; it must be int"),
         ("--learning_rate=True", "learning_rate = True is bool; it must be float"),
         ("--learning_rate=fast", "learning_rate = 'fast' is str; it must be float"),
         ("--p=[3]", "p = [3] is list; it must be float or None"),
-        ("--vocab_size=60000.0", "vocab_size = 60000.0 is float; it must be int or None"),
+        ("--vocab_size=60000.5", "vocab_size = 60000.5 is float; it must be int or None"),
         ("--bias=1", "bias = 1 is int; it must be bool"),
         ("--compile=yes", "compile = 'yes' is str; it must be bool or None"),
         ("--p={[]:1}", "p = '{[]:1}' is str; it must be float or None"),
@@ -224,7 +294,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
         ("--mlp_hidden=0", "mlp_hidden = 0 must be at least 1"),
         ("--window=0", "window = 0 must be at least 1"),
-        ("--window=8.0", "window = 8.0 is float; it must be int or None"),
+        ("--window=8.5", "window = 8.5 is float; it must be int or None"),
         ("--eval_interval=0", "eval_interval = 0 must be at least 1"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
         ("--beta2=1.5", "beta2 = 1.5 must be below 1"),
@@ -257,9 +327,11 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
         ("--resume --init_from=out/a", "resume and init_from exclude each other"),
         # the command line itself
-        ("softmax", "config file softmax does not exist; settings are written --key=value"),
-        ("-p=3", "config file -p=3 does not exist; settings are written --key=value"),
-        ("configs", "config file configs"),
+        ("zzzzz", "config file or run zzzzz does not exist; settings are written --key=value"),
+        ("-p=3", "config file or run -p=3 does not exist; settings are written --key=value"),
+        ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
+        ("softmax", "config file or run softmax does not exist; did you mean configs/softmax.py?"),
+        ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--p", "--p needs a value: --p=None"),
         ("--n_layer", "--n_layer needs a value: --n_layer=12"),
         ("--", "the command line sets '', which is not a setting"),
@@ -303,7 +375,7 @@ def test_refused_files(text, message, tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    assert f"config file {tmp_path}/none.py does not exist" in refusal(f"{tmp_path}/none.py")
+    assert f"run {tmp_path}/none.py does not exist" in refusal(f"{tmp_path}/none.py")
 
 
 @pytest.mark.parametrize(

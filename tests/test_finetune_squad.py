@@ -111,7 +111,7 @@ def checkpoints(run):
 def weights(run):
     """A run's step and weights."""
     model = GPT(checkpoint.read_config(run))
-    return checkpoint.step_of(checkpoint.load_weights(model, run).name), model.state_dict()
+    return checkpoint.load_weights(model, run).step, model.state_dict()
 
 
 def metrics(run, *keys):

@@ -19,7 +19,7 @@ LAYERS = (
     ("config",),
     ("model",),
     ("optim", "runtime.checkpoint", "evaluation"),
-    ("runtime.log",),
+    ("runtime.divergence", "runtime.log", "runtime.preview"),
     ("train",),
     ("scripts.common",),
     ("scripts",),

@@ -142,3 +142,19 @@ def test_a_run_kept_offline_is_whole_in_wandb_once_uploaded(shards, tmp_path):
             ids.append(wandb_id(folder))
             assert list(runs.configs) == ids
             assert wandb_rows(runs, ids[-1]) == rows_of(folder)
+
+
+def test_progress_is_a_line_now_and_then(tmp_path, capsys, monkeypatch):
+    config = Config(wandb_mode="disabled")
+    with Log(tmp_path, "id", config, None, str, quiet=False) as log:
+        assert list(log.progress("abc", 3, "validation")) == ["a", "b", "c"]
+        assert capsys.readouterr() == ("", "")  # it took less than a minute
+        monkeypatch.setattr("runtime.log.PROGRESS_S", 0)
+        list(log.progress("ab", 2, "validation"))
+        assert "validation: 1 of 2 batches, 0:00:00 left" in capsys.readouterr().out
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        assert list(log.progress("ab", 2, "validation")) == ["a", "b"]
+        assert capsys.readouterr() == ("", "")  # a bar appears after two seconds
+    with Log(tmp_path, "id", config, None, str, quiet=True) as log:
+        assert list(log.progress("ab", 2, "validation")) == ["a", "b"]
+        assert capsys.readouterr() == ("", "")

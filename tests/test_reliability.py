@@ -118,7 +118,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
     assert "Traceback" not in output.read_text() and "--resume" in message
     for name in ("step_000000.pt", "step_000003.pt"):
         assert (folder / name).read_bytes() == before[name]
-    assert checkpoint.find(folder).name == "step_000003.pt"
+    assert checkpoint.find(folder).path.name == "step_000003.pt"
     assert run(command) == 0
     assert run(arguments(shards, tmp_path / "whole")) == 0
     assert_same_run(folder, tmp_path / "whole")

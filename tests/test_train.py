@@ -3,8 +3,11 @@
 import functools
 import json
 import math
+import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +19,19 @@ from config import Config
 from data.shards import write_shard
 from model import GPT
 from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
 from tests.helpers import SMALL
-from tests.runs import identical, launch, lines, metrics, refused, same_weights, saved, weights
+from tests.runs import (
+    assert_same_run,
+    identical,
+    launch,
+    lines,
+    metrics,
+    refused,
+    same_weights,
+    saved,
+    weights,
+)
 
 
 @pytest.mark.parametrize("stop", [1, 4])
@@ -113,12 +127,48 @@ def test_resumed_equals_uninterrupted_bit_for_bit(train, optimizer):
     assert len(lines) == len({(json.loads(x)["step"], "val_loss" in x) for x in lines})
 
 
-def test_a_finished_run_resumed_stays_as_it_is(train):
+def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
     run = train("run")
     before = weights(run), (run / "metrics.jsonl").read_text()
+    capsys.readouterr()
     train("run", "--resume")
+    assert capsys.readouterr().out.splitlines()[1:] == ["finished: step 6 of 6 is saved"]
     assert same_weights(weights(run), before[0])
     assert (run / "metrics.jsonl").read_text() == before[1]
+
+
+@pytest.mark.parametrize(
+    "where, calls, step",
+    [("token_losses", 3, 0), ("token_losses", 11, 3), ("token_losses", 19, 6), ("forward", 14, 3)],
+)
+def test_a_stop_within_a_step_or_a_validation(train, monkeypatch, where, calls, step):
+    """It leaves the state before the step, and the validation is repeated."""
+    arguments = ("configs/lssar_p3.py", "--optimizer=muon", "--batch_size=2", "--keep_last=3")
+    whole = train("whole", *arguments)
+    real, count = getattr(GPT, where), 0
+
+    def signalled(self, idx, *more):
+        nonlocal count
+        count += len(idx) == 2  # of the 4 micro-batches of a step, the 8 batches of a validation
+        if count == calls and len(idx) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # a thread handles it
+        return real(self, idx, *more)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(GPT, where, signalled)
+        train("part", *arguments)
+    part = whole.parent / "part"
+    assert stop.value.code == EXIT_STOPPED and count == calls
+    assert saved(part)["step"] == step and max(metrics(part), default=0) == step
+    before = torch.load(whole / f"step_{step:06d}.pt", weights_only=True)
+    for key in ("model", "optimizers"):
+        assert identical(saved(part)[key], before[key])
+    train("part", *arguments, "--resume")
+    if step < 6:
+        assert_same_run(part, whole)
+    assert lines(part) == lines(whole) and same_weights(weights(part), weights(whole))
+    assert identical(saved(part, "best")["model"], saved(whole, "best")["model"])
 
 
 def test_an_existing_run_is_never_overwritten(train, capsys):
@@ -128,7 +178,7 @@ def test_an_existing_run_is_never_overwritten(train, capsys):
 
 
 def test_resume_without_a_checkpoint_is_refused(train, capsys):
-    refused(capsys, lambda: train("new", "--resume"), "new: no checkpoint in it")
+    refused(capsys, lambda: train("new", "--resume"), "new: no such run")
 
 
 def test_init_from_another_variant(train, capsys):
@@ -220,23 +270,11 @@ def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
 
 def test_help(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    train_module.main()
+    with pytest.raises(SystemExit) as stop:
+        train_module.main()
+    assert not stop.value.code
     text = capsys.readouterr().out
     assert "--learning_rate=0.0006" in text and "--total_batch_size=524288" in text
-
-
-def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkeypatch):
-    folder = train("run", "--max_iters=3")
-    before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
-    monkeypatch.setattr(train_module, "learning_rate", lambda step, config: 1e300)
-    for interval, where in ((3, "step 5: loss"), (1, "step 4: its update")):
-        with pytest.raises(SystemExit) as stop:
-            train("run", "--resume", "--max_iters=6", f"--checkpoint_interval={interval}")
-        message = capsys.readouterr().err
-        assert stop.value.code == 1
-        for part in (where, ".bin at token", "is good", "lower learning_rate (now 1.00e+300)"):
-            assert part in message
-        assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == before
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -250,7 +288,7 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     loss, norm = train_module.train_step(
         lambda x, y: (model(x) - y).square().sum(),
-        [(x[:4], y[:4]), (x[4:], y[4:])],
+        [(x[:4], y[:4]), (x[4:], y[4:])], 2,
         model, optimizers, scaler, 0.5, clip, torch.float32,
     )  # fmt: skip
     errors = x @ first.T - y
@@ -271,7 +309,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights(bad):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     batches = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), bad), torch.zeros(1))]
     loss, norm = train_module.train_step(
-        lambda x, y: model(x).square().sum(), batches, model, optimizers, scaler, 1.0, 1.0,
+        lambda x, y: model(x).square().sum(), batches, 2, model, optimizers, scaler, 1.0, 1.0,
         torch.float32,
     )  # fmt: skip
     assert not math.isfinite(loss) and not math.isfinite(norm)
@@ -287,7 +325,7 @@ def test_a_float16_step_that_overflows_only_lowers_the_scale():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=0.5)
     batches = [(torch.ones(1, 2), torch.zeros(1))]
     step = functools.partial(
-        train_module.train_step, lambda x, y: model(x).square().sum() * 1e4, batches, model,
+        train_module.train_step, lambda x, y: model(x).square().sum() * 1e4, batches, 1, model,
         optimizers, scaler, 1e-3, 1.0, torch.float32,
     )  # fmt: skip
     loss, norm = step()

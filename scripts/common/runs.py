@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 import torch
 
 from config import Config, choices
-from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
 from runtime.device import pick_device, pick_dtype
@@ -136,7 +135,7 @@ def option(name: str, value: Any) -> str:
 class LoadedRun:
     """A finished run, its model on its device, in evaluation mode, with scaled RoPE."""
 
-    path: Path
+    path: Path  # its folder
     config: Config
     model: GPT
     device: torch.device
@@ -144,14 +143,14 @@ class LoadedRun:
     facts: dict  # `run_facts`
 
 
-def run_facts(trained: Config, weights: Path, options: RunOptions) -> dict:
+def run_facts(trained: Config, weights: checkpoint.Found, options: RunOptions) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
     config = options.applied(trained)
     return {
         "variant": trained.variant_name,
         "seed": config.seed,
         "checkpoint": options.checkpoint,
-        **checkpoint.recorded_id(weights),  # step and sha256
+        **weights.id,
         "trained_length": config.block_size,
         "rope": options.rope,
         "rope_factor": options.rope_factor,
@@ -170,15 +169,10 @@ def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
     model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
-    facts = None
-    while facts is None:
-        weights = checkpoint.load_weights(model, path, options.checkpoint)
-        try:
-            facts = run_facts(trained, weights, options)
-        except UserError:
-            if checkpoint.listed(weights):
-                raise  # else a run in training has replaced it: load the new one
-    return LoadedRun(Path(path), config, model.to(device).eval(), device, dtype, facts)
+    weights = checkpoint.load_weights(model, path, options.checkpoint)
+    facts = run_facts(trained, weights, options)
+    folder = checkpoint.folder_of(path)
+    return LoadedRun(folder, config, model.to(device).eval(), device, dtype, facts)
 
 
 def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
@@ -186,16 +180,16 @@ def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
     request.check_rope()
     pick_dtype(request.dtype, pick_device(request.device))
     configs = [request.applied(checkpoint.read_config(path)) for path in paths]
-    for path in map(Path, paths):
+    for path in paths:
         checkpoint.find(path, request.checkpoint, quiet=True)  # open_run reports damaged ones
-        read_results(request.file(path))
+        read_results(request.file(checkpoint.folder_of(path)))
     check_output_folders(paths)
     for config in configs:  # last, as it may take a download
         request.check(config)
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
-    """Labels for tables and pictures: the variants, or the folders if variants repeat."""
+    """Labels for tables and pictures: the variants, or the paths if variants repeat."""
     names = [checkpoint.read_config(path).variant_name for path in paths]
     if len(set(names)) == len(names):
         return names
@@ -205,22 +199,22 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
 
 def common_folder(paths: Sequence[str | Path]) -> Path:
     """Where a picture of these runs goes: the run's folder, or the common parent of several."""
-    folders = [Path(path).resolve() for path in paths]
-    if len(folders) == 1:
-        return folders[0]
-    return Path(os.path.commonpath([folder.parent for folder in folders]))
+    if len(paths) == 1:
+        return checkpoint.folder_of(Path(paths[0]).resolve())
+    return Path(os.path.commonpath([Path(path).resolve().parent for path in paths]))
 
 
 def picture_path(paths: Sequence[str | Path], name: str) -> Path:
     """The file of a picture of these runs, in `common_folder`.
 
-    That of several runs has their folders in its name: other runs have other pictures.
+    That of several runs, or of a checkpoint's file, has their paths in its name: other runs have
+    other pictures.
     """
     folder = common_folder(paths)
-    if len(paths) == 1:
+    if len(paths) == 1 and not checkpoint.is_checkpoint(paths[0]):
         return folder / f"{name}.png"
-    folders = [Path(path).resolve().relative_to(folder) for path in paths]
-    label = "_".join("-".join(one.parts) for one in folders)
+    found = [Path(path).resolve().relative_to(folder) for path in paths]
+    label = "_".join("-".join(one.parts).removesuffix(".pt") for one in found)
     if len(label) > LONGEST_LABEL:
         label = f"{label[:LONGEST_LABEL]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
     return folder / f"{name}_{label}.png"
@@ -228,5 +222,5 @@ def picture_path(paths: Sequence[str | Path], name: str) -> Path:
 
 def check_output_folders(paths: Sequence[str | Path]) -> None:
     """Raise UserError where results of these runs, or a picture of them all, cannot be written."""
-    for folder in (*paths, common_folder(paths)):
+    for folder in (*map(checkpoint.folder_of, paths), common_folder(paths)):
         check_writable(folder)

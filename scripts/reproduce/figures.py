@@ -246,7 +246,7 @@ def learned_p(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], Curves
     """
     weights = checkpoint.newest(run.folder)
     assert weights is not None
-    model = checkpoint.load(weights, checkpoint.Weights).model
+    model = checkpoint.load(weights.path, checkpoint.Weights).model
     p_n = next(value for name, value in model.items() if name.endswith(".p_n"))[1:].tolist()
     sizes = [float(n) for n in range(2, len(p_n) + 2)]
     logs = [math.log(n) for n in sizes]

@@ -166,7 +166,7 @@ class Evaluation:
         return results
 
 
-def find_measurement(request: Request, folder: Path, weights: Path, config: Config) -> dict | None:
+def find_measurement(request: Request, folder: Path, weights: checkpoint.Found, config: Config) -> dict | None:
     """The saved measurement of these weights that answers a request, reduced to it."""
     facts = run_facts(config, weights, request) | request.facts(config)
     measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]

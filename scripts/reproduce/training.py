@@ -31,8 +31,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # Between two looks at a run that another process is training.
 POLL_SECONDS = 0.5
 FIRST_SEED = Config.seed
+# A resumed run may change these, but a table's runs all have the same.
+RECIPE = {"max_iters", "cooldown_iters"}
 # Settings that may differ between machines that train one table; the rest define a run.
-PER_MACHINE = MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir", "out_dir", "resume", "init_from"}
+PER_MACHINE = MAY_CHANGE_ON_RESUME - RECIPE
+PER_MACHINE -= {"data_dir", "out_dir", "resume", "init_from", "dry_run"}
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class PlannedRun:
             return None
         saved = checkpoint.settings_of(checkpoint.read_config(self.folder))
         for key, own in checkpoint.settings_of(self.config).items():
-            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - {"max_iters", "data_dir"}
+            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - RECIPE - {"data_dir"}
             if key == "data_dir":
                 same = Path(saved[key]).resolve() == Path(own).resolve()
             if not same:
