@@ -307,6 +307,7 @@ def loss_over_p(table: dict) -> dict[str, Figure]:
         ax.set_xlabel("p")
         ax.set_ylabel(table["unit"])
         ax.set_title(f"{variant}, {table['scale']}", fontsize="medium")
+        ax.grid(alpha=0.3)
         show_equal_curves(ax)
     add_legend(figure)
     return {f"{table['name']}.png": figure}
