@@ -4,6 +4,7 @@ import csv
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 
 from scripts import curves
 from tests.helpers import not_blank
@@ -33,13 +34,14 @@ def test_the_numbers_and_the_picture_of_a_run(run, call, monkeypatch, capsys):
     assert list(smoothed.get_xdata()) == [1024 * step for step in (2, 3, 4, 5)]
 
 
-def test_several_runs(run, call, tmp_path):
+def test_several_runs(run, call, tmp_path, monkeypatch):
     """Their order is natural, and the picture has a name of its own."""
     runs = [shutil.copytree(run, tmp_path / name) for name in ("p10", "p3")]
     call(curves, *runs, "--x=time")
     with open(tmp_path / "curves_p3_p10.csv") as file:
         assert [row["run"] for row in csv.DictReader(file)] == ["p3"] * 7 + ["p10"] * 7
     assert not_blank(tmp_path / "curves_p3_p10.png")
+    monkeypatch.setattr(curves, "plot", lambda *arguments: Figure())
     call(curves, *runs, f"--out={tmp_path / 'of/mine.pdf'}")
     assert sorted(path.name for path in (tmp_path / "of").iterdir()) == ["mine.csv", "mine.pdf"]
 

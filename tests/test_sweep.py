@@ -11,6 +11,7 @@ from config import load_config
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from scripts import sweep
+from scripts.common import planned
 from scripts.common.planned import PlannedRun
 from tests.helpers import SMALL, not_blank
 
@@ -69,9 +70,8 @@ def test_a_grid_end_to_end(swept, commands, capsys):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(swept, commands, monkeypatch, capsys):
-    call = sweep.train.__globals__["call"]
-    fails = lambda command: 1 if "--p=3" in command else call(command)  # noqa: E731
-    monkeypatch.setitem(sweep.train.__globals__, "call", fails)
+    call = planned.call
+    monkeypatch.setattr(planned, "call", lambda c: 1 if "--p=3" in c else call(c))
     with pytest.raises(SystemExit) as stop:
         swept("--p=3,15", "--lengths=16")
     printed = capsys.readouterr().out
@@ -142,14 +142,14 @@ def test_several_at_a_time(tmp_path, monkeypatch):
         code = str(codes[run.folder.name])
         return [sys.executable, "-S", "-c", CHILD, str(run.folder), code]
 
-    def planned(name):
+    def run_of(name):
         return PlannedRun(name, load_config([*SMALL, f"--out_dir={tmp_path / name}"]), [])
 
     monkeypatch.setattr(PlannedRun, "command", command)
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(sweep.os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    a, b, c, d = map(planned, "abcd")
+    a, b, c, d = map(run_of, "abcd")
     failures = sweep.train_together([a, b], 2)
     assert list(failures) == [b.folder] and (tmp_path / "a.log").read_text() == "4 cores\n"
     assert "exit code 1" in failures[b.folder] and "4 cores" in failures[b.folder]

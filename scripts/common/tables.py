@@ -183,7 +183,9 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
 
 def latex(table: dict) -> str:
     """A tabular with the rules of booktabs; the caption is in comments."""
-    lines = [f"% {line}" for line in (title(table), *table["caption"], r"needs \usepackage{booktabs}")]
+    lines = [
+        f"% {line}" for line in (title(table), *table["caption"], r"needs \usepackage{booktabs}")
+    ]
     lines += [rf"\begin{{tabular}}{{l{'r' * len(table['columns'])}}}", r"\toprule"]
     lines += [" & ".join(["", *(head.translate(ESCAPED) for head in headings(table))]) + r" \\"]
     lines += [r"\midrule"]
