@@ -7,8 +7,8 @@ Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; p
 row for every run, for the text and for the same validation tokens at each length; and draws a
 curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
 text): attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png in
-the folder that contains them. The text is given to the model as it is, without end-of-text before
-it.
+the folder that contains them (or --out). The text is given to the model as it is, without
+end-of-text before it.
 
 A row is one query's weights over the n >= 2 keys that it sees. Reported are means over rows of
 
@@ -37,6 +37,7 @@ text is always measured again, since its maps are drawn.
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from attention import DEAD
 from config import Config
 from data.loader import validation_batches
@@ -54,8 +58,8 @@ from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.plots import length_axis, save_picture
+from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common.plots import add_legend, length_axis, save_picture, show_equal_curves
 from scripts.common.results import Results
 from scripts.common.runs import (
     LoadedRun,
@@ -156,7 +160,7 @@ class MapsRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    add_runs(parser)
     parser.add_argument("--layer", type=int, help="0 is the first, -1 the last")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", help="text to map (default: that of LSSAR's Figure A1)")
@@ -182,7 +186,9 @@ def main() -> None:
     for results_of_runs in zip(*results, strict=True):
         print_numbers(names, results_of_runs)
     longest = [run_results[-1] for run_results in results]
-    save_picture(plot_rows(names, longest), picture_path(paths, "attention_by_row"))
+    save_picture(
+        plot_rows(names, longest), arguments.out or picture_path(paths, "attention_by_row")
+    )
 
 
 def read_text(file: str) -> str:
@@ -360,6 +366,7 @@ def plot_rows(names: list[str], results: list[dict]) -> Figure:
         axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
+        show_equal_curves(axes)
     # a sink stays of order 1 while equal weights decrease as 1 / n
     longest = max(results, key=lambda result: result["length"])
     shares = 1 / torch.arange(1, longest["length"] + 1)
@@ -369,8 +376,7 @@ def plot_rows(names: list[str], results: list[dict]) -> Figure:
     axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights")
     axes.set_yscale("log", nonpositive="clip")
     axes.set_ylim(equal[-1] / 10, 1.3)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    add_legend(figure)
     lengths = " and ".join(f"{n:,}" for n in sorted({result["length"] for result in results}))
     figure.suptitle(
         f"{subject(results)} in windows of {lengths}; mean over heads, shaded from the least head "

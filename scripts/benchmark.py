@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config, load_config
 from errors import UserError, command
 from model import GPT

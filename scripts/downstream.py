@@ -5,10 +5,10 @@ python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
 Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
-folder, or for several runs downstream_by_run_RUN_RUN.png in the folder that contains them. Writes
-RUN/downstream.json, a list of measurements, after every task, so that an interrupted command
-continues where it stopped; nothing is measured twice. Needs pip install -r requirements-dev.txt
-and, the first time a task's data are read, a network.
+folder, or for several runs downstream_by_run_RUN_RUN.png in the folder that contains them (or
+--out). Writes RUN/downstream.json, a list of measurements, after every task, so that an interrupted
+command continues where it stopped; nothing is measured twice. Needs pip install -r
+requirements-dev.txt and, the first time a task's data are read, a network.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -33,13 +34,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from model import EVALUATED_ROWS
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast
+from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.papers import LSSAR
 from scripts.common.plots import save_picture
 from scripts.common.results import Results, select_parts
@@ -99,7 +103,7 @@ class TaskRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    add_runs(parser)
     parser.add_argument(
         "--tasks", type=parse_tasks, help="tasks of the harness, or 'paper': LSSAR's (default)"
     )
@@ -122,7 +126,7 @@ def main() -> None:
     print_scores(names, results)
     if (figure := plot(names, results)) is not None:
         name = "downstream_by_run" if len(results) > 1 else "downstream"
-        save_picture(figure, picture_path(paths, name))
+        save_picture(figure, arguments.out or picture_path(paths, name))
 
 
 def measure(

@@ -15,7 +15,11 @@ import argparse
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import (

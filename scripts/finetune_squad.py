@@ -37,6 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config, choices
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer

@@ -14,7 +14,8 @@ same sum, but not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
 (Fig. 8), the latter two once for several runs, as needle_heads_RUN_RUN.png and so on in the folder
-that contains them. Nothing is measured twice.
+that contains them; with --out FILE.png as FILE_heads.png and FILE_scores.png. Nothing is measured
+twice.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
@@ -23,8 +24,10 @@ line breaks), the cities, the question, and what a length counts (here as in scr
 import argparse
 import functools
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +37,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, check_tokenizer
@@ -41,8 +47,15 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.plots import heat_maps, one_panel, row_style, save_picture
+from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common.plots import (
+    add_legend,
+    heat_maps,
+    one_panel,
+    row_style,
+    save_picture,
+    show_equal_curves,
+)
 from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
@@ -206,7 +219,7 @@ class NeedleRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder, best of finetune_squad")
+    add_runs(parser, "folder, best of finetune_squad")
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens (default: 1x to 16x the training length)"
     )
@@ -234,8 +247,11 @@ def main() -> None:
         report(results, request.scores)
         scores.append(results.parts[request.scores])
     names = run_names(paths)
-    save_picture(plot_heads(names, scores), picture_path(paths, "needle_heads"))
-    save_picture(plot_scores(names, scores), picture_path(paths, "needle_scores"))
+    for what, draw in (("heads", plot_heads), ("scores", plot_scores)):
+        path = picture_path(paths, f"needle_{what}")
+        if arguments.out:
+            path = arguments.out.with_stem(f"{arguments.out.stem}_{what}")
+        save_picture(draw(names, scores), path)
 
 
 def measure(run: LoadedRun, request: NeedleRequest) -> Results:
@@ -376,7 +392,8 @@ def plot_heads(names: list[str], runs: list[dict]) -> Figure:
         axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length} tokens", fontsize="medium")
-    axes.legend(fontsize="small")
+    show_equal_curves(axes)
+    add_legend(figure)
     return figure
 
 
@@ -394,7 +411,7 @@ def plot_scores(names: list[str], runs: list[dict]) -> Figure:
         axes.scatter([], [], color="0.3", marker=marker, label=grade_name)
     length = f"{runs[0]['length']:,}"
     axes.set_title(f"needles at random depths of {length} tokens", fontsize="medium")
-    axes.legend(fontsize="small")
+    add_legend(figure)
     return figure
 
 

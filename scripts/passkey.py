@@ -6,7 +6,8 @@ LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mo
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
 Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
-runs passkey_by_length_RUN_RUN.png in the folder that contains them. Nothing is measured twice.
+runs passkey_by_length_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
+twice.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
@@ -16,16 +17,28 @@ training length does not exceed it.
 import argparse
 import functools
 import random
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.plots import heat_maps, length_axis, one_panel, save_picture
+from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common.plots import (
+    add_legend,
+    heat_maps,
+    length_axis,
+    one_panel,
+    save_picture,
+    show_equal_curves,
+)
 from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
 from scripts.common.runs import (
@@ -92,7 +105,7 @@ class PasskeyRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    add_runs(parser)
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
     )
@@ -116,9 +129,9 @@ def main() -> None:
         results.append(measure(run, request))
         show(run, request, results[-1], arguments.show)
         report(results[-1])
-    if len(paths) > 1:
+    if len(paths) > 1 or arguments.out:
         figure = plot(run_names(paths), results)
-        save_picture(figure, picture_path(paths, "passkey_by_length"))
+        save_picture(figure, arguments.out or picture_path(paths, "passkey_by_length"))
 
 
 def measure(run: LoadedRun, request: PasskeyRequest) -> Results:
@@ -230,7 +243,8 @@ def plot(names: list[str], runs: list[Results]) -> Figure:
     axes.set_ylim(-3, 103)
     axes.set_ylabel("passkeys found (%)")
     axes.set_title(f"RoPE scaling: {runs[0].facts['rope']}", fontsize="medium")
-    axes.legend()
+    show_equal_curves(axes)
+    add_legend(figure)
     return figure
 
 

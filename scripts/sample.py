@@ -4,8 +4,13 @@ python -m scripts.sample RUN --prompt "The meaning of" --max_new_tokens 100
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command

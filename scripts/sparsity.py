@@ -18,22 +18,34 @@ are by layer, by head and, of `positive`, by distance.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config
 from data.loader import validation_batches
 from errors import UserError, command
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast
-from scripts.common.plots import length_axis, one_panel, row_style, save_picture
+from scripts.common.arguments import AtLeast, add_runs
+from scripts.common.plots import (
+    add_legend,
+    length_axis,
+    one_panel,
+    row_style,
+    save_picture,
+    show_equal_curves,
+)
 from scripts.common.results import Results
 from scripts.common.runs import (
     LoadedRun,
@@ -83,7 +95,7 @@ class SparsityRequest(Request):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    add_runs(parser)
     parser.add_argument(
         "--length", action=AtLeast, at_least=1, help="of a window (default: the training length)"
     )
@@ -96,7 +108,7 @@ def main() -> None:
     results = [measure(open_run(path, request), request) for path in paths]
     names = run_names(paths)
     print_shares(names, results)
-    save_picture(plot_positive(names, results), picture_path(paths, "sparsity"))
+    save_picture(plot_positive(names, results), arguments.out or picture_path(paths, "sparsity"))
 
 
 def measure(run: LoadedRun, request: SparsityRequest) -> dict:
@@ -191,7 +203,8 @@ def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel("share of weights above 0")
     axes.set_title("mean over layers and heads", fontsize="medium")
-    axes.legend(fontsize="small")
+    show_equal_curves(axes)
+    add_legend(figure)
     return figure
 
 

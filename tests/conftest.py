@@ -185,8 +185,9 @@ def scale(tmp_path):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The commands that scripts.reproduce would start, run in this process; a list of them."""
-    from scripts.reproduce import tables, training
+    """The commands that scripts.reproduce and sweep would start, run in this process; a list."""
+    from scripts.common import planned
+    from scripts.reproduce import tables
 
     done = []
 
@@ -201,7 +202,7 @@ def commands(monkeypatch):
             return stop.code or 0
         return 0
 
-    monkeypatch.setattr(training, "call", call)
+    monkeypatch.setattr(planned, "call", call)
     monkeypatch.setattr(tables, "call", call)
     return done
 

@@ -3,12 +3,15 @@
 import errno
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 
 import pytest
 
 from runtime import checkpoint
 from scripts import attention_maps, eval_length, needle, passkey, sample
+from tests.runs import ROOT
 
 
 @pytest.mark.parametrize("module", [eval_length, attention_maps, passkey, needle])
@@ -79,3 +82,30 @@ def test_a_run_without_a_checkpoint_is_refused(trained, call, tmp_path, capsys, 
         assert stop.value.code == 2 and message in capsys.readouterr().err
         shutil.copy(trained / "config.json", tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+# Libraries that take seconds to import, and that these commands do not need.
+SLOW = ("torch._dynamo", "transformers", "lm_eval", "datasets", "pandas", "scipy", "sympy", "wandb")
+AS_A_FILE = f"""
+import runpy, sys
+sys.path[0] = sys.argv[1].rpartition("/")[0]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("slow:", [name for name in {SLOW} if name in sys.modules])
+"""
+
+
+def test_a_command_runs_as_a_file_from_any_folder(trained, tmp_path):
+    """And starts quickly: it imports nothing that it does not need."""
+    arguments = [ROOT / "scripts/sample.py", trained, "--max_new_tokens=2", "--device=cpu"]
+    command = [sys.executable, "-c", AS_A_FILE, *map(str, arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "-" * 80 in done.stdout, done.stderr
+    assert done.stdout.endswith("slow: []\n")
+
+
+def test_every_command_finds_the_modules_beside_its_folder():
+    for file in ROOT.glob("scripts/*.py"):
+        text = file.read_text()
+        if "__main__" in text and file.name != "eval_length.py":
+            assert "if not __package__:" in text.partition("from errors import")[0], file

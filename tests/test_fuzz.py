@@ -27,7 +27,7 @@ from optim import build_optimizers
 from runtime import checkpoint, files
 from runtime.log import Log
 from scripts import finetune_squad, sample
-from scripts.reproduce.training import PlannedRun, timings
+from scripts.common.planned import PlannedRun, step_seconds
 from tests.corpora import write_parquet
 from tests.helpers import SMALL, SMALLER
 from tests.runs import vouch_for
@@ -338,18 +338,16 @@ def logged(folder):
 
 def timed(folder):
     """As scripts.reproduce reads how long the steps of finished runs took."""
-    (folder / "row/seed0").mkdir(parents=True)
-    (folder / "metrics.jsonl").rename(folder / "row/seed0/metrics.jsonl")
-    timings(folder)
+    step_seconds({folder: "run"})
 
 
 def planned(folder):
     """As scripts.reproduce asks whether a run is the one it wants."""
     config = checkpoint.read_config(folder.parent / "good").replace(out_dir=str(folder))
     good = config.replace(out_dir=str(folder.parent / "good"))
-    base = PlannedRun("base", "", good, [], base=None, kept=None)
+    base = PlannedRun("base", good, [])
     config = config.replace(init_from=good.out_dir)
-    PlannedRun("run", "", config, [], base, kept=None).disagreement()
+    PlannedRun("run", config, [], base).disagreement()
 
 
 def tuned(folder):

@@ -147,6 +147,10 @@ def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypa
     assert len(asked) == 8
     for name in ("heads", "scores"):
         assert not_blank(tmp_path / f"needle_{name}_run_other.png")
+    drawn = []
+    monkeypatch.setattr(needle, "save_picture", lambda figure, path: drawn.append(path.name))
+    call(needle, run, *few, f"--out={tmp_path / 'mine.svg'}")
+    assert drawn == ["needle.png", "mine_heads.svg", "mine_scores.svg"]
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,17 @@ def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
     assert first == result and second["rope"] == "none" and set(second["parts"]) == {"300"}
 
 
-def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path):
+def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path, monkeypatch):
     other = shutil.copytree(run, tmp_path / "other")
     call(passkey, run, other, "--lengths", "300", "--trials", 2)
     assert not_blank(tmp_path / "passkey_by_length_run_other.png") and not_blank(
         other / "passkey.png"
     )
+    # or where --out says, also of one run
+    drawn = []
+    monkeypatch.setattr(passkey, "save_picture", lambda figure, path: drawn.append(path))
+    call(passkey, run, "--lengths", "300", "--trials", 2, f"--out={tmp_path}/new/mine.pdf")
+    assert drawn == [run / "passkey.png", tmp_path / "new/mine.pdf"]
 
 
 @pytest.mark.parametrize(

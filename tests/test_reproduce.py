@@ -16,9 +16,9 @@ import pytest
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked
+from scripts.common import planned
 from scripts.common.papers import LSSAR
 from scripts.reproduce import __main__ as reproduce
-from scripts.reproduce import training
 from tests.helpers import read_table
 from tests.runs import ROOT, metrics, wait_for
 
@@ -68,21 +68,31 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     assert read_table(reproduced("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
     assert "all 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    # fewer seeds or rows do not take the table's place
+    # one seed does not take the table's place, and nothing is ranked; --plan says the same
     capsys.readouterr()
-    for fewer in (["--only=softmax"], ["--only=softmax", "--seeds=2", f"--out={tmp_path}/new"]):
-        with pytest.raises(SystemExit) as stop:
-            reproduced("table1", *fewer)
-        message = capsys.readouterr().err
-        assert stop.value.code == 2 and "seed 1338 of lssar_p15" in message and not commands
-        assert "a table of 4 runs" in message and "--results" in message
+    where = f"the table goes to {folder}_2; {folder} has runs that are not here"
+    for last in (["--plan"], []):
+        reproduced("table1", "--only=softmax", *last)
+        assert where in capsys.readouterr().out and not commands
+        assert Path(f"{folder}_2").exists() == (not last)
     assert read_table(folder) == table
-    # one seed: nothing is ranked; another table shares the runs
-    reproduced("table1", "--only=softmax", f"--results={tmp_path / 'one'}")
-    folder = tmp_path / "one/small/table1"
-    assert list(read_table(folder)["rows"]) == ["softmax", "lssar_p15"] and not commands
-    text = (folder / "table.md").read_text()
+    beside = Path(f"{folder}_2")
+    assert list(read_table(beside)["rows"]) == ["softmax", "lssar_p15"]
+    # neither do fewer rows, as in a fresh clone; a third table is none's
+    reproduced("table1", "--only=softmax", "--plan", f"--out={tmp_path}/new")
+    assert f"the table goes to {folder}_3" in capsys.readouterr().out and not commands
+    # another p takes its place among the rows, and stays there
+    reproduced("table1", "--only=lssar_p7")
+    assert len(commands) == 2
+    reproduced("table1", "--only=softmax")
+    assert len(commands) == 2
+    again = read_table(beside)
+    assert list(again["rows"]) == ["softmax", "lssar_p7", "lssar_p15"]
+    assert again["rows"]["lssar_p7"]["paper"] is None
+    assert checkpoint.read_config(tmp_path / "out/small/lssar_p7/seed1337").p == 7
+    text = (beside / "table.md").read_text()
     assert "nothing is ranked" in text and "**" not in text and "±" not in text
+    commands.clear()
     folder = reproduced("loss_by_length")
     assert len(read_table(folder)["rows"]["softmax"]["mean"]) == 7
     assert "The paper's values are those of its Table 1" in (folder / "table.md").read_text()
@@ -151,14 +161,14 @@ def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
         os.kill(os.getpid(), number)
 
     try:
-        reproduce.stop_on_signals()
+        planned.stop_on_signals()
         assert signal.getsignal(number) != before[number]
         threading.Thread(target=send).start()
         with pytest.raises(SystemExit) as stop:
-            training.call([sys.executable, "-c", CHILD])
+            planned.call([sys.executable, "-c", CHILD])
         assert stop.value.code == EXIT_STOPPED and Path("ended").exists()
         signal.signal(number, signal.SIG_IGN)
-        reproduce.stop_on_signals()
+        planned.stop_on_signals()
         assert signal.getsignal(number) == signal.SIG_IGN  # as nohup left it
     finally:
         for n, handler in before.items():
@@ -168,26 +178,28 @@ def test_a_signal_ends_the_child_too(name, tmp_path, monkeypatch):
 def test_a_table_keeps_the_rows_of_runs_that_fail(
     reproduced, commands, tmp_path, monkeypatch, capsys
 ):
-    folder = reproduced("table1", "--only=softmax,lssar_p15")
-    table, call = read_table(folder), training.call
+    folder = reproduced("table_a6", "--only=softmax,relu_li")
+    table, call = read_table(folder), planned.call
     shutil.rmtree(tmp_path / "out")
-    monkeypatch.setattr(training, "call", lambda c: 1 if "lssar_p15.py" in " ".join(c) else call(c))
+    monkeypatch.setattr(planned, "call", lambda c: 1 if "relu_li.py" in " ".join(c) else call(c))
     with pytest.raises(SystemExit) as stop:
-        reproduced("table1", "--only=softmax,lssar_p15")
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and read_table(folder) == table
-    assert "without seed 1337 of lssar_p15; " in message and "stopped with exit code 1" in message
+        reproduced("table_a6", "--only=softmax,relu_li")
+    beside = read_table(Path(f"{folder}_2"))
+    assert stop.value.code == 1 and read_table(folder) == table
+    assert list(beside["rows"]) == ["softmax"]
+    assert "stopped with exit code 1" in beside["failures"][0]
+    assert f"written: {folder}_2" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_does_not_keep_the_others(
     reproduced, commands, scale, monkeypatch, capsys
 ):
-    call = training.call
+    call = planned.call
 
     def fails(command):
         return 1 if any("lssar_p15.py" in part for part in command) else call(command)
 
-    monkeypatch.setattr(training, "call", fails)
+    monkeypatch.setattr(planned, "call", fails)
     with pytest.raises(SystemExit) as stop:
         reproduced("table1", "--only=lssar_p15,softmax")
     printed = capsys.readouterr().out
@@ -200,7 +212,9 @@ def test_a_run_that_fails_does_not_keep_the_others(
     "arguments, parts",
     [
         (["table9"], ["'table9'", "table1, table2"]),
-        (["table1", "--only=softmax,lssar_p16"], ["'lssar_p16'", "lssar_p15"]),
+        (["table1", "--only=softmax,ssmax_p16"], ["'ssmax_p16'", "lssar_p15", "any p"]),
+        (["table1", "--only=sigmoid_p3"], ["'sigmoid'", "takes no p"]),
+        (["table_a7", "--only=softmax_p3"], ["'softmax_p3'"]),
         (["table1", "--seeds=0"], ["--seeds 0", "at least 1"]),
         (["table1", "--scale=huge"], ["'huge'", "124m", "tiny"]),
         (["table1", "--scale=nowhere.py"], ["nowhere.py", "does not exist"]),

@@ -9,6 +9,7 @@ import torch
 
 from model import GPT
 from scripts.common.papers import SSMAX
+from scripts.common.planned import PlannedRun
 from scripts.reproduce import figures, tables, training
 from tests.helpers import not_blank, read_table, saved_run, small_config
 
@@ -16,7 +17,7 @@ from tests.helpers import not_blank, read_table, saved_run, small_config
 def run_in(folder, name="softmax"):
     """A planned run whose folder is this one."""
     config = small_config("softmax.py", f"--out_dir={folder}")
-    return training.PlannedRun(name, "", config, arguments=[], base=None, kept=None)
+    return PlannedRun(name, config, arguments=[])
 
 
 def test_fading_and_focus_are_the_papers_formulas():

@@ -1,6 +1,5 @@
-"""The runs behind the papers' tables."""
+"""The rows of the papers' tables, and the runs that they are."""
 
-import contextlib
 import math
 import shutil
 import signal
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from errors import EXIT_MISTAKE
+from errors import UserError
 from runtime import checkpoint
-from runtime.files import lock_folder
+from scripts.common import planned
 from scripts.common.papers import SSMAX
 from scripts.reproduce import tables, training
 from tests.helpers import read_table
@@ -61,7 +60,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, shards, tmp_path, monkeypatch, ca
     assert checkpoint.read_config(constant / "ssmax_f/seed1337").first_batch == 14
     opened = training.open_scale(str(scale), str(constant), str(shards), "disabled", [])
     before = opened.run("softmax_before_f", 1337)
-    training.train([before], opened)
+    planned.train([before], lambda: "")
     kept, trained = (
         checkpoint.load(path / "step_000014.pt", checkpoint.Weights).model
         for path in (constant / "softmax/seed1337", before.folder)
@@ -88,33 +87,6 @@ def test_a_run_with_other_settings_is_refused(reproduced, scale, capsys):
     assert stop.value.code == 2 and "learning_rate = 0.01, not 0.02" in message
 
 
-def test_a_run_that_another_process_begins_first(tmp_path, monkeypatch, capsys):
-    """It takes the folder after we have looked: train.py refuses, and we wait for its end."""
-    folder, calls = tmp_path / "run", []
-    other = contextlib.ExitStack()
-
-    def call(command):
-        calls.append(command)
-        if len(calls) == 1:
-            other.enter_context(lock_folder(folder, "training this run"))
-            return EXIT_MISTAKE
-        return 0
-
-    monkeypatch.setattr(training, "call", call)
-    monkeypatch.setattr(training.time, "sleep", lambda seconds: other.close())
-    assert (
-        training.call_when_free(folder, lambda: ["train", "--resume"] if calls else ["train"]) == 0
-    )
-    assert calls == [["train"], ["train", "--resume"]]
-    assert f"{folder}: another process is training" in capsys.readouterr().out
-    # refused for another reason
-    monkeypatch.setattr(training, "call", lambda command: EXIT_MISTAKE)
-    assert training.call_when_free(folder, lambda: ["train"]) == EXIT_MISTAKE
-    # finished by the other
-    monkeypatch.setattr(training, "call", None)
-    assert training.call_when_free(folder, lambda: None) == 0
-
-
 KILLED = """
 import os, signal, sys
 from runtime.checkpoint import Saver
@@ -136,3 +108,14 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     assert run.finished and list(table["rows"]) == ["softmax"]
     assert [Path(command[1]).name for command in commands] == ["train.py", "-m"]
     assert list(metrics(run.folder)) == list(range(1, 7))
+
+
+def test_a_row_may_have_any_p():
+    for name, file in (("lssar_p7", "lssar_p15"), ("relu_li_p2.5", "relu_li")):
+        row = training.find_row(name)
+        assert row.file.stem == file
+        assert row.changes(None) == {"p": float(name.rpartition("_p")[2])}
+    assert training.find_row("lssar_p15").changes(None) == {}
+    for name in ("lssar_p7.0", "lssar_p-1", "lssar_pi", "nothing_p3"):
+        with pytest.raises(UserError, match=name):
+            training.find_row(name)

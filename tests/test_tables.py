@@ -1,6 +1,9 @@
-"""Tables of aligned columns."""
+"""Tables of aligned columns, and tables of results over seeds."""
 
-from scripts.common.tables import print_table
+import csv
+import json
+
+from scripts.common.tables import best_rows, print_table, summarise, write
 
 
 def test_columns_are_aligned(capsys):
@@ -13,3 +16,54 @@ def test_columns_are_aligned(capsys):
         "task  metric      value",
         "a     acc_norm    50.00",
     ]
+
+
+def table_of(**seeds):
+    """A table of one column: the values of each row's seeds."""
+    made = {
+        name: summarise([{"values": [value], "evaluation": {"parts": {}}} for value in values])
+        for name, values in seeds.items()
+    }
+    return {"rows": made, "better": ["lower"]}
+
+
+def test_rows_that_the_seeds_cannot_tell_apart_are_not_ranked():
+    assert best_rows(table_of(a=[1.0, 1.2], b=[1.05, 1.3], c=[1.5, 1.6]), 0) == {"a", "b"}
+    assert best_rows(table_of(a=[1.0, 1.02], b=[1.1, 1.13]), 0) == {"a"}
+    # a row that varies much cannot be told from a better one that does not
+    assert best_rows(table_of(a=[1.0, 1.02], b=[1.0, 1.9]), 0) == {"a", "b"}
+    assert best_rows(table_of(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]), 0) == {"a", "b"}
+    assert best_rows(table_of(a=[1.0], b=[2.0]), 0) == set()
+    higher = table_of(a=[1.0, 1.1], b=[2.0, 2.1]) | {"better": ["higher"]}
+    assert best_rows(higher, 0) == {"b"}
+
+
+def test_the_files_of_a_table_say_the_same(tmp_path):
+    table = table_of(lssar_p3=[1.0, 1.5], softmax=[3.0, 3.5]) | {
+        "title": "Losses", "columns": ["1x, 128"], "paper_columns": ["1,024"], "digits": 2,
+        "compare": "difference", "caption": ["By hand."],
+    }  # fmt: skip
+    for row, paper in (("lssar_p3", [2.0]), ("softmax", None)):
+        table["rows"][row] |= {"paper": paper, "compared": paper and [1.25 - 2.0]}
+    write(tmp_path / "new", "t", table, ["t.png"])
+    markdown = (tmp_path / "new/t.md").read_text().splitlines()
+    assert markdown[:2] == ["# Losses", ""] and markdown[-1] == "![t.png](t.png)"
+    assert markdown[2:6] == [
+        "| row | 1x, 128 (paper 1,024) |",
+        "|---|---|",
+        "| `lssar_p3` | **1.25** ± 0.25 (2.00; -0.75) |",
+        "| `softmax` | 3.25 ± 0.25 |",
+    ]
+    latex = (tmp_path / "new/t.tex").read_text().splitlines()
+    assert latex[:2] == ["% Losses", "% By hand."] and r"\begin{tabular}{lr}" in latex
+    assert r"\texttt{lssar\_p3} & \textbf{1.25} $\pm$ 0.25 (2.00; $-$0.75) \\" in latex
+    with open(tmp_path / "new/t.csv") as file:
+        head, *rows = csv.reader(file)
+    names = ["1x, 128", "1x, 128 low", "1x, 128 high", "1x, 128 paper"]
+    assert head == ["row", "runs", *names]
+    assert rows == [
+        ["lssar_p3", "2", "1.25", "1.0", "1.5", "2.0"], ["softmax", "2", "3.25", "3.0", "3.5", ""]
+    ]  # fmt: skip
+    saved = json.loads((tmp_path / "new/t.json").read_text())
+    assert saved["rows"]["softmax"]["high"] == [3.5]
+    assert saved["rows"]["softmax"]["runs"][0] == {"values": [3.0], "evaluation": {}}

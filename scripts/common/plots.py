@@ -6,17 +6,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from runtime.files import atomic_write
 
 CURVE_MARKERS = "osD^v<>pPX*hd8H"
+# Curves less than so many pixels apart look like one; of several, the first is so much wider, in
+# points.
+EQUAL, WIDEST = 1.5, 9
 
 
 def write_picture(figure: Figure, path: Path) -> None:
+    """Write a picture in the format of its suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+        figure.savefig(file, format=path.suffix[1:], dpi=150)
 
 
 def save_picture(figure: Figure, path: Path) -> None:
@@ -34,6 +40,61 @@ def row_style(i: int) -> dict[str, Any]:
 def one_panel() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     return figure, figure.subplots()
+
+
+def add_legend(figure: Figure) -> None:
+    """A legend beside all axes, or where they have curves of their own, one below each.
+
+    It covers no curve.
+    """
+    legends = {axes: axes.get_legend_handles_labels() for axes in figure.axes}
+    legends = {axes: entries for axes, entries in legends.items() if entries[1]}
+    first, *others = legends.values()
+    if all(labels == first[1] for _, labels in others):
+        # some 0.075 inches a character, and the handle
+        figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, first[1])))
+        figure.legend(*first, loc="outside right center", fontsize="small")
+        return
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(len(e[1]) for e in legends.values()))
+    for axes in legends:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize="small")
+
+
+def show_equal_curves(axes: Axes) -> None:
+    """Widen every curve that an equal one, drawn later, would hide."""
+    axes.autoscale_view()
+    points = {
+        line: axes.transData.transform(np.asarray(line.get_xydata()))
+        for line in axes.lines
+        if not str(line.get_label()).startswith("_") and np.size(line.get_xydata())
+    }
+    for line, own in points.items():
+        same = [
+            other
+            for other, its in points.items()
+            if its.shape == own.shape and np.allclose(its, own, 0, EQUAL, equal_nan=True)
+        ]
+        if later := len(same) - 1 - same.index(line):
+            wider = later * min(3, WIDEST / len(same))
+            line.set(
+                linewidth=line.get_linewidth() + wider, markersize=line.get_markersize() + wider,
+                alpha=0.5,
+            )  # fmt: skip
+
+
+def plot_band(
+    axes: Axes, x: Sequence[float], rows: Sequence[Sequence[float]], label: str, style: dict
+) -> None:
+    """A curve over x with a band; `rows` are its mean, lowest and highest values."""
+    mean, low, high = rows
+    axes.plot(x, mean, label=label, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes in a line."""
+    figure = Figure(figsize=(max(6.4, 5.2 * count), 4.8), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
 def length_axis(

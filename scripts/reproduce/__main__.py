@@ -4,37 +4,40 @@ python -m scripts.reproduce table1 --scale tiny --seeds 2
 python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
 
 Prints the cost, trains the missing runs in OUT/<scale>/<row>/seed<seed> (on all GPUs of the
-machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
-tables share the runs. An interrupted command continues where it stopped; nothing is done twice. A
-run that another process is training is waited for. --only and --seeds limit the work; the table has
-every available row for these seeds, and never replaces one with more rows or seeds.
+machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, .json, .csv, .tex and
+pictures. All tables share the runs. An interrupted command continues where it stopped; nothing is
+done twice. A run that another process is training is waited for. --only and --seeds limit the work;
+--only also takes a variant of the table with any p (lssar_p7). The table has every available row
+for these seeds; where RESULTS has one with runs that are not here, it goes to <name>_2 beside it.
 """
 
 import argparse
-import signal
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
+
+if not __package__:  # run as a file: the repository's modules are two folders above
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from config import choices
 from errors import UserError, command
-from runtime.distributed import EXIT_STOPPED
 from runtime.files import check_writable, read_json
 from scripts.common.arguments import AtLeast
 from scripts.common.papers import TRAINED_LENGTH
-from scripts.reproduce import report
-from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
-from scripts.reproduce.training import (
-    FIRST_SEED,
-    Scale,
+from scripts.common.planned import (
     check,
     check_data,
     cost,
     missing_shards,
-    open_scale,
+    stop_on_signals,
     train,
     with_bases,
 )
+from scripts.common.tables import summarise
+from scripts.reproduce import report
+from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
+from scripts.reproduce.training import FIRST_SEED, Scale, open_scale, split_p
 
 
 @command
@@ -71,9 +74,7 @@ def main() -> None:
         raise UserError(f"{name!r} is not one of {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[name]
     chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
-    for row in chosen:
-        if row not in experiment.rows:
-            raise UserError(f"--only {row!r}: {name} has {', '.join(experiment.rows)}")
+    with_p(experiment, chosen)  # refuses what is no row of the table
     scale = open_scale(
         arguments.scale, arguments.out, arguments.data, arguments.wandb_mode, arguments.set
     )
@@ -88,7 +89,7 @@ def main() -> None:
         missing_shards(scale.config) if trained and arguments.plan else None,
     )
     runs = work.runs if trained else []
-    check(with_bases(runs))
+    check(with_bases(runs), "--out")
     if not work.missing_shards:
         check_data(runs)
     evaluation.check(work)
@@ -97,53 +98,71 @@ def main() -> None:
 
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} of {len(experiment.rows)} rows")
     if runs:
-        print(cost(runs, scale))
+        print(cost(runs, scale.folders))
     print(evaluation.plan(work), flush=True)
+    if trained:
+        planned = {(row, seed) for row in chosen for seed in work.seeds}
+        folder = table_folder(experiment, work, planned)
+        beside = f"; {work.folder} has runs that are not here" if folder != work.folder else ""
+        print(f"the table goes to {folder}{beside}", flush=True)
     if arguments.plan:
         return
-    if trained:
-        rows = {row for row in experiment.rows if row in chosen or evaluation.results(work, row)}
-        refuse_smaller_table(work.folder, {(row, seed) for row in rows for seed in work.seeds})
     stop_on_signals()
-    failures = train(runs, scale)
+    failures = train(runs, lambda: cost(runs, scale.folders))
     failures += evaluation.measure(work)
-    table = build_table(name, experiment, work, failures)
-    refuse_smaller_table(work.folder, runs_of(table), failures)
+    folder = table_folder(experiment, work, set())
+    table = build_table(name, experiment, work, folder, failures)
     others = report.beside(work.folder, table, experiment.beside)
-    report.write(work.folder, table, experiment.draw(table) | others)
-    print("\n" + (work.folder / "table.md").read_text())
-    print(f"written: {work.folder}")
+    report.write(folder, table, experiment.draw(table) | others)
+    print("\n" + (folder / "table.md").read_text())
+    print(f"written: {folder}")
     if failures:
         sys.exit(1)
 
 
-def runs_of(table: dict) -> set[tuple[str, int]]:
-    """The row and seed of every run in a table."""
-    return {(name, run["seed"]) for name, row in table["rows"].items() for run in row["runs"]}
+def with_p(experiment: Experiment, names: Iterable[str]) -> list[str]:
+    """The rows of a table and these, which may be its variants with another p, by p.
 
-
-def refuse_smaller_table(
-    folder: Path, available: set[tuple[str, int]], failures: Sequence[str] = ()
-) -> None:
-    """Raise UserError where the folder's table has rows or seeds that are missing now.
-
-    So it is in a clone that has the table but not the runs.
+    Raises UserError for any other name.
     """
-    before = runs_of(read_json(folder / "table.json") or {"rows": {}})
-    if lost := sorted(before - available):
-        seeds = {seed: [row for row, s in lost if s == seed] for _, seed in lost}
-        shown = "; ".join(f"seed {seed} of {', '.join(rows)}" for seed, rows in seeds.items())
-        raise UserError(
-            f"{folder} has a table of {len(before)} runs; the new one would be without {shown}; "
-            + "; ".join([*failures, "--results DIR writes the new one elsewhere"])
-        )
+    rows = list(experiment.rows)
+    for name in names:
+        variant, p = split_p(name)
+        family = [i for i, row in enumerate(rows) if split_p(row)[0] == variant]
+        if name in rows:
+            continue
+        if p is None or not family or not experiment.evaluation.trained:
+            more = "; or one of these variants with any p: lssar_p7"
+            raise UserError(
+                f"--only {name!r}: it must be one of {', '.join(experiment.rows)}"
+                + (more if experiment.evaluation.trained else "")
+            )
+        larger = [i for i in family if (split_p(rows[i])[1] or 0) > p]
+        rows.insert(larger[0] if larger else family[-1] + 1, name)
+    return rows
 
 
-def stop_on_signals() -> None:
-    """Exit on the signals that end a job or close a terminal, so that the child ends too."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED))
+def table_folder(experiment: Experiment, work: Work, planned: set[tuple[str, int]]) -> Path:
+    """The folder NAME, or NAME_2, NAME_3 ... beside it: the first whose table can be replaced.
+
+    That is no table, or one whose runs, each a row and a seed, are all `planned` or measured. In a
+    fresh clone, which has committed tables and no runs, NAME is none.
+    """
+
+    def replaceable(folder: Path) -> bool:
+        before = {(row, run["seed"]) for row, run in saved_runs(folder)} - planned
+        rows = {row for row, _ in before}
+        results = ((row, run) for row in rows for run in experiment.evaluation.results(work, row))
+        return before <= {(row, run["seed"]) for row, run in results}
+
+    beside = (Path(f"{work.folder}_{number}") for number in itertools.count(2))
+    return next(filter(replaceable, itertools.chain([work.folder], beside)))
+
+
+def saved_runs(folder: Path) -> list[tuple[str, dict]]:
+    """Each row and run of the table in a folder; none where there is no table."""
+    table = read_json(folder / "table.json") or {"rows": {}}
+    return [(name, run) for name, row in table["rows"].items() for run in row["runs"]]
 
 
 def list_experiments() -> str:
@@ -159,17 +178,21 @@ def list_experiments() -> str:
     return "\n".join(lines)
 
 
-def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
+def build_table(
+    name: str, experiment: Experiment, work: Work, folder: Path, failures: list[str]
+) -> dict:
     """The table, in the format of report.py, of all available rows for these seeds.
 
-    Raises UserError where there is none.
+    Beside the paper's rows, those asked for and those of the table that the folder has. Raises
+    UserError where none is available.
     """
     evaluation, config = experiment.evaluation, work.scale.config
     paper, paper_scale = paper_values(experiment, work.scale)
+    names = with_p(experiment, [*work.rows, *(row for row, _ in saved_runs(folder))])
     rows = {}
-    for row in experiment.rows:
+    for row in names:
         if results := evaluation.results(work, row):
-            rows[row] = report.summarise(results) | {"paper": paper.get(row)}
+            rows[row] = summarise(results) | {"paper": paper.get(row)}
     if not rows:
         raise UserError("no row is available: " + "; ".join(failures))
     keys, better = evaluation.columns(config), evaluation.better
@@ -192,7 +215,7 @@ def build_table(name: str, experiment: Experiment, work: Work, failures: list[st
         "compare": evaluation.compare,
         "digits": evaluation.digits,
         "rows": rows,
-        "not_run": [row for row in experiment.rows if row not in rows],
+        "not_run": [row for row in names if row not in rows],
         "failures": failures,
     }
     report.compare(table)

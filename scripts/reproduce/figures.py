@@ -19,8 +19,8 @@ from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json
 from scripts.common.papers import SSMAX
-from scripts.common.plots import length_axis, one_panel, row_style
-from scripts.reproduce.report import first_seeds, panels
+from scripts.common.plots import length_axis, one_panel, panels, row_style
+from scripts.reproduce.report import first_seeds
 from scripts.reproduce.training import PlannedRun, Work, find_row
 from scripts.sparsity import plot_positive
 

@@ -1,12 +1,10 @@
 """Our table beside the paper's: numbers, Markdown and pictures.
 
-A table is a dict, as table.json has it:
+A table is that of scripts.common.tables, with the keys
 
-    name, title, scale, unit, paper_scale, columns, paper_columns, better ("lower", "higher"),
-    compare ("difference", "ratio"), digits, caption (sentences), not_run (rows), failures
-    rows   {row: {paper, mean, low, high, compared: lists over columns, or null; compared is
-            {"ours": ..., "paper": ...} for a ratio; runs: one for each seed, with its values,
-            folder, step, tokens, environment and evaluation}}
+    name, scale, paper_scale, unit, multiples (of the training length; null where columns are none)
+    not_run     rows
+    failures    sentences
 """
 
 import statistics
@@ -21,9 +19,18 @@ from matplotlib.figure import Figure
 from attention import VARIANTS
 from config import Config
 from errors import UserError
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, read_json
 from scripts import eval_length, needle
-from scripts.common.plots import row_style, write_picture
+from scripts.common.plots import (
+    add_legend,
+    panels,
+    plot_band,
+    row_style,
+    show_equal_curves,
+    write_picture,
+)
+from scripts.common.tables import SIDES, how_measured, ranged, seed_sentences
+from scripts.common.tables import write as write_table
 
 SLIDING = "sliding window of 1x"
 CONTROL_NOTE = (
@@ -32,47 +39,6 @@ CONTROL_NOTE = (
     "gain from context is the loss with the sliding window minus the loss with everything, at the "
     "longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it."
 )
-# Keys of an evaluation that are too long for table.json.
-LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows", "curves", "positive",
-        "distances", "dead_rows", "dead_keys")  # fmt: skip
-# Keys of an evaluation that the caption mentions where present.
-HOW = ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds")
-
-
-def summarise(runs: list[dict]) -> dict:
-    """Mean, lowest and highest value of every column over the seeds' runs."""
-    columns = list(zip(*(run["values"] for run in runs), strict=True))
-    return {
-        "mean": [statistics.mean(values) for values in columns],
-        "low": [min(values) for values in columns],
-        "high": [max(values) for values in columns],
-        "runs": runs,
-    }
-
-
-def spread(row: dict, column: int) -> float | None:
-    """The range over seeds; None for a single one."""
-    return row["high"][column] - row["low"][column] if len(row["runs"]) > 1 else None
-
-
-def best_rows(table: dict, column: int) -> set[str]:
-    """The best row of a column and all rows that cannot be distinguished from it.
-
-    Two rows are distinguishable if their means differ by more than the larger of their ranges over
-    seeds; rows of a single seed cannot be compared at all.
-    """
-    means = {name: row["mean"][column] for name, row in table["rows"].items()}
-    spreads = {name: spread(row, column) for name, row in table["rows"].items()}
-    known = {name: width for name, width in spreads.items() if width is not None}
-    if not known or table["better"][column] is None:
-        return set()
-    pick = min if table["better"][column] == "lower" else max
-    best = pick(known, key=means.__getitem__)
-    return {
-        name
-        for name, width in known.items()
-        if name == best or abs(means[name] - means[best]) <= max(width, known[best])
-    }
 
 
 def compare(table: dict) -> None:
@@ -99,7 +65,7 @@ def ratios(values: list, baseline: list | None) -> list:
 
 def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
     """Sentences on what was measured, how much it varies, and what is missing."""
-    rows, last = table["rows"], len(table["columns"]) - 1
+    rows = table["rows"]
     runs = [run for row in rows.values() for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
     of_model = bool(seeds) or table["compare"] == "ratio"  # else of a formula
@@ -122,38 +88,8 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
                 "the data and the tokens are others, so the differences are no errors; compare "
                 "the rows with each other."
             )
-    if len(seeds) > 1:
-        digits = table["digits"]
-        widest = [max(spread(row, i) or 0 for row in rows.values()) for i in range(last + 1)]
-        sentences.append(
-            "± is half the range over seeds; the widest range of each column: "
-            + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
-        )  # fmt: skip
-        if best := best_rows(table, last):
-            names = ", ".join(f"`{name}`" for name in rows if name in best)
-            sentences.append(
-                "Bold: the best of a column and every row that cannot be told from it, because the "
-                "means differ by no more than the larger of the two rows' ranges. In the last "
-                f"column: {names}."
-            )
-    elif seeds and table["better"][last]:
-        sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
-    evaluations = [run["evaluation"] for run in runs]
-    environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
-    facts = [f"on {distinct_values(environments, 'machine')}"]
-    if dtypes := distinct_values(evaluations, "dtype").replace("None", ""):
-        facts = [f"in {dtypes} {facts[0]}"]
-    if scalings := distinct_values(evaluations, "rope").replace("None", ""):
-        facts.append(f"RoPE scaling {scalings}")
-    if theta := distinct_values(evaluations, "rope_theta").replace("None", ""):
-        facts.append(f"RoPE base {theta}")
-    for key in HOW:
-        if values := distinct_values(evaluations, key).replace("None", ""):
-            facts.append(f"{key} {values}")
-    sentences.append(
-        f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
-        f"{distinct_values(environments, 'commit', 7)}."
-    )
+    sentences += seed_sentences(table, seeds)
+    sentences.append(how_measured(runs))
     sentences += [CONTROL_NOTE] if controls(table, 1) else []
     sentences += notes
     if table["not_run"]:
@@ -161,20 +97,8 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
     return sentences + [f"{failure}." for failure in table["failures"]]
 
 
-def distinct_values(items: list[dict], key: str, width: int | None = None) -> str:
-    """The distinct values of a key, in order of appearance."""
-    texts = (f"{v:,}" if isinstance(v := item.get(key), int) else str(v) for item in items)
-    return ", ".join(dict.fromkeys(text[:width] for text in texts))
-
-
-def ranged(values: Iterable[int]) -> str:
-    numbers = list(values)
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
 def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None:
-    """Save table.md, table.json and the pictures; those that are files are copied."""
+    """Save the table and its pictures; those that are files are copied."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         if isinstance(picture, Figure):
@@ -182,62 +106,10 @@ def write(folder: Path, table: dict, pictures: dict[str, Figure | Path]) -> None
         else:
             with atomic_write(folder / name) as file:
                 file.write(picture.read_bytes())
-    write_json(folder / "table.json", without(table, LONG))
-    with atomic_write(folder / "table.md", "w") as file:
-        file.write(markdown(table, list(pictures)))
-
-
-def without(value: Any, keys: tuple[str, ...]) -> Any:
-    """A copy of nested dicts and lists, without these keys in each `evaluation`."""
-    if isinstance(value, list):
-        return [without(item, keys) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {key: without(item, keys) for key, item in value.items()}
-    for name in {"evaluation", "control"} & kept.keys():
-        kept[name] = {k: v for k, v in kept[name].items() if k not in keys}
-    return kept
-
-
-def markdown(table: dict, pictures: list[str]) -> str:
-    columns = range(len(table["columns"]))
-    best = [best_rows(table, column) for column in columns]
-    heads = [
-        ours if paper is None or ours.endswith(paper) else f"{ours} (paper {paper})"
-        for ours, paper in zip(table["columns"], table["paper_columns"], strict=True)
-    ]
-    lines = [f"# {table['title']}, scale {table['scale']}", ""]
-    lines += ["| row | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for name, row in table["rows"].items():
-        cells = [cell(table, row, column, name in best[column]) for column in columns]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {sentence}" for sentence in table["caption"]), ""]
-    return "\n".join(lines + [f"![{name}]({name})\n" for name in pictures])
-
-
-def cell(table: dict, row: dict, column: int, best: bool) -> str:
-    """Our value, half the range over seeds, and in parentheses the paper's value and comparison."""
-    digits = table["digits"]
-    text = f"{row['mean'][column]:,.{digits}f}"
-    text = f"**{text}**" if best else text
-    if (width := spread(row, column)) is not None:
-        text += f" ± {width / 2:.{digits}f}"
-    paper = row["paper"] and row["paper"][column]
-    if table["compare"] == "ratio":
-        text += f", {row['compared']['ours'][column]:.2f}x"
-        if paper is not None:
-            text += f" ({paper:.{digits}f}, {row['compared']['paper'][column]:.2f}x)"
-    elif paper is not None:
-        text += f" ({paper:.{digits}f}; {row['compared'][column]:+.{digits}f})"
-    return text
+    write_table(folder, "table", table, list(pictures))
 
 
 # ---- pictures ----
-
-
-def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(max(6.4, 5.2 * count), 4.8), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
 def losses_at(measured: dict, lengths: Iterable[int]) -> list[float]:
@@ -262,9 +134,8 @@ def controls(table: dict, most: int | None = None) -> dict[str, list[float]]:
 def draw_row(axes: Axes, table: dict, name: str, label: str, style: dict[str, Any]) -> None:
     """A row's mean over length with its range over seeds; thin: its control."""
     row, x = table["rows"][name], table["multiples"]
-    axes.plot(x, row["mean"][: len(x)], label=label, **style)
-    low, high = row["low"][: len(x)], row["high"][: len(x)]
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.2)
+    band = [row[side][: len(x)] for side in SIDES]
+    plot_band(axes, x, band, label, style)
     if control := controls({**table, "rows": {name: row}}).get(name):
         axes.plot(x, control, color=style["color"], linewidth=0.7, alpha=0.8)
 
@@ -281,6 +152,7 @@ def label_lengths(axes: Axes, table: dict, title: str) -> None:
         axes.set_ylim(-3, 103)
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
+    show_equal_curves(axes)
 
 
 def explain_control(axes: Axes, table: dict) -> None:
@@ -302,7 +174,7 @@ def curves(table: dict) -> dict[str, Figure]:
     titles = (f"ours: {table['scale']}", f"the paper's ({table['paper_scale']})")
     for title, ax in zip(titles, axes, strict=False):
         label_lengths(ax, table, title)
-    figure.legend(loc="outside right center", fontsize="small")
+    add_legend(figure)
     return {f"{table['name']}.png": figure}
 
 
@@ -314,7 +186,7 @@ def grouped(table: dict, groups: dict[str, dict[str, str]]) -> dict[str, Figure]
             draw_row(ax, table, name, label, row_style(i))
         explain_control(ax, table)
         label_lengths(ax, table, f"{title}, {table['scale']}")
-        ax.legend(fontsize="small")
+    add_legend(figure)
     return {f"{table['name']}.png": figure}
 
 
@@ -360,7 +232,7 @@ def beside(folder: Path, table: dict, scales: tuple[str, ...]) -> dict[str, Figu
             draw_row(ax, one, name, name, row_style(names.index(name)))
         explain_control(ax, one)
         label_lengths(ax, one, scale)
-        ax.legend(fontsize="small")
+    add_legend(figure)
     return {f"{table['name']}_scales.png": figure}
 
 
@@ -420,9 +292,8 @@ def loss_over_p(table: dict) -> dict[str, Figure]:
         plain = table["rows"].get(without_p(variant, table))
         for i in range(len(table["multiples"])):
             style = row_style(i)
-            ax.plot(ps, [row["mean"][i] for row in rows], label=table["columns"][i], **style)
-            low, high = ([row[side][i] for row in rows] for side in ("low", "high"))
-            ax.fill_between(ps, low, high, color=style["color"], alpha=0.2)
+            band = [[row[side][i] for row in rows] for side in SIDES]
+            plot_band(ax, ps, band, table["columns"][i], style)
             if plain:
                 ax.axhline(plain["mean"][i], color=style["color"], linestyle="--", linewidth=0.8)
         control = controls(table)
@@ -437,7 +308,8 @@ def loss_over_p(table: dict) -> dict[str, Figure]:
         ax.set_ylabel(table["unit"])
         ax.set_title(f"{variant}, {table['scale']}", fontsize="medium")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize="small")
+        show_equal_curves(ax)
+    add_legend(figure)
     return {f"{table['name']}.png": figure}
 
 

@@ -19,6 +19,7 @@ from runtime.files import read_json
 from scripts import benchmark, finetune_squad, needle, passkey
 from scripts.attention_maps import MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
+from scripts.common.planned import PlannedRun, call, call_when_free
 from scripts.common.results import matches, read_results
 from scripts.common.runs import Request, run_facts
 from scripts.downstream import TaskRequest
@@ -28,7 +29,7 @@ from scripts.passkey import PasskeyRequest
 from scripts.reproduce import figures, report
 from scripts.reproduce.figures import Formula, RunFiles
 from scripts.reproduce.report import SLIDING
-from scripts.reproduce.training import PlannedRun, Work, call, call_when_free, find_row
+from scripts.reproduce.training import Work, find_row
 from scripts.sparsity import SparsityRequest, mean_shares
 
 
@@ -166,7 +167,9 @@ class Evaluation:
         return results
 
 
-def find_measurement(request: Request, folder: Path, weights: checkpoint.Found, config: Config) -> dict | None:
+def find_measurement(
+    request: Request, folder: Path, weights: checkpoint.Found, config: Config
+) -> dict | None:
     """The saved measurement of these weights that answers a request, reduced to it."""
     facts = run_facts(config, weights, request) | request.facts(config)
     measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]

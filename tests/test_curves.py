@@ -1,0 +1,53 @@
+"""The curves of runs while they train."""
+
+import csv
+import shutil
+
+import pytest
+from matplotlib.figure import Figure
+
+from scripts import curves
+from tests.helpers import not_blank
+from tests.runs import metrics
+
+
+def test_the_numbers_and_the_picture_of_a_run(run, call, monkeypatch, capsys):
+    logged = {key: metrics(run, key) for key in ("loss", "val_loss", "lr", "grad_norm", "ms")}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # a run in training
+    drawn, plot = [], curves.plot
+    monkeypatch.setattr(curves, "plot", lambda *args: drawn.append(plot(*args)) or drawn[-1])
+    call(curves, run, "--x=tokens", "--smooth=3")
+    assert not_blank(run / "curves.png") and "curves.csv" in capsys.readouterr().out
+    with open(run / "curves.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(7))
+    assert [int(row["tokens"]) for row in rows] == [1024 * step for step in range(7)]
+    for key in ("loss", "val_loss", "lr", "grad_norm"):
+        assert {int(row["step"]): float(row[key]) for row in rows if row[key]} == logged[key]
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds[-1] == pytest.approx(sum(logged["ms"].values()) / 1000)
+    losses = list(logged["loss"].values())
+    faint, smoothed = drawn[0].axes[0].lines
+    assert list(faint.get_ydata()) == losses and len(smoothed.get_ydata()) == 4
+    assert smoothed.get_ydata()[0] == pytest.approx(sum(losses[:3]) / 3)
+    assert list(smoothed.get_xdata()) == [1024 * step for step in (2, 3, 4, 5)]
+
+
+def test_several_runs(run, call, tmp_path, monkeypatch):
+    """Their order is natural, and the picture has a name of its own."""
+    runs = [shutil.copytree(run, tmp_path / name) for name in ("p10", "p3")]
+    call(curves, *runs, "--x=time")
+    with open(tmp_path / "curves_p3_p10.csv") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["p3"] * 7 + ["p10"] * 7
+    assert not_blank(tmp_path / "curves_p3_p10.png")
+    monkeypatch.setattr(curves, "plot", lambda *arguments: Figure())
+    call(curves, *runs, f"--out={tmp_path / 'of/mine.pdf'}")
+    assert sorted(path.name for path in (tmp_path / "of").iterdir()) == ["mine.csv", "mine.pdf"]
+
+
+def test_a_run_without_steps_is_refused(run, call, capsys):
+    (run / "metrics.jsonl").write_text('{"run_id": "a"}\n')
+    with pytest.raises(SystemExit) as stop:
+        call(curves, run)
+    assert stop.value.code == 2 and f"{run}: its metrics.jsonl has no" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""A grid of settings: its runs, what is trained again, the table and the picture."""
+
+import csv
+import json
+import re
+import sys
+
+import pytest
+
+from config import load_config
+from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
+from scripts import sweep
+from scripts.common import planned
+from scripts.common.planned import PlannedRun
+from tests.helpers import SMALL, not_blank
+
+
+@pytest.fixture
+def swept(call, commands, shards, tmp_path, monkeypatch):
+    """`python -m scripts.sweep configs/lssar_p15.py ...` for small runs; returns their folder."""
+
+    def run(*arguments):
+        out = f"--out_dir={tmp_path}/of/p{{p}}_{{seed}}"
+        call(sweep, "configs/lssar_p15.py", *SMALL, f"--data_dir={shards}", out, *arguments)
+        return tmp_path / "of"
+
+    return run
+
+
+def test_a_grid_end_to_end(swept, commands, capsys):
+    folder = swept("--p=3,15", "--seed=1,2", "--lengths=16,64")
+    printed = capsys.readouterr().out
+    assert "4 runs" in printed and "p = 3, 15; seed = 1, 2" in printed
+    assert printed.index("3,072 tokens") < printed.index("step 6/6") < printed.index("| `p = 3` |")
+    # a first table is complete early: all values of one seed before the next
+    names = [re.search(r"p=(\d+) --seed=(\d)", " ".join(command)).groups() for command in commands]
+    assert names == [("3", "1"), ("15", "1"), ("3", "2"), ("15", "2")]
+    (table,) = folder.glob("*.json")
+    rows = json.loads(table.read_text())["rows"]
+    assert list(rows) == ["p = 3", "p = 15"]
+    for p, row in zip((3, 15), rows.values(), strict=True):
+        losses = []
+        for run, seed in zip(row["runs"], (1, 2), strict=True):
+            config = checkpoint.read_config(run["run"])
+            assert (config.p, config.seed, run["seed"], run["tokens"]) == (p, seed, seed, 768)
+            assert run["run"].startswith(str(folder))
+            (measured,) = json.loads(open(f"{run['run']}/eval_length.json").read())
+            assert measured["lengths"] == [16, 64] and measured["loss"] == run["values"]
+            losses.append(measured["loss"])
+        assert row["mean"] == [pytest.approx(sum(both) / 2) for both in zip(*losses, strict=True)]
+    with open(table.with_suffix(".csv")) as file:
+        assert [row["row"] for row in csv.DictReader(file)] == ["p = 3", "p = 15"]
+    assert "1x, 16 & 4x, 64" in table.with_suffix(".tex").read_text()
+    assert "seeds 1, 2" in table.with_suffix(".md").read_text()
+    assert not_blank(table.with_suffix(".png"))
+    # a larger grid shares the runs, and neither of the tables replaces the other
+    commands.clear()
+    before = table.read_text()
+    swept("--p=3,7,15", "--seed=1", "--lengths=16,64")
+    assert [re.search(r"--p=(\d+)", " ".join(command))[1] for command in commands] == ["7"]
+    assert table.read_text() == before and len(list(folder.glob("*.json"))) == 2
+    # what was trained with other settings is refused before anything is trained
+    commands.clear()
+    with pytest.raises(SystemExit) as stop:
+        swept("--p=3,30", "--seed=1", "--learning_rate=0.02")
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and not commands and "another --out_dir" in message
+    assert "learning_rate = 0.01, not 0.02" in message
+
+
+def test_a_run_that_fails_does_not_stop_the_others(swept, commands, monkeypatch, capsys):
+    call = planned.call
+    monkeypatch.setattr(planned, "call", lambda c: 1 if "--p=3" in c else call(c))
+    with pytest.raises(SystemExit) as stop:
+        swept("--p=3,15", "--lengths=16")
+    printed = capsys.readouterr().out
+    assert stop.value.code == 1 and "stopped with exit code 1" in printed
+    assert "| `p = 15` |" in printed and "| `p = 3` |" not in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--p=3"], ["nothing to compare", "--p=3,5"]),
+        (["--q=3,5"], ["'q'", "not a setting"]),
+        (["--p=3,,5"], ["--p=3,,5", "empty"]),
+        (["--p=3,x"], ["p = 'x'"]),
+        (["--p=3,3.0"], ["two runs", "distinct"]),
+        (["--p=3,5", "--p=7"], ["nothing to compare"]),  # the last one counts, as for train.py
+        (["--learning_rate=1e-3,2e-3"], ["two runs", "{p}"]),
+        (["--p=3,5", "--resume"], ["--resume"]),
+        (["--tokenizer=bytes,gpt2"], ["--tokenizer=bytes,gpt2", "one value"]),
+        (["--p=3,5", "--lengths=4096"], ["validation tokens", "4096"]),
+        (["--batch_size=8,7"], ["batch_size", "would work"]),
+    ],
+)
+def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys, arguments, parts):
+    keys = {argument.split("=")[0] for argument in arguments}
+    small = [argument for argument in SMALL if argument.split("=")[0] not in keys]
+    fixed = [f"--data_dir={shards}", f"--out_dir={tmp_path}/of/p{{p}}"]
+    with pytest.raises(SystemExit) as stop:
+        call(sweep, "configs/lssar_p15.py", *small, *fixed, *arguments)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and not commands and not list(tmp_path.iterdir())
+    assert all(part in message for part in parts), message
+
+
+def test_folders_and_names(tmp_path, monkeypatch):
+    """Values as in the config; a comma separates values on the command line only."""
+    file = tmp_path / "mine.py"
+    file.write_text("wandb_project = 'a,b'\n")
+    grid = sweep.parse_grid([str(file), "--attention", "lssa,softmax", "--p", "None,7.0"])
+    points = sweep.make_points(*grid)
+    assert [point.name for point in points][:2] == [
+        "attention = lssa, p = None", "attention = lssa, p = 7"
+    ]  # fmt: skip
+    folders = [str(point.runs[0].folder) for point in points]
+    assert folders[1:3] == ["out/sweep_mine/lssa_p7", "out/sweep_mine/softmax_pNone"]
+    assert {point.runs[0].config.wandb_project for point in points} == {"a,b"}
+    (point,) = sweep.make_points([], {"seed": ["1", "2"]})
+    assert point.name == "softmax" and [run.config.seed for run in point.runs] == [1, 2]
+    assert str(point.runs[1].folder) == "out/sweep/seed2"
+
+
+# In place of train.py: its place, a step of its metrics, and an exit code.
+CHILD = """
+import os, sys
+from pathlib import Path
+folder, code = Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir(parents=True)
+(folder / "metrics.jsonl").write_text('{"run_id": "a"}\\n{"step": 2}\\n')
+print(os.environ["OMP_NUM_THREADS"], "cores")
+sys.exit(code)
+"""
+
+
+def test_several_at_a_time(tmp_path, monkeypatch):
+    codes = dict(zip("abcd", (0, 1, 2, EXIT_STOPPED), strict=True))
+
+    def command(run, processes):
+        code = str(codes[run.folder.name])
+        return [sys.executable, "-S", "-c", CHILD, str(run.folder), code]
+
+    def run_of(name):
+        return PlannedRun(name, load_config([*SMALL, f"--out_dir={tmp_path / name}"]), [])
+
+    monkeypatch.setattr(PlannedRun, "command", command)
+    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    a, b, c, d = map(run_of, "abcd")
+    failures = sweep.train_together([a, b], 2)
+    assert list(failures) == [b.folder] and (tmp_path / "a.log").read_text() == "4 cores\n"
+    assert "exit code 1" in failures[b.folder] and "4 cores" in failures[b.folder]
+    assert sweep.logged_step(a.folder) == 2 and sweep.logged_step(tmp_path) == 0
+    with pytest.raises(sweep.UserError, match="c was refused: 8 cores"):
+        sweep.train_together([c], 4)
+    with pytest.raises(SystemExit) as stop:
+        sweep.train_together([d], 1)
+    assert stop.value.code == EXIT_STOPPED
+
+
+def test_a_gpu_for_each(monkeypatch):
+    monkeypatch.setattr(sweep, "pick_device", lambda name: sweep.torch.device("cuda:0"))
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run = PlannedRun("", load_config(["--out_dir=unused"]), [])
+    places = [sweep.environment_at(place, 3, run)["CUDA_VISIBLE_DEVICES"] for place in range(3)]
+    assert places == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert sweep.environment_at(1, 2, run) == {"CUDA_VISIBLE_DEVICES": "7"}
+
+
+def test_the_picture_of_settings_that_are_no_numbers():
+    def point(name, **values):
+        run = PlannedRun(name, load_config(["--out_dir=unused"]), [])
+        return sweep.Point(name, values, [run])
+
+    def rows(*names):
+        return {name: {"mean": [1.0, 2.0], "low": [1.0, 2.0], "high": [1.0, 2.0]} for name in names}
+
+    table = {"rows": rows("a", "b", "c", "d"), "columns": ["1x", "2x"]}
+    names = [point("a", attention="lssa"), point("b", attention="softmax")]
+    (axes,) = sweep.plot(names, table, (16, 32)).axes
+    assert axes.get_xlabel() == "length in tokens" and len(axes.lines) == 2
+    grid = [
+        point("a", attention="lssa", learning_rate=0.01),
+        point("b", attention="lssa", learning_rate=0.001),
+        point("c", attention="softmax", learning_rate=0.01),
+        point("d", attention="softmax", learning_rate=0.001),
+    ]
+    panels = sweep.plot(grid, table, (16, 32)).axes
+    assert [axes.get_title() for axes in panels] == ["attention = lssa", "attention = softmax"]
+    for axes in panels:
+        assert axes.get_xlabel() == "learning_rate" and axes.get_xscale() == "log"
+        assert [list(line.get_xdata()) for line in axes.lines] == [[0.001, 0.01]] * 2
