@@ -254,8 +254,14 @@ def check_variant(variant: Variant) -> None:
 
     Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
     """
-    phi = variant.phi
     name = next((name for name, row in VARIANTS.items() if row is variant), "the variant")
+    with torch.device("cpu"):  # transformers builds models on the meta device
+        check_phi(name, variant.phi)
+        check_causality(name, variant)
+
+
+def check_phi(name: str, phi: Phi) -> None:
+    """Raise UserError where phi is not 0 at `zero`, not finite, or negative without `signed`."""
     zero = phi.function(torch.tensor(phi.zero, dtype=torch.float64)).item()
     if zero != 0:
         raise UserError(
@@ -274,7 +280,6 @@ def check_variant(variant: Variant) -> None:
             f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
             "which l1 sums absolute values and p is refused"
         )
-    check_causality(name, variant)
 
 
 def check_causality(name: str, variant: Variant) -> None:
