@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
@@ -70,14 +71,13 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     seconds = 0.0
     for line in read_text(run / "metrics.jsonl").splitlines()[1:]:  # the first is the run's id
-        try:
+        # of a line that a run in training has not finished, or that is damaged
+        with suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
             values = json.loads(line)
-            step = values["step"]
-        except (ValueError, KeyError, TypeError):
-            continue  # a run in training has not finished writing it
-        seconds += values.get("ms", 0) / 1000
-        row = steps.setdefault(step, {"step": step, "tokens": step * tokens})
-        row |= {"seconds": seconds} | {key: values[key] for key in PANELS if key in values}
+            step, known = int(values["step"]), {k: float(values[k]) for k in PANELS if k in values}
+            seconds += values.get("ms", 0) / 1000
+            row = steps.setdefault(step, {"step": step, "tokens": step * tokens})
+            row |= {"seconds": seconds} | known
     if not steps:
         raise UserError(f"{run}: its metrics.jsonl has no step yet")
     return [steps[step] for step in sorted(steps)]

@@ -26,7 +26,7 @@ from model import GPT
 from optim import build_optimizers
 from runtime import checkpoint, files
 from runtime.log import Log
-from scripts import finetune_squad, sample
+from scripts import curves, finetune_squad, sample
 from scripts.common.planned import PlannedRun, step_seconds
 from tests.corpora import write_parquet
 from tests.helpers import SMALL, SMALLER
@@ -338,7 +338,12 @@ def logged(folder):
 
 def timed(folder):
     """As scripts.reproduce reads how long the steps of finished runs took."""
-    step_seconds({folder: "run"})
+    step_seconds({folder: "row"})
+
+
+def drawn(folder):
+    rows = curves.read_metrics(folder)
+    curves.write_csv(folder / "curves.csv", ["run"], [rows])
 
 
 def planned(folder):
@@ -367,7 +372,7 @@ USES = {
     "tokenizer.json": (encoded,),
     "wandb.json": (logged,),
     "squad.json": (tuned,),
-    "metrics.jsonl": (logged, checkpoint.require_unused_folder, timed),
+    "metrics.jsonl": (logged, checkpoint.require_unused_folder, timed, drawn),
     "meta.json": (read_set, make_set),
     "meta.1-of-2.json": (read_set, make_part),
     "progress.json": (read_set, make_set),

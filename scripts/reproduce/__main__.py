@@ -145,8 +145,8 @@ def with_p(experiment: Experiment, names: Iterable[str]) -> list[str]:
 def table_folder(experiment: Experiment, work: Work, planned: set[tuple[str, int]]) -> Path:
     """The folder NAME, or NAME_2, NAME_3 ... beside it: the first whose table can be replaced.
 
-    That is no table, or one whose runs, each a row and a seed, are all `planned` or measured. In a
-    fresh clone, which has committed tables and no runs, NAME is none.
+    That is one without a table, or whose table has only runs (a row and a seed each) that are
+    `planned` or measured. So the committed tables of a fresh clone, which has no runs, stay.
     """
 
     def replaceable(folder: Path) -> bool:
