@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from runtime import checkpoint
-from scripts import attention_maps, eval_length, needle, passkey, sample
+from scripts import attention_maps, eval_length, needle, passkey, sample, sparsity
 from tests.runs import ROOT
 
 
@@ -38,6 +38,7 @@ def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch
     [
         (eval_length, ["--lengths=16,32", "--per_position"]),
         (attention_maps, ["--lengths=16", "--tokens=32"]),
+        (sparsity, ["--tokens=32"]),
         (passkey, ["--lengths=300", "--trials=2"]),
         (needle, "--lengths=240 --samples=1 --score_length=240 --score_trials=1".split()),
     ],
