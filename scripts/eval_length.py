@@ -33,6 +33,7 @@ settings. Lengths that it has are not measured again; new ones are added:
 
 import argparse
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,13 +45,23 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from config import Config
 from data.loader import sampled_batches, validation_batches
 from errors import UserError, command
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.plots import CURVE_MARKERS, length_axis, one_panel, save_picture
+from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common.plots import (
+    CURVE_MARKERS,
+    add_legend,
+    length_axis,
+    one_panel,
+    save_picture,
+    show_equal_curves,
+)
 from scripts.common.results import Results, select_parts
 from scripts.common.runs import (
     BATCH_TOKENS,
@@ -154,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog="--rope may list several here: none,ntk:8,yarn"
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py made")
+    add_runs(parser)
     parser.add_argument(
         "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
     )
@@ -194,10 +205,11 @@ def main() -> None:
     ]
     print_losses(runs, unit)
     if arguments.per_position:
-        save_picture(plot_positions(runs, unit), picture_path(paths, "loss_by_position"))
+        figure, name = plot_positions(runs, unit), "loss_by_position"
     else:
+        figure = plot_lengths(runs, unit)
         name = "loss_by_length" if len(runs) > 1 else "eval_length"
-        save_picture(plot_lengths(runs, unit), picture_path(paths, name))
+    save_picture(figure, arguments.out or picture_path(paths, name))
 
 
 def scalings(request: LossRequest) -> list[LossRequest]:
@@ -450,7 +462,7 @@ def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
         if run.control:
             colour = "0.3" if len(runs) == 1 else f"C{i % 10}"
             axes.plot(run.control["lengths"], run.control["loss"], color=colour, linewidth=0.8)
-    finish(axes, runs)
+    finish(figure, axes, runs)
     return figure
 
 
@@ -474,7 +486,7 @@ def plot_positions(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
             low, high = min(low, *curve), max(high, *curve)
     margin = 0.1 * max(0.5, high - low)
     axes.set_ylim(low - margin, high + margin)  # raw means may exceed the limits
-    finish(axes, runs)
+    finish(figure, axes, runs)
     return figure
 
 
@@ -504,11 +516,12 @@ def loss_panel(
     return figure, axes
 
 
-def finish(axes: Axes, runs: list[MeasuredRun]) -> None:
-    """The legend."""
+def finish(figure: Figure, axes: Axes, runs: list[MeasuredRun]) -> None:
+    """Label the thin lines, and place the legend beside the axes."""
     if any(run.control for run in runs):
         axes.plot([], [], color="0.3", linewidth=0.8, label=f"thin: {CONTROL}")
-    axes.legend(fontsize="small")
+    show_equal_curves(axes)
+    add_legend(figure)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from runtime import checkpoint
-from scripts import attention_maps, eval_length, needle, passkey, sample
+from scripts import attention_maps, eval_length, needle, passkey, sample, sparsity
 from tests.runs import ROOT
 
 
@@ -38,6 +38,7 @@ def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch
     [
         (eval_length, ["--lengths=16,32", "--per_position"]),
         (attention_maps, ["--lengths=16", "--tokens=32"]),
+        (sparsity, ["--tokens=32"]),
         (passkey, ["--lengths=300", "--trials=2"]),
         (needle, "--lengths=240 --samples=1 --score_length=240 --score_trials=1".split()),
     ],
@@ -107,5 +108,5 @@ def test_a_command_runs_as_a_file_from_any_folder(trained, tmp_path):
 def test_every_command_finds_the_modules_beside_its_folder():
     for file in ROOT.glob("scripts/*.py"):
         text = file.read_text()
-        if "__main__" in text and file.name != "eval_length.py":
+        if "__main__" in text:
             assert "if not __package__:" in text.partition("from errors import")[0], file

@@ -95,7 +95,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     commands.clear()
     folder = reproduced("loss_by_length")
     assert len(read_table(folder)["rows"]["softmax"]["mean"]) == 7
-    assert "they are those of its Table 1" in (folder / "table.md").read_text()
+    assert "of its Table 1, of 124M trained on FineWeb-10B" in (folder / "table.md").read_text()
     assert [command[2] for command in commands] == ["scripts.eval_length"] * 2
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from errors import UserError
 from model import GPT
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
@@ -83,7 +84,8 @@ def write_metrics(folder, **values):
         {"step": step, **{key: value[step - 1] for key, value in values.items()}}
         for step in range(1, 1 + len(next(iter(values.values()))))
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (folder / "metrics.jsonl").write_text(text + '7\n{"step": 9')  # a last line cut off
     return run_in(folder)
 
 
@@ -100,6 +102,8 @@ def test_curves_of_metrics(tmp_path):
     run = write_metrics(tmp_path / "c", grad_norm=[90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
     values, curves = figures.gradient_norms(run, run)
     assert values == [0.7, 4.0, 0.25] and curves["highest"][1][0] == 90
+    with pytest.raises(UserError, match="metrics.jsonl: no step has a loss"):
+        figures.learning_curve(run, run)
 
 
 def test_figures_end_to_end(reproduced, commands, tmp_path, capsys):

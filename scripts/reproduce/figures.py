@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json
+from runtime.log import read_text
 from scripts.common.papers import SSMAX
 from scripts.common.plots import length_axis, one_panel, panels, row_style
 from scripts.reproduce.report import first_seeds
@@ -259,9 +261,15 @@ def learned_p(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], Curves
 
 
 def read_metrics(folder: Path, key: str) -> dict[int, float]:
-    """The values of a key of metrics.jsonl, by step."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[key] for line in lines if key in line}
+    """The values of a key of metrics.jsonl, by step. Raises UserError where there are none."""
+    values, path = {}, folder / "metrics.jsonl"
+    for line in read_text(path).splitlines():
+        with suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            entry = json.loads(line)  # another entry, or a damaged one, raises one of these
+            values[int(entry["step"])] = float(entry[key])
+    if not values:
+        raise UserError(f"{path}: no step has a {key}; the run's figures need its metrics")
+    return values
 
 
 LAST = 10  # a curve's end is the mean over the last tenth of its steps
