@@ -9,6 +9,7 @@ import torch
 
 from errors import UserError
 from model import GPT
+from runtime.checkpoint import write_header
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
 from scripts.reproduce import figures, tables, training
@@ -85,6 +86,7 @@ def write_metrics(folder, **values):
         for step in range(1, 1 + len(next(iter(values.values()))))
     ]
     text = "".join(json.dumps(one) + "\n" for one in lines)
+    write_header(folder, small_config("softmax.py"), job=None)
     (folder / "metrics.jsonl").write_text(text + '7\n{"step": 9')  # a last line cut off
     return run_in(folder)
 
@@ -102,7 +104,7 @@ def test_curves_of_metrics(tmp_path):
     run = write_metrics(tmp_path / "c", grad_norm=[90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
     values, curves = figures.gradient_norms(run, run)
     assert values == [0.7, 4.0, 0.25] and curves["highest"][1][0] == 90
-    with pytest.raises(UserError, match="metrics.jsonl: no step has a loss"):
+    with pytest.raises(UserError, match="metrics.jsonl has no loss"):
         figures.learning_curve(run, run)
 
 
@@ -129,7 +131,7 @@ def test_figures_end_to_end(reproduced, commands, tmp_path, capsys):
         table["rows"]["ssmax"]["paper"] == [None, -0.008] and table["paper_scale"] == "ssmax_paper"
     )
     losses = [
-        figures.read_metrics(tmp_path / f"out/small/{row}/seed1337", "loss")[6]
+        figures.read_metric(tmp_path / f"out/small/{row}/seed1337", "loss")[6]
         for row in ("ssmax", "softmax")
     ]
     assert table["rows"]["ssmax"]["mean"] == [losses[0], pytest.approx(losses[0] - losses[1])]

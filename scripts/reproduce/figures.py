@@ -1,10 +1,8 @@
 """Figures that take no evaluation: from the formulas alone, or from the files of finished runs."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +17,9 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json
-from runtime.log import read_text
 from scripts.common.papers import SSMAX
 from scripts.common.plots import length_axis, one_panel, panels, row_style
+from scripts.curves import read_metrics
 from scripts.reproduce.report import first_seeds
 from scripts.reproduce.training import PlannedRun, Work, find_row
 from scripts.sparsity import plot_positive
@@ -260,15 +258,11 @@ def learned_p(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], Curves
     return [a_1, a_2, explained], {"p_n": (sizes, p_n), "fit": (sizes, fit)}
 
 
-def read_metrics(folder: Path, key: str) -> dict[int, float]:
+def read_metric(folder: Path, key: str) -> dict[int, float]:
     """The values of a key of metrics.jsonl, by step. Raises UserError where there are none."""
-    values, path = {}, folder / "metrics.jsonl"
-    for line in read_text(path).splitlines():
-        with suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            entry = json.loads(line)  # another entry, or a damaged one, raises one of these
-            values[int(entry["step"])] = float(entry[key])
+    values = {int(step["step"]): step[key] for step in read_metrics(folder) if key in step}
     if not values:
-        raise UserError(f"{path}: no step has a {key}; the run's figures need its metrics")
+        raise UserError(f"{folder}: its metrics.jsonl has no {key} of any step")
     return values
 
 
@@ -290,7 +284,7 @@ def binned(
 
 def learning_curve(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], Curves]:
     """SSMax Fig. 4: the training loss, and what it is above softmax's on the same batches."""
-    losses, baseline = (read_metrics(one.folder, "loss") for one in (run, softmax))
+    losses, baseline = (read_metric(one.folder, "loss") for one in (run, softmax))
     differences = {step: losses[step] - baseline[step] for step in losses.keys() & baseline.keys()}
     steps = sorted(differences)
     last = steps[-max(1, len(steps) // LAST) :]
@@ -300,7 +294,7 @@ def learning_curve(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], C
 
 def gradient_norms(run: PlannedRun, softmax: PlannedRun) -> tuple[list[float], Curves]:
     """LSSAR Appendix B.1.4: the gradient norm after the warm-up, before it is clipped."""
-    norms = read_metrics(run.folder, "grad_norm")
+    norms = read_metric(run.folder, "grad_norm")
     after = [norm for step, norm in norms.items() if step > run.config.warmup_iters]
     after = after or list(norms.values())
     clipped = sum(norm > run.config.grad_clip > 0 for norm in after) / len(after)
