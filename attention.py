@@ -291,7 +291,14 @@ def check_causality(name: str, variant: Variant) -> None:
         variant, p=2.0 if variant.needs_p else None, n_head=1, head_size=8, trained_length=6,
         follow_length=False, impl="reference", s_init=1.0, b_init=0.0, gamma=1.0,
     ).double()  # fmt: skip
-    for row, weights in enumerate(attention.weights(q, k)[0, 0], start=1):
+    try:
+        all_weights = attention.weights(q, k)[0, 0]
+    except Exception as error:  # whatever a formula raises
+        raise UserError(
+            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
+            "row's context are tensors: rows.n.log(), not math.log(rows.n)"
+        ) from error
+    for row, weights in enumerate(all_weights, start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
         if weights[row:].any() or gradient[0, 0, row:].any():
             raise UserError(

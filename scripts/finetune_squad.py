@@ -41,6 +41,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, choices
+from data.fineweb import reach_hub
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
@@ -109,6 +110,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
+    if arguments.sequences % arguments.batch_size:
+        raise UserError(
+            f"--sequences {arguments.sequences} must be a multiple of --batch_size "
+            f"{arguments.batch_size}"
+        )
     out, device = Path(arguments.out_dir), pick_device(arguments.device)
     with best_effort_output(), lock_folder(out, "training this run"):
         stopped = prepare_and_finetune(out, device, arguments)
@@ -205,8 +211,13 @@ def download() -> list[Question]:
     other = "or give the official train-v2.0.json with --squad"
     try:
         from datasets import load_dataset
+        from huggingface_hub import constants
     except ImportError:
         raise UserError(f"SQuAD needs a library: pip install datasets, {other}") from None
+    try:
+        reach_hub()
+    except UserError:
+        constants.HF_HUB_OFFLINE = True  # a copy on disk will do, and nothing is tried again
     try:
         rows = load_dataset(DATASET, split="train")
     except Exception as error:  # from one of several HTTP libraries

@@ -767,6 +767,10 @@ SEES_TOO_MUCH = [
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
     (Variant(Phi(torch.log1p, zero=0.0)), r"own: phi\(-30\) is not finite"),
     (
+        Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
+        r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
+    ),
+    (
         Variant(attention.EXP, reweight=lambda A, rows, p: A - 1 / rows.n),
         "own: row 1 depends on keys after it.*reweight",
     ),

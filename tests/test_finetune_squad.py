@@ -275,6 +275,7 @@ def test_squad_cannot_be_downloaded(trained, call, tmp_path, capsys, monkeypatch
     def fails(*arguments, **options):
         raise ConnectionError("no network")
 
+    monkeypatch.setattr(finetune_squad, "reach_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", fails)
     for module in (datasets, None):
         monkeypatch.setitem(sys.modules, "datasets", module)
@@ -294,6 +295,7 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         for q in questions
     ]  # fmt: skip
     rows.insert(3, {"context": "a", "question": "b", "answers": {"text": [], "answer_start": []}})
+    monkeypatch.setattr(finetune_squad, "reach_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
     assert finetune_squad.download() == questions
 
@@ -308,7 +310,7 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         (
             finetune_squad,
             ["--out_dir", "o", "--squad", "s", "--batch_size", "7"],
-            "batch_size = 2, 4, 8",
+            "--sequences 128 must be a multiple of --batch_size 7",
         ),
         (finetune_squad, ["--out_dir", "o", "--squad", "s", "--learning_rate", "-1"], "at least 0"),
     ],
