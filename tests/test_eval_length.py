@@ -183,7 +183,8 @@ def test_runs_that_cannot_be_compared(train, call, shards, tmp_path, capsys):
 
 def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
     paths = []
-    for name, folder in text.items():
+    for name, shared in text.items():
+        folder = shutil.copytree(shared, tmp_path / f"shards_{name}")
         write_meta(folder, set_meta(name))
         config = small_config(
             "softmax.py", f"--tokenizer={name}", f"--data_dir={folder}", "--val_tokens=8"

@@ -27,8 +27,8 @@ def test_quickstart(tmp_path):
     picture = out / "loss_by_length_softmax_lssar_p15.png"
     assert picture.exists() and f"picture: {picture.relative_to(copy)}\n" in done.stdout
     for name in ("softmax", "lssar_p15"):
-        (result,) = json.loads((out / name / "eval_length.json").read_text())
-        assert result["variant"] == name
+        result, control = json.loads((out / name / "eval_length.json").read_text())
+        assert result["variant"] == name and control["window"] == 128
         assert result["lengths"] == [128, 256, 512, 1024, 2048, 4096]
         assert all(3 < loss < 1.1 * math.log(257) for loss in result["loss"])
         assert f"{result['loss'][-1]:.4f}" in done.stdout
