@@ -25,10 +25,10 @@ With a window of W keys, row i sees the keys i - W < j <= i, and n_i is min(i, W
 row sees a key are never visited.
 
 Most of the time goes to arithmetic on scores, so a factor of a whole row is applied outside of the
-tiles wherever it can be. Before the forward pass, q is multiplied by its row's scale (and divided by
-its length, as k is, where the variant normalises them), in units in which exp is exp2: a tile's
-product is then the argument y of phi. Before the backward pass, dO is multiplied by the factor of
-its row's weights. Both are rounded to the inputs' dtype.
+tiles wherever it can be. Before the forward pass, q is multiplied by its row's scale (and, where
+the variant normalises them, q and k are divided by their lengths), in units in which exp is exp2: a
+tile's product is then the argument y of phi. Before the backward pass, dO is multiplied by the
+factor of its row's weights. Both are rounded to the inputs' dtype.
 
 Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
@@ -70,12 +70,12 @@ UNSPECIALISED = ["H"]
 
 # ---- block shapes, and the assembler ----
 
-# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each kernel with tiles, for head sizes up
-# to the key: for 16 bits by generation, and for float32, which takes twice the memory and, in full
-# precision, more registers. They are fixed, not measured at run time, because the order of summation
-# depends on them: all processes of a run, and a resumed run, must choose the same. They were chosen
-# by instructions for a score, spilled registers and shared memory (python -m tests.compile_kernels).
-# At most 128 keys: see softplus_total.
+# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each kernel with tiles, for head sizes
+# up to the key: for 16 bits by generation, and for float32, which takes twice the memory and, in
+# full precision, more registers. They are fixed, not measured at run time, because the order of
+# summation depends on them: all processes of a run, and a resumed run, must choose the same. They
+# were chosen by instructions for a score, spilled registers and shared memory
+# (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
 Shape = tuple[int, int, int, int]
 ONE_STAGE, TWO_STAGES = "forward, one stage", "forward, two stages"
 KEYS, QUERIES = "backward, keys", "backward, queries"
@@ -86,9 +86,15 @@ SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         KEYS: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
         QUERIES: {64: (64, 64, 4, 2), 128: (64, 32, 4, 2)},
     },
-    "ampere": {  # and GPUs with 99 KB of shared memory for a block: 8.6, 8.9, 12.0
+    "ampere": {
         ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-        TWO_STAGES: {64: (128, 64, 8, 2), 128: (64, 32, 4, 2)},
+        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        KEYS: {64: (32, 128, 8, 2), 128: (32, 128, 8, 2)},
+        QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
+    },
+    "small": {  # 99 KB of shared memory for a block: capabilities 8.6, 8.9 and 12.0
+        ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
         KEYS: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2)},
         QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
     },
@@ -98,8 +104,7 @@ SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
     "ieee": dict.fromkeys((ONE_STAGE, TWO_STAGES, KEYS, QUERIES), {128: (32, 32, 8, 1)}),
     "interpreter": dict.fromkeys((ONE_STAGE, TWO_STAGES, KEYS, QUERIES), {128: (32, 16, 4, 1)}),
 }
-# A JSON file of shapes found by measurement, which come before those above; it is written by
-# python -m scripts.benchmark_kernels --part tuning
+# A JSON file of shapes found by measurement, which come before those above: scripts.tune_kernels.
 MEASURED = os.environ.get("ATTENTION_SHAPES")
 
 
@@ -119,18 +124,24 @@ def measured_shapes() -> dict[str, Shape]:
 def _shape(
     kernel: str, dtype: torch.dtype, d: int, phi: str, p: float, tf32: bool, device: int
 ) -> Shape:
-    if INTERPRETED:
-        return SHAPES["interpreter"][kernel][128]
-    capability = triton.runtime.driver.active.get_current_target().arch
-    if capability == 90:
+    generation = capability()
+    if generation == 90:
         choose_assembler()
-    if dtype == torch.float32:
+    if generation == 0:
+        kind = "interpreter"
+    elif dtype == torch.float32:
         kind = "tf32" if tf32 else "ieee"
     else:
-        kind = "hopper" if capability in (90, 100, 103) else "ampere"
+        kinds = {80: "ampere", 87: "ampere", 90: "hopper", 100: "hopper", 103: "hopper"}
+        kind = kinds.get(generation, "small")
     size = next(size for size in SHAPES[kind][kernel] if d <= size)
-    name = shape_name(capability, kernel, dtype, d, phi, p)
+    name = shape_name(generation, kernel, dtype, d, phi, p)
     return measured_shapes().get(name, SHAPES[kind][kernel][size])
+
+
+def capability() -> int:
+    """The current GPU's compute capability, such as 90; 0 in Triton's interpreter."""
+    return 0 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
 
 
 def shape_name(capability: int, kernel: str, dtype: torch.dtype, d: int, phi: str, p: float) -> str:
@@ -152,9 +163,10 @@ def choose_assembler() -> None:
     """On Hopper, have Triton use a newer ptxas if one is installed, and say which is used.
 
     Before CUDA 13.3, ptxas can reuse the input registers of an asynchronous matrix product that has
-    not read them yet (CUDA 13.3's release notes; triton-lang/triton, pull request 11781). Triton 3.6
-    and 3.7 bring version 12.8. A newer one's code needs a driver for CUDA 13 (580 or newer), which
-    torch's builds for CUDA 13 need too.
+    not read them yet (CUDA 13.3's release notes; triton-lang/triton, pull request 11781). Triton
+    3.6 and 3.7 bring version 12.8, which has not been seen to do so in these kernels
+    (python -m tests.compile_kernels). A newer one's code needs a driver for CUDA 13 (580 or newer),
+    which torch's builds for CUDA 13 need too.
     """
     if "TRITON_PTXAS_PATH" in os.environ:
         return
@@ -169,9 +181,9 @@ def choose_assembler() -> None:
         said = f"the kernels are assembled by ptxas {package.version} of nvidia-cuda-nvcc"
     else:
         said = (
-            "the kernels are assembled by Triton's own ptxas, which has an error in code for Hopper "
-            "that none of them is known to trigger; a version without it, for torch's CUDA 13 "
-            "builds: pip install 'nvidia-cuda-nvcc>=13.3'"
+            "the kernels are assembled by Triton's own ptxas, which has an error for Hopper that "
+            "they are not known to trigger; a version without it, for torch's CUDA 13 builds: "
+            "pip install 'nvidia-cuda-nvcc>=13.3'"
         )
     if int(os.environ.get("RANK", 0)) == 0:
         print(said, flush=True)
@@ -394,8 +406,8 @@ PHIS = {
 
 
 # ---- shared by the kernels ----
-# The tensors that this module makes are laid out as [B, L, H, d] and get no strides; those of others
-# have one for the sequence, the head and the row, and columns that are contiguous.
+# The tensors that this module makes are laid out as [B, L, H, d] and need no strides; those of
+# others have one for the sequence, the head and the row, and columns that are contiguous.
 
 
 @triton.jit
@@ -430,9 +442,9 @@ def _store(X, stride, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(at, value.to(X.dtype.element_ty), mask=inside)
 
 
-# Numbers that each row has, float32 [.., B H, Lq]. ROWS has ALPHA, the factor of q, GAIN and, of two
-# stages, OFFSET, WEIGHT and COUPLING; last, where phi's argument has one, a bias. TERMS has the
-# first three that the backward pass needs.
+# The numbers of rows, float32 [.., B H, Lq]. ROWS, for the backward pass, has ALPHA, the factor of
+# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where phi's argument has one, a
+# bias. TERMS has those that follow from dO.
 ALPHA, GAIN, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 
@@ -532,7 +544,8 @@ def _scale_queries(
     BIASED: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """q' = alpha q (q itself if EXACT: alpha is then for products), and what is known of each row."""
+    """q' = alpha q, or q itself if EXACT: products are then multiplied by alpha; and the ROWS that
+    are known by now."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     q = _load(_at(Q, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
@@ -666,8 +679,8 @@ def _forward_one_stage(
 def _forward_two_stages(
     Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr, SHIFT: tl.constexpr,
     TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
@@ -762,9 +775,9 @@ def _forward_two_stages(
 
 
 # A tile's dz from dp_ij = dO'_i . v_j, with dO'_i = factor_i dO_i and delta_i = factor_i D_i:
-# one stage    factor = gain        A = factor a          dz = (dp - delta) phi'(z), times a's sign
-# two stages   factor = p inv_w     A = factor t^p / p    dz = gain (t^(p-1) (dp - delta) - E_i / n_i)
-#                                                              phi'(z)
+# one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
+# two stages   factor = p / W    A = factor t^p / p   dz = gain (t^(p-1) (dp-delta) - E / n) phi'(z)
+# with delta times a's sign in one stage, and none there without l1.
 # dv is then the sum of a or t^p / p times dO'. In float16, whose range is too small for it, dO' is
 # dO, and the factor is applied to dp and A.
 
@@ -1151,11 +1164,11 @@ def _numbers(q: Tensor, count: int) -> Tensor:
 
 def _outputs(
     q: Tensor, k: Tensor, p: float, biased: bool, unit: bool, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised outputs of _forward."""
     u = _like(q) if save and p else q.new_empty(0)
-    unit_k, inverse = (_like(k), _numbers(k, 1)) if unit else (k.new_empty(0), k.new_empty(0))
-    return _like(q), u, _like(q), unit_k, _numbers(q, (5 if p else 2) + biased), inverse.float()
+    unit_k = _like(k) if unit else k.new_empty(0)
+    return _like(q), u, _like(q), unit_k, _numbers(q, (5 if p else 2) + biased), _numbers(k, unit)
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
@@ -1371,5 +1384,6 @@ def attend(
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
-    scale, bias, norm = (x if x is None else x.to(q.device) for x in (scale, bias, norm))
+    scale = scale.to(q.device)
+    bias, norm = (x if x is None else x.to(q.device) for x in (bias, norm))
     return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save)[0]

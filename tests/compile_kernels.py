@@ -10,10 +10,10 @@ python -m tests.compile_kernels --update    writes what the installed Triton giv
 python -m tests.compile_kernels --rows      launches every row of the table, and counts nothing
 
 For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
-whether the assembler serialises its asynchronous matrix products (warnings C7510 to C7515), how many
-instructions overwrite a register that such a product has not read for certain, and, for each
-loop over tiles, those without a mask first, the instructions and the sum of their stall counts (the
-clocks that a warp waits before its next one) for a score. It is that of Triton's own assembler.
+whether the assembler serialises its asynchronous matrix products (warnings C7510 to C7515), how
+many instructions overwrite a register that such a product may not have read yet, and, for each loop
+over tiles, those without a mask first, the instructions and the sum of their stall counts (the
+clocks that a warp waits before its next one) for a score. All this is of Triton's own assembler.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 import attention
-import kernels
 from tests.helpers import ROWS, small_config
 from tests.textbook import build
 

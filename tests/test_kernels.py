@@ -18,7 +18,14 @@ from config import load_config
 from errors import UserError
 from model import GPT, build_attention
 from tests.helpers import ROWS, SMALL, small_config
-from tests.textbook import TEXTBOOK, build, draw, draw_off_kinks, evaluate
+from tests.textbook import (
+    TEXTBOOK,
+    build,
+    draw,
+    draw_off_kinks,
+    evaluate,
+    without_overflow,
+)  # fmt: skip
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
@@ -42,8 +49,8 @@ FUSED = [
 
 
 def compare(case, tensors, *settings, formula=None):
-    """Asserts that the kernels' error is at most twice the formula's in the same dtype (the reference
-    path's in float32 without a formula), plus some roundings, which p multiplies."""
+    """Asserts that the kernels' error is at most twice the formula's in the same dtype (without a
+    formula, the reference path's), plus some roundings, which p multiplies."""
     d, dtype = tensors[0].shape[-1], tensors[0].dtype
     fused, reference = (build(case, d, *settings, impl) for impl in (TRITON, REFERENCE))
     exactly = build(case, d, *settings, REFERENCE).double()
@@ -61,15 +68,6 @@ def compare(case, tensors, *settings, formula=None):
         error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
         assert error <= allowed + roundings * scale, (name, error / scale, allowed / scale)
     return ours
-
-
-def without_overflow(reference, tensors, formula, truth):
-    """What a formula that overflows in float16 gives in bfloat16, with an error in proportion."""
-    if tensors[0].dtype is not FLOAT16:
-        return evaluate(reference, tensors)
-    found = evaluate(reference, [x.to(BFLOAT16) for x in tensors], formula)
-    smaller = torch.finfo(FLOAT16).eps / torch.finfo(BFLOAT16).eps
-    return {name: exact + smaller * (found[name] - exact) for name, exact in truth.items()}
 
 
 @pytest.mark.parametrize("case", FUSED)
