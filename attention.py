@@ -537,7 +537,11 @@ class Attention(nn.Module):
 
     def _triton(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
         assert kernels is not None
-        variant, rows = self.variant, self._rows(q, k, slice(None), length)
+        variant = self.variant
+        # The numbers of a single row are computed on the CPU, where no operation is a launch.
+        on_cpu = q.shape[2] == 1 and not variant.learnable and not torch.compiler.is_compiling()
+        shaped = q.new_empty(q.shape, device="cpu") if on_cpu else q
+        rows = self._rows(shaped, k, slice(None), length)
 
         def per_row(x: Tensor | float) -> Tensor:  # [H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)

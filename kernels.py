@@ -19,26 +19,41 @@ U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, 
     dz_ij = da_ij phi'(z_ij)
 
 so that accumulating U in the forward pass saves the backward pass from computing E separately.
-shift_i, which l1 cancels, keeps phi from under- or overflowing (Phi.shift); otherwise it is 0.
+shift_i, which l1 cancels, keeps phi from under- or overflowing (Function.shift); otherwise it is 0.
 
 With a window of W keys, row i sees the keys i - W < j <= i, and n_i is min(i, W). Tiles in which no
 row sees a key are never visited.
 
+Most of the time goes to arithmetic on scores, so a factor of a whole row is applied outside of the
+tiles wherever it can be. Before the forward pass, q is multiplied by its row's scale (and, where
+the variant normalises them, q and k are divided by their lengths), in units in which exp is exp2: a
+tile's product is then the argument y of phi. Before the backward pass, dO is multiplied by the
+factor of its row's weights. Both are rounded to the inputs' dtype.
+
 Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
-the order of summation must be fixed (torch.use_deterministic_algorithms) or scale and bias are
-learnt, in a separate kernel, in 7 products.
+the order of summation must be fixed (torch.use_deterministic_algorithms) or a bias is learnt, in a
+separate kernel, in 7 products.
 
 Products are in the inputs' dtype and accumulate in float32; everything else is float32. float32
 inputs are multiplied in full precision, or in TF32 if torch.backends.cuda.matmul.allow_tf32 is set.
 """
 
 import contextlib
+import functools
+import importlib.metadata
+import json
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from errors import UserError
 
 # The same as in attention.py, which imports this module; a test compares them.
 DEAD = tl.constexpr(1e-30)
@@ -46,65 +61,153 @@ TIED = tl.constexpr(16 * 2.0**-23)
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
-# Each head's 1 / |k| is padded to a multiple of this, which every block of keys divides.
-PADDING = tl.constexpr(128)
 # The largest score of a row that has seen no key yet: with a window its first tile may have none.
 NO_SCORE = tl.constexpr(-1e30)
-
-
-def blocks(*shapes: tuple[int, int, int, int]) -> list[triton.Config]:
-    """Block shapes (BLOCK_M queries, BLOCK_N keys, warps, stages) for the autotuner."""
-    return [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in ([(32, 16, 4, 1)] if INTERPRETED else shapes)
-    ]
-
-
-FORWARD_BLOCKS = blocks(
-    (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)
-)  # fmt: skip
-BACKWARD_BLOCKS = blocks(
-    (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)
-)  # fmt: skip
-# For float32 products in full precision: larger blocks or fewer warps run out of registers.
-FLOAT32_BLOCKS = blocks((32, 32, 8, 1))
-# The autotuner measures once for all calls that share these, and caches the result as JSON.
-# `size` and `work` are the bit lengths of the number of keys, and of queries in all heads.
-AUTOTUNE_KEY = ["size", "work", "D", "P", "BIASED", "UNIT", "SAVE", "ATOMIC", "PRECISION", "WINDOW"]
 # Arguments that Triton would otherwise compile separate kernels for when they are 1 or divisible by
 # 16.
-UNSPECIALISED = ["B", "H", "size", "work"]
+UNSPECIALISED = ["H"]
 
 
-def autotuned(shapes: list[triton.Config], **options):
-    """Decorate a kernel: choose its block shape by autotuning."""
+# ---- block shapes, and the assembler ----
 
-    def prune(shapes, tensors, PRECISION, **constants):
-        full_precision = tensors["Q"].dtype == torch.float32 and PRECISION == "ieee"
-        return FLOAT32_BLOCKS if full_precision else shapes
+# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each kernel with tiles, for head sizes
+# up to the key: for 16 bits by generation, and for float32, which takes twice the memory and, in
+# full precision, more registers. They are fixed, not measured at run time, because the order of
+# summation depends on them: all processes of a run, and a resumed run, must choose the same. They
+# were chosen by instructions for a score, spilled registers and shared memory
+# (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
+Shape = tuple[int, int, int, int]
+ONE_STAGE, TWO_STAGES = "forward, one stage", "forward, two stages"
+KEYS, QUERIES = "backward, keys", "backward, queries"
+SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {
+        ONE_STAGE: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
+        TWO_STAGES: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
+        KEYS: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
+        QUERIES: {64: (64, 64, 4, 2), 128: (64, 32, 4, 2)},
+    },
+    "ampere": {
+        ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        KEYS: {64: (32, 128, 8, 2), 128: (32, 128, 8, 2)},
+        QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
+    },
+    "small": {  # 99 KB of shared memory for a block: capabilities 8.6, 8.9 and 12.0
+        ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+        KEYS: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2)},
+        QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
+    },
+    "tf32": dict.fromkeys(
+        (ONE_STAGE, TWO_STAGES, KEYS, QUERIES), {64: (32, 32, 4, 2), 128: (32, 16, 4, 1)}
+    ),
+    "ieee": dict.fromkeys((ONE_STAGE, TWO_STAGES, KEYS, QUERIES), {128: (32, 32, 8, 1)}),
+    "interpreter": dict.fromkeys((ONE_STAGE, TWO_STAGES, KEYS, QUERIES), {128: (32, 16, 4, 1)}),
+}
+# A JSON file of shapes found by measurement, which come before those above: scripts.tune_kernels.
+MEASURED = os.environ.get("ATTENTION_SHAPES")
 
-    prune_by = {"early_config_prune": prune}
-    return triton.autotune(
-        shapes, AUTOTUNE_KEY, prune_configs_by=prune_by, cache_results=True, **options
-    )
+
+@functools.cache
+def measured_shapes() -> dict[str, Shape]:
+    if MEASURED is None:
+        return {}
+    try:
+        return json.loads(Path(MEASURED).read_text())["shapes"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"ATTENTION_SHAPES = {MEASURED} is no file of block shapes: {error}"
+        ) from error
+
+
+@functools.cache
+def _shape(
+    kernel: str, dtype: torch.dtype, d: int, phi: str, p: float, tf32: bool, device: int
+) -> Shape:
+    generation = capability()
+    if generation == 90:
+        choose_assembler()
+    if generation == 0:
+        kind = "interpreter"
+    elif dtype == torch.float32:
+        kind = "tf32" if tf32 else "ieee"
+    else:
+        kinds = {80: "ampere", 87: "ampere", 90: "hopper", 100: "hopper", 103: "hopper"}
+        kind = kinds.get(generation, "small")
+    size = next(size for size in SHAPES[kind][kernel] if d <= size)
+    name = shape_name(generation, kernel, dtype, d, phi, p)
+    return measured_shapes().get(name, SHAPES[kind][kernel][size])
+
+
+def capability() -> int:
+    """The current GPU's compute capability, such as 90; 0 in Triton's interpreter."""
+    return 0 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+
+
+def shape_name(capability: int, kernel: str, dtype: torch.dtype, d: int, phi: str, p: float) -> str:
+    """The name of a measured shape: what it may depend on."""
+    power = f", p {p:g}" if p else ""
+    return f"sm_{capability}, {kernel}, {str(dtype).removeprefix('torch.')}, d {d}, {phi}{power}"
+
+
+def block_shape(kernel: str, q: Tensor, phi: str, p: float) -> dict[str, int]:
+    """The arguments of a kernel's launch that are its block shape."""
+    device = 0 if INTERPRETED else triton.runtime.driver.active.get_current_device()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    m, n, warps, stages = _shape(kernel, q.dtype, q.shape[3], phi, p, tf32, device)
+    return dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
+
+
+@functools.cache
+def choose_assembler() -> None:
+    """On Hopper, have Triton use a newer ptxas if one is installed, and say which is used.
+
+    Before CUDA 13.3, ptxas can reuse the input registers of an asynchronous matrix product that has
+    not read them yet (CUDA 13.3's release notes; triton-lang/triton, pull request 11781). Triton
+    3.6 and 3.7 bring version 12.8, which has not been seen to do so in these kernels
+    (python -m tests.compile_kernels). A newer one's code needs a driver for CUDA 13 (580 or newer),
+    which torch's builds for CUDA 13 need too.
+    """
+    if "TRITON_PTXAS_PATH" in os.environ:
+        return
+    try:
+        package = importlib.metadata.distribution("nvidia-cuda-nvcc")
+        version = tuple(map(int, package.version.split(".")[:2]))
+    except importlib.metadata.PackageNotFoundError:
+        version = 0, 0
+    if version >= (13, 3) and (torch.version.cuda or "").startswith("13"):
+        path = package.locate_file(f"nvidia/cu{version[0]}/bin/ptxas")
+        os.environ["TRITON_PTXAS_PATH"] = str(path)
+        said = f"the kernels are assembled by ptxas {package.version} of nvidia-cuda-nvcc"
+    else:
+        said = (
+            "the kernels are assembled by Triton's own ptxas, which has an error for Hopper that "
+            "they are not known to trigger; a version without it, for torch's CUDA 13 builds: "
+            "pip install 'nvidia-cuda-nvcc>=13.3'"
+        )
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(said, flush=True)
 
 
 # ---- phi ----
-# Each phi has a slope, its derivative; the compiler computes their common terms once. Most of the
-# kernels' instructions are here (python -m tests.compile_kernels counts them): tl.exp takes 5 and a
-# division 9, to be exact for numbers that do not occur, while tl.exp2 and tl.rsqrt take 1.
+# Most of the kernels' instructions are here (python -m tests.compile_kernels counts them): tl.exp
+# takes 5 and a division 9, to be exact for numbers that do not occur, while tl.exp2 and tl.rsqrt
+# take 1. Functions made of exp take y = log2(e) z, so that exp(z) is exp2(y).
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def exp(z):
-    return tl.exp2(z * LOG2_E)
+LOG2_E = tl.constexpr(math.log2(math.e))
+# max(x, 0) of a NaN is NaN with this, and otherwise 0.
+NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def exp_of_minus_abs(z):
-    return tl.exp2(-tl.abs(z * LOG2_E))
+def exp(y):
+    return tl.exp2(y)
+
+
+@triton.jit
+def exp2_of_minus_abs(y):
+    # not -tl.abs(y), which is 0 - |y| to Triton: a sign is free, a subtraction is not
+    return tl.exp2(tl.abs(y) * -1.0)
 
 
 @triton.jit
@@ -114,124 +217,148 @@ def reciprocal(x):
 
 
 @triton.jit
-def sigmoid(z):
-    e = exp_of_minus_abs(z)
-    return tl.where(z >= 0, 1.0, e) * reciprocal(1 + e)
+def sigmoid(y):
+    e = exp2_of_minus_abs(y)
+    return tl.where(y >= 0, 1.0, e) * reciprocal(1 + e)
 
 
 @triton.jit
-def sigmoid_slope(z):
-    e = exp_of_minus_abs(z)
+def sigmoid_slope(y):
+    e = exp2_of_minus_abs(y)
     r = reciprocal(1 + e)
     return e * r * r
 
 
-# softplus(z) is max(z, 0) + log1p(e), e = exp(-|z|). log(1 + e) would lose the digits of a small e,
-# so log1p(e) / e is a polynomial: its Chebyshev interpolation on [0, 1]. The slope is sigmoid(z).
+# softplus is log2(1 + exp2(y)) here, in units of ln 2: max(y, 0) + log2(1 + e), e = exp2(-|y|).
+# log2(1 + e) would lose the digits of a small e, so log2(1 + e) / e is a polynomial: log2(e) times
+# the Chebyshev interpolation of log1p(e) / e on [0, 1]. The slope is sigmoid(z) = 2^y / (1 + 2^y).
 
 
 @triton.jit
-def softplus(z):
-    # degree 8: largest relative error 2.3e-7 in float32
-    e = exp_of_minus_abs(z)
-    r = 0.0051261018961668015 * e - 0.029074065387248993
-    r = r * e + 0.0775160863995552
-    r = r * e - 0.13602247834205627
-    r = r * e + 0.19076880812644958
-    r = r * e - 0.2483539879322052
-    r = r * e + 0.3331812024116516
-    r = r * e - 0.4999944567680359
-    r = r * e + 0.9999999403953552
-    return tl.maximum(z, 0.0) + r * e
+def log2_of_1_plus(e):
+    # degree 8, for e from 0 to 1: largest relative error 2.3e-7 in float32
+    r = 0.00739540178 * e - 0.04194501
+    r = r * e + 0.111832073
+    r = r * e - 0.196238955
+    r = r * e + 0.275221213
+    r = r * e - 0.358299067
+    r = r * e + 0.480678868
+    r = r * e - 0.721339523
+    r = r * e + 1.44269495
+    return r * e
 
 
 @triton.jit
-def softplus_slope(z):
-    return exp(z - softplus(z))
+def softplus(y):
+    return tl.maximum(y, 0.0) + log2_of_1_plus(exp2_of_minus_abs(y))
 
 
 @triton.jit
-def softplus16(z):
+def softplus_slope(y):
+    return tl.exp2(y - softplus(y))
+
+
+@triton.jit
+def softplus16(y):
     # degree 5: largest relative error 9.5e-6; after a 15th power still below rounding to 16 bits
-    e = exp_of_minus_abs(z)
-    r = -0.023443655804139023 * e + 0.10013973265592804
-    r = r * e - 0.20907953599739562
-    r = r * e + 0.32484958072273445
-    r = r * e - 0.49931465227181915
-    r = r * e + 0.9999905920354417
-    return tl.maximum(z, 0.0) + r * e
+    e = exp2_of_minus_abs(y)
+    r = -0.033822046 * e + 0.144471096
+    r = r * e - 0.30163801
+    r = r * e + 0.468658879
+    r = r * e - 0.720358773
+    r = r * e + 1.44268147
+    return tl.maximum(y, 0.0) + r * e
 
 
 @triton.jit
-def softplus16_slope(z):
-    return exp(z - softplus16(z))
+def softplus16_slope(y):
+    return tl.exp2(y - softplus16(y))
 
 
 @triton.jit
-def relu(z):
-    return tl.maximum(z, 0.0)
+def _product_less_one(q, r):
+    """(1 + q) (1 + r) - 1, which keeps the digits of small q and r."""
+    return q + r + q * r
 
 
 @triton.jit
-def relu_slope(z):
-    return tl.where(z > 0, 1.0, 0.0)
+def softplus_total(y):
+    """The sum of softplus over each row of a tile of at most 128 keys; hidden y are -inf.
+
+    A product of all 1 + e has one logarithm, that of a sum has one for each e. It is at most 2 to
+    the number of keys, which for 128 is infinite in float32.
+    """
+    q = tl.reduce(exp2_of_minus_abs(y), 1, _product_less_one)
+    logarithm = tl.where(q <= 1, log2_of_1_plus(q), tl.log2(1 + q))
+    logarithm = tl.minimum(logarithm, 1.0 * y.shape[1], propagate_nan=NAN)
+    return tl.sum(tl.maximum(y, 0.0), 1) + logarithm
 
 
 @triton.jit
-def relu2(z):
-    return tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
+def relu(y):
+    return tl.maximum(y, 0.0, propagate_nan=NAN)
 
 
 @triton.jit
-def relu2_slope(z):
-    return 2 * tl.maximum(z, 0.0)
+def relu_slope(y):
+    return tl.where(y > 0, 1.0, 0.0)
 
 
 @triton.jit
-def relu6(z):
-    return tl.minimum(tl.maximum(z, 0.0), 6.0)
+def relu2(y):
+    return relu(y) * relu(y)
 
 
 @triton.jit
-def relu6_slope(z):
-    return tl.where((z > 0) & (z < 6), 1.0, 0.0)
+def relu2_slope(y):
+    return 2 * tl.maximum(y, 0.0)
 
 
 @triton.jit
-def gelu(z):
-    return 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+def relu6(y):
+    return tl.minimum(relu(y), 6.0, propagate_nan=NAN)
 
 
 @triton.jit
-def gelu_slope(z):
-    density = 0.3989422804014327 * exp(-0.5 * z * z)
-    return 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density
+def relu6_slope(y):
+    return tl.where((y > 0) & (y < 6), 1.0, 0.0)
 
 
 @triton.jit
-def mish(z):
-    # tanh(softplus(z)) = m / (m + 2) with m = e (e + 2), which is 1 in float32 from z = 20 on
-    e = exp(tl.minimum(z, 20.0))
+def gelu(y):
+    return 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_slope(y):
+    density = 0.3989422804014327 * tl.exp2(-0.7213475204444817 * y * y)
+    return 0.5 * (1 + tl.erf(y * 0.7071067811865476)) + y * density
+
+
+@triton.jit
+def mish(y):
+    # tanh(softplus(y)) = m / (m + 2) with m = e (e + 2), which is 1 in float32 from y = 20 on
+    e = tl.exp2(tl.minimum(y, 20.0) * LOG2_E)
     m = e * (e + 2)
-    return z * m * reciprocal(m + 2)
+    return y * m * reciprocal(m + 2)
 
 
 @triton.jit
-def mish_slope(z):
-    e = exp(tl.minimum(z, 20.0))
+def mish_slope(y):
+    e = tl.exp2(tl.minimum(y, 20.0) * LOG2_E)
     m = e * (e + 2)
     r = reciprocal(m + 2)
-    return m * r + z * (4 * (m + 1) * r * r) * (e * reciprocal(1 + e))
+    return m * r + y * (4 * (m + 1) * r * r) * (e * reciprocal(1 + e))
 
 
 @triton.jit
-def identity(z):
-    return z
+def identity(y):
+    return y
 
 
 @triton.jit
-def identity_slope(z):
-    return z * 0 + 1
+def identity_slope(y):
+    return y * 0 + 1
 
 
 @triton.jit
@@ -241,26 +368,46 @@ def shift_to_top(top):
 
 @triton.jit
 def shift_out_of_tail(top):
-    return tl.maximum(-40 - top, 0.0)
+    return tl.maximum(-57.70780163555854 - top, 0.0)  # -40 in log2
 
 
-# Phi.kernel is a key of this table: phi, its slope, and its shift or None. Adding a shift to z must
-# multiply phi by exp(shift). For 16-bit inputs an entry NAME16, if there is one, replaces NAME.
+class Function(NamedTuple):
+    """A phi as the kernels compute it: function(y) is `value` phi(z) at y = `argument` z."""
+
+    function: triton.JITFunction
+    slope: triton.JITFunction  # phi'(z)
+    # Of a row's largest y. Adding a shift to y must multiply the function by exp2(shift).
+    shift: triton.JITFunction | None = None
+    # The sum of the function over each row of a tile, where that takes less than summing it. The
+    # function must be increasing.
+    total: triton.JITFunction | None = None
+    argument: float = 1.0
+    value: float = 1.0
+    # phi and |phi| have no kink, across which the rounding of a scaled q could move a score.
+    smooth: bool = False
+
+
+IN_LOG2 = dict(argument=LOG2_E.value, smooth=True)
+SOFTPLUS = dict(shift=shift_out_of_tail, total=softplus_total, value=LOG2_E.value, **IN_LOG2)
+# Phi.kernel is a key of this table. For 16-bit inputs an entry NAME16, if there is one, replaces
+# NAME.
 PHIS = {
-    "exp": (exp, exp, shift_to_top),
-    "sigmoid": (sigmoid, sigmoid_slope, shift_out_of_tail),
-    "softplus": (softplus, softplus_slope, shift_out_of_tail),
-    "softplus16": (softplus16, softplus16_slope, shift_out_of_tail),
-    "relu": (relu, relu_slope, None),
-    "relu2": (relu2, relu2_slope, None),
-    "relu6": (relu6, relu6_slope, None),
-    "gelu": (gelu, gelu_slope, None),
-    "mish": (mish, mish_slope, None),
-    "identity": (identity, identity_slope, None),
+    "exp": Function(exp, exp, shift_to_top, **IN_LOG2),
+    "sigmoid": Function(sigmoid, sigmoid_slope, shift_out_of_tail, **IN_LOG2),
+    "softplus": Function(softplus, softplus_slope, **SOFTPLUS),
+    "softplus16": Function(softplus16, softplus16_slope, **SOFTPLUS),
+    "relu": Function(relu, relu_slope),
+    "relu2": Function(relu2, relu2_slope),
+    "relu6": Function(relu6, relu6_slope),
+    "gelu": Function(gelu, gelu_slope),
+    "mish": Function(mish, mish_slope),
+    "identity": Function(identity, identity_slope),
 }
 
 
 # ---- shared by the kernels ----
+# The tensors that this module makes are laid out as [B, L, H, d] and need no strides; those of
+# others have one for the sequence, the head and the row, and columns that are contiguous.
 
 
 @triton.jit
@@ -270,50 +417,68 @@ def _at(X, strides, b, h):
 
 
 @triton.jit
-def _load(X, strides, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _own(X, b, h, H, L, D: tl.constexpr):
+    """The same in a tensor of this module."""
+    return X + (b.to(tl.int64) * L * H + h) * D
+
+
+@triton.jit
+def _load(X, stride, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < L)[:, None]
     if D != BLOCK_D:
         inside = inside & (columns < D)[None, :]
-    at = X + rows[:, None] * strides[2] + columns[None, :] * strides[3]
-    return tl.load(at, mask=inside, other=0.0)
+    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _store(X, strides, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store(X, stride, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < L)[:, None]
     if D != BLOCK_D:
         inside = inside & (columns < D)[None, :]
-    at = X + rows[:, None] * strides[2] + columns[None, :] * strides[3]
+    at = X + rows[:, None] * stride + columns[None, :]
     tl.store(at, value.to(X.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _activate(
-    s, alpha, beta, z_max, visible, PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """phi of a tile's scores; with a shift also what it changes.
+# The numbers of rows, float32 [.., B H, Lq]. ROWS, for the backward pass, has ALPHA, the factor of
+# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where phi's argument has one, a
+# bias. TERMS has those that follow from dO.
+ALPHA, GAIN, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
+DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 
-    That is each row's running maximum of z, and the factor by which earlier sums of phi are
-    rescaled, because a new maximum changes the shift.
+
+@triton.jit
+def _bias_at(P: tl.constexpr):
+    return 5 if P else 2
+
+
+@triton.jit
+def _save(ROWS, index, value, bh, rows, L):
+    """Store a number of each row: value goes to ROWS[index, bh, rows]."""
+    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+    tl.store(at, value, mask=rows < L)
+
+
+@triton.jit
+def _saved(ROWS, index, bh, rows, L):
+    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+    return tl.load(at, mask=rows < L, other=0.0)
+
+
+@triton.jit
+def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
+    """A tile's y, shifted, each row's running maximum of y, and the factor for earlier sums of phi.
+
+    A new maximum changes the shift, and with it those sums.
     """
-    z = s * alpha[:, None]
-    if BIASED:
-        z += beta[:, None]
-    rescale = z_max
-    if SHIFT is not None:
-        seen = tl.where(visible, z, -float("inf")) if MASKED else z
-        top = tl.maximum(z_max, tl.max(seen, 1))
-        rescale = exp(SHIFT(top) - SHIFT(z_max))
-        z_max = top
-        z += SHIFT(top)[:, None]
-    a = PHI(z)
-    if MASKED:
-        a = tl.where(visible, a, 0.0)
-    return a, z_max, rescale
+    seen = tl.where(visible, y, -float("inf")) if MASKED else y
+    top = tl.maximum(y_max, tl.max(seen, 1))
+    return y + SHIFT(top)[:, None], top, tl.exp2(SHIFT(top) - SHIFT(y_max))
+
+
+# Conditions on sums are false for NaN, so that a row with a NaN in it is NaN, not 0.
 
 
 @triton.jit
@@ -322,11 +487,11 @@ def _second_stage(total, a_max, n):
 
     Both are divided by that maximum.
     """
-    gain = tl.where(total > DEAD, n / total, 0.0)
+    gain = tl.where(total <= DEAD, 0.0, n / total)
     top = gain * a_max
     offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)
     top = top - offset
-    inv_top = tl.where(top > 0, 1 / top, 0.0)
+    inv_top = tl.where(top <= 0, 0.0, 1 / top)
     return gain * inv_top, offset * inv_top, top
 
 
@@ -337,29 +502,17 @@ def _reweighted(a, gain, offset):
 
 
 @triton.jit
-def _save(ROWS, index, value, bh, rows, heads, L):
-    """Store a row vector: value goes to ROWS[index, bh, rows] of ROWS [.., B H, L]."""
-    at = ROWS + (index * heads + bh).to(tl.int64) * L + rows
-    tl.store(at, value, mask=rows < L)
-
-
-@triton.jit
-def _saved(ROWS, index, bh, rows, heads, L):
-    return tl.load(ROWS + (index * heads + bh).to(tl.int64) * L + rows, mask=rows < L, other=0.0)
-
-
-@triton.jit
 def _power_less_one(t, P: tl.constexpr):
     """t^(p - 1) for t >= 0, and 0 at t = 0."""
     if P == 1:
         return tl.where(t > 0, 1.0, 0.0)
     elif P % 1 == 0:
         result = t
-        for bit in tl.static_range(16):
-            if ((P - 2) >> bit) & 1:
-                result = result * t
-            if (P - 2) >> (bit + 1):
-                t = t * t
+        for bit in tl.static_range(16):  # p - 1 in binary, from the second digit on
+            if (P - 1) >> (16 - bit):
+                result = result * result
+                if ((P - 1) >> (15 - bit)) & 1:
+                    result = result * t
         return result
     else:
         return tl.exp2((P - 1) * tl.log2(t))
@@ -373,52 +526,59 @@ def _inverse_norm(x):
 
 
 @triton.jit
-def _project(dx, x):
-    """The part of a gradient that passes through x / |x|: its component orthogonal to x."""
-    inverse = _inverse_norm(x)
-    along = tl.sum(dx * x.to(tl.float32), 1) * inverse * inverse
-    return dx - along[:, None] * x
+def _project(dy, y, factor):
+    """The part of a gradient of y = factor x that is orthogonal to x, for factor ~ 1 / |x|."""
+    y = y.to(tl.float32)
+    squared = tl.sum(y * y, 1) + 1e-12 * factor * factor
+    along = tl.sum(dy * y, 1) / tl.maximum(squared, 1e-30)
+    return dy - along[:, None] * y
+
+
+# ---- before the forward pass ----
+
+
+@triton.jit
+def _scale_queries(
+    Q, SCALE, BIAS, NORM, OUT, ROWS, strides, scale_strides, bias_strides, norm_strides, H, L,
+    ARGUMENT: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """q' = alpha q, or q itself if EXACT: products are then multiplied by alpha; and the ROWS that
+    are known by now."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    q = _load(_at(Q, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
+    at = h * scale_strides[0] + rows * scale_strides[1]
+    alpha = ARGUMENT * tl.load(SCALE + at, rows < L, 0.0)
+    if UNIT:
+        alpha *= _inverse_norm(q)
+    scaled = q if EXACT else q * alpha[:, None]
+    _store(_own(OUT, b, h, H, L, D), H * D, rows, L, scaled, D, BLOCK_D)
+    _save(ROWS, ALPHA, alpha, bh, rows, L)
+    if BIASED:
+        at = h * bias_strides[0] + rows * bias_strides[1]
+        bias = ARGUMENT * tl.load(BIAS + at, rows < L, 0.0)
+        _save(ROWS, _bias_at(P), bias, bh, rows, L)
+    if not L1:
+        norm = tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < L, 1.0)
+        _save(ROWS, GAIN, 1 / (VALUE * norm), bh, rows, L)
+
+
+@triton.jit
+def _normalise_keys(
+    K, OUT, INVERSE, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr
+):
+    """k / |k|, and 1 / |k|."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    k = _load(_at(K, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
+    inverse = _inverse_norm(k)
+    _store(_own(OUT, b, h, H, L, D), H * D, rows, L, k * inverse[:, None], D, BLOCK_D)
+    _save(INVERSE, 0, inverse, bh, rows, L)
 
 
 # ---- forward ----
-
-
-@triton.jit
-def _inverse_norms(X, OUT, strides, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):
-    """1 / |x| of every row of X [B, H, L, D], into OUT [B, H, L rounded up to PADDING]."""
-    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    x = _load(_at(X, strides, bh // H, bh % H), strides, rows, L, D, BLOCK_D)
-    tl.store(_padded(OUT, bh, L) + rows, _inverse_norm(x))
-
-
-@triton.jit
-def _padded(K_INVERSE, bh, Lk):
-    """One head's 1 / |k| from _inverse_norms, padded so that tiles are read without a mask."""
-    return K_INVERSE + bh.to(tl.int64) * (tl.cdiv(Lk, PADDING) * PADDING)
-
-
-@triton.jit
-def _scores(q, k, K_INVERSE, keys, UNIT: tl.constexpr, PRECISION: tl.constexpr):
-    """q_i . k_j, divided by |k_j| if UNIT: [rows, keys]."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if UNIT:
-        s = s * tl.load(K_INVERSE + keys)[None, :]
-    return s
-
-
-@triton.jit
-def _scale_and_bias(
-    q, SCALE, BIAS, scale_strides, bias_strides, h, rows, L, BIASED: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """The scale of a block's rows, divided by |q_i| if UNIT, and their bias."""
-    alpha = tl.load(SCALE + h * scale_strides[0] + rows * scale_strides[1], rows < L, 0.0)
-    if UNIT:
-        alpha *= _inverse_norm(q)
-    beta = alpha * 0
-    if BIASED:
-        beta = tl.load(BIAS + h * bias_strides[0] + rows * bias_strides[1], rows < L, 0.0)
-    return alpha, beta
 
 
 # Each loop over tiles runs in parts: part 0, without a mask, over the tiles that every row of a
@@ -447,109 +607,126 @@ def _visible(keys, rows, past, WINDOW: tl.constexpr):
     return visible
 
 
-@autotuned(FORWARD_BLOCKS)
+@triton.jit
+def _arguments(
+    q, K, k_stride, alpha, beta, keys, Lk, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of a tile [rows, keys]."""
+    k = _load(K, k_stride, keys, Lk, D, BLOCK_D)
+    y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if EXACT:
+        y = y * alpha[:, None]
+    return y + beta[:, None] if BIASED else y
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
-    Q, K, V, SCALE, BIAS, NORM, K_INVERSE, OUT, ROWS,
-    q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides, norm_strides,
-    B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, ROWS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr, SHIFT: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE = _padded(K_INVERSE, bh, Lk)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
-    alpha, beta = _scale_and_bias(
-        q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
-    )
+    q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
+    alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
+    beta = _saved(ROWS, _bias_at(0), bh, rows, Lq) if BIASED else alpha * 0
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     a_max = tl.full([BLOCK_M], DEAD, tl.float32)
-    z_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
-            a, z_max, rescale = _activate(
-                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, PART > 0
+            y = _arguments(
+                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
             )
+            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
+                y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
                 total, acc = total * rescale, acc * rescale[:, None]
+            a = PHI(y)
+            if PART > 0:
+                a = tl.where(visible, a, 0.0)
             if L1:
                 total += tl.sum(tl.abs(a), 1)
-            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             if v.dtype == tl.float16:  # its range is too small for unnormalised weights
                 before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
                 a, acc = a / a_max[:, None], acc * (before / a_max)[:, None]
             acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
 
     if L1:
-        gain = tl.where(total > DEAD, 1 / total, 0.0)
+        gain = tl.where(total <= DEAD, 0.0, 1 / total)
     else:
-        gain = 1 / tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < Lq, 1.0)
+        gain = _saved(ROWS, GAIN, bh, rows, Lq)
     restored = gain * a_max if V.dtype.element_ty == tl.float16 else gain
-    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * restored[:, None], D, BLOCK_D)
+    _store(_own(OUT, b, h, H, Lq, D), H * D, rows, Lq, acc * restored[:, None], D, BLOCK_D)
     if SAVE:
+        if L1:
+            _save(ROWS, GAIN, gain, bh, rows, Lq)
         if SHIFT is not None:
-            beta += SHIFT(z_max)
-        _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
-        _save(ROWS, 1, beta, bh, rows, B * H, Lq)
-        _save(ROWS, 2, gain, bh, rows, B * H, Lq)
+            _save(ROWS, _bias_at(0), beta + SHIFT(y_max), bh, rows, Lq)
 
 
-@autotuned(FORWARD_BLOCKS)
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
-    Q, K, V, SCALE, BIAS, K_INVERSE, OUT, U, ROWS,
-    q_strides, k_strides, v_strides, out_strides, scale_strides, bias_strides,
-    B, H, Lq, Lk, size, work, PHI: tl.constexpr, SHIFT: tl.constexpr, P: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr, SHIFT: tl.constexpr,
+    TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE = _padded(K_INVERSE, bh, Lk)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
-    alpha, beta = _scale_and_bias(
-        q, SCALE, BIAS, scale_strides, bias_strides, h, rows, Lq, BIASED, UNIT
-    )
+    q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
+    alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
+    beta = _saved(ROWS, _bias_at(P), bh, rows, Lq) if BIASED else alpha * 0
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row
     total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     compensation = tl.zeros([BLOCK_M], tl.float32)
-    z_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
-            a, z_max, rescale = _activate(
-                s, alpha, beta, z_max, visible, PHI, SHIFT, BIASED, PART > 0
+            y = _arguments(
+                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
             )
+            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
-                total, a_max = total * rescale, a_max * rescale
-                compensation = compensation * rescale
-            part = tl.sum(a, 1) - compensation
+                y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
+                total, compensation = total * rescale, compensation * rescale
+                a_max = a_max * rescale
+            if TOTAL is not None:
+                if PART > 0:
+                    y = tl.where(visible, y, -float("inf"))
+                part = TOTAL(y)
+                if SHIFT is None:
+                    y_max = tl.maximum(y_max, tl.max(y, 1))
+            else:
+                a = PHI(y)
+                if PART > 0:
+                    a = tl.where(visible, a, 0.0)
+                part = tl.sum(a, 1)
+                a_max = tl.maximum(a_max, tl.max(a, 1))
+            part -= compensation
             compensation = (total + part - total) - part
             total += part
-            a_max = tl.maximum(a_max, tl.max(a, 1))
     if SHIFT is not None:
-        beta += SHIFT(z_max)
+        shift = SHIFT(y_max)
+        beta, y_max = beta + shift, y_max + shift
+    if TOTAL is not None:  # the function is increasing
+        a_max = TOTAL(y_max[:, None])
     n = rows + past + 1
     if WINDOW is not None:
         n = tl.minimum(n, WINDOW)
@@ -560,106 +737,123 @@ def _forward_two_stages(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    SHIFTED: tl.constexpr = BIASED or SHIFT is not None
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
-            a, _, _ = _activate(s, alpha, beta, z_max, visible, PHI, None, BIASED, PART > 0)
-            t = _reweighted(a, gain[:, None], offset[:, None])
+            y = _arguments(
+                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, SHIFTED, D, BLOCK_D, PRECISION
+            )
+            t = _reweighted(PHI(y), gain[:, None], offset[:, None])
+            if PART > 0:
+                t = tl.where(_visible(keys[None, :], rows[:, None], past, WINDOW), t, 0.0)
             u = _power_less_one(t, P)
             w = u * t
             total_w += tl.sum(w, 1)
-            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
+            v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
             if SAVE:
                 total_u += tl.sum(u, 1)
                 acc_u = tl.dot(u.to(v.dtype), v, acc_u, input_precision=PRECISION)
 
-    inv_w = tl.where(total_w > 0, 1 / total_w, 0.0)
-    _store(_at(OUT, out_strides, b, h), out_strides, rows, Lq, acc * inv_w[:, None], D, BLOCK_D)
+    # where all weights are 0: 0 for a dead row, whose gain is 0, and NaN for a gain of NaN
+    inv_w = tl.where(total_w > 0, 1 / total_w, 0 * gain)
+    _store(_own(OUT, b, h, H, Lq, D), H * D, rows, Lq, acc * inv_w[:, None], D, BLOCK_D)
     if SAVE:
         inv_u = tl.where(total_u > 0, 1 / total_u, 0.0)
-        _store(_at(U, out_strides, b, h), out_strides, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
-        _save(ROWS, 0, alpha, bh, rows, B * H, Lq)
-        _save(ROWS, 1, beta, bh, rows, B * H, Lq)
-        _save(ROWS, 2, gain, bh, rows, B * H, Lq)
-        _save(ROWS, 3, offset, bh, rows, B * H, Lq)
-        _save(ROWS, 4, inv_w, bh, rows, B * H, Lq)
-        # E_i gain_i / n_i without its factor (dO_i . U_i - D_i)
-        _save(ROWS, 5, offset * gain * top * P * total_u * inv_w / n, bh, rows, B * H, Lq)
+        _store(_own(U, b, h, H, Lq, D), H * D, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
+        _save(ROWS, GAIN, gain, bh, rows, Lq)
+        _save(ROWS, OFFSET, offset, bh, rows, Lq)
+        _save(ROWS, WEIGHT, P * inv_w, bh, rows, Lq)
+        # E_i / n_i without its factor (dO_i . U_i - D_i)
+        _save(ROWS, COUPLING, offset * top * P * total_u * inv_w / n, bh, rows, Lq)
+        if SHIFT is not None:
+            _save(ROWS, _bias_at(P), beta, bh, rows, Lq)
 
 
 # ---- backward ----
 
 
-# A tile's dz from dp_ij = dO_i . v_j, with per-row terms that are computed once:
-# one stage    A = gain a       dz = (gain dp - delta) phi'(z), delta = gain D_i, times a's sign
-# two stages   A = inv_w t^p    dz = (t^(p-1) (slope dp - delta) - coupling) phi'(z),
-#              slope = p gain inv_w, delta = slope D_i, coupling = E_i gain_i / n_i
+# A tile's dz from dp_ij = dO'_i . v_j, with dO'_i = factor_i dO_i and delta_i = factor_i D_i:
+# one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
+# two stages   factor = p / W    A = factor t^p / p   dz = gain (t^(p-1) (dp-delta) - E / n) phi'(z)
+# with delta times a's sign in one stage, and none there without l1.
+# dv is then the sum of a or t^p / p times dO'. In float16, whose range is too small for it, dO' is
+# dO, and the factor is applied to dp and A.
 
 
 @triton.jit
 def _backward_rows(
-    DOUT, OUT, U, ROWS, TERMS, dout_strides, out_strides, B, H, L, P: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    DOUT, OUT, U, SCALED, ROWS, TERMS, dout_strides, H, L, P: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """delta and, for two stages, coupling and slope."""
+    """dO' and the TERMS of rows."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
-    dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, L, D, BLOCK_D).to(tl.float32)
-    out = _load(_at(OUT, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
+    dout = _load(_at(DOUT, dout_strides, b, h), dout_strides[2], rows, L, D, BLOCK_D)
+    dout = dout.to(tl.float32)
+    out = _load(_own(OUT, b, h, H, L, D), H * D, rows, L, D, BLOCK_D).to(tl.float32)
     along = tl.sum(dout * out, 1)
-    slope = _saved(ROWS, 2, bh, rows, B * H, L)
+    factor = _saved(ROWS, WEIGHT if P else GAIN, bh, rows, L)
     if P:
-        u = _load(_at(U, out_strides, b, h), out_strides, rows, L, D, BLOCK_D).to(tl.float32)
-        coupling = _saved(ROWS, 5, bh, rows, B * H, L) * (tl.sum(dout * u, 1) - along)
-        slope *= P * _saved(ROWS, 4, bh, rows, B * H, L)
-        _save(TERMS, 1, coupling, bh, rows, B * H, L)
-        _save(TERMS, 2, slope, bh, rows, B * H, L)
-    _save(TERMS, 0, slope * along, bh, rows, B * H, L)
+        u = _load(_own(U, b, h, H, L, D), H * D, rows, L, D, BLOCK_D).to(tl.float32)
+        coupled = _saved(ROWS, COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
+        _save(TERMS, COUPLED, coupled, bh, rows, L)
+    _save(TERMS, DELTA, factor * along, bh, rows, L)
+    if SCALED.dtype.element_ty == tl.float16:
+        _save(TERMS, FACTOR, factor, bh, rows, L)
+    else:
+        dout = dout * factor[:, None]
+    _store(_own(SCALED, b, h, H, L, D), H * D, rows, L, dout, D, BLOCK_D)
 
 
 @triton.jit
-def _row_terms(ROWS, TERMS, bh, rows, heads, L, P: tl.constexpr):
-    """The per-row terms that a tile's gradients need."""
-    alpha = _saved(ROWS, 0, bh, rows, heads, L)
-    beta = _saved(ROWS, 1, bh, rows, heads, L)
-    gain = _saved(ROWS, 2, bh, rows, heads, L)
-    delta = _saved(TERMS, 0, bh, rows, heads, L)
+def _row_terms(
+    ROWS, TERMS, bh, rows, L, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """The numbers of each row that a tile's gradients need."""
+    delta = _saved(TERMS, DELTA, bh, rows, L)
+    alpha, beta, gain, offset, coupled, factor = delta, delta, delta, delta, delta, delta
+    if EXACT:
+        alpha = _saved(ROWS, ALPHA, bh, rows, L)
+    if BIASED:
+        beta = _saved(ROWS, _bias_at(P), bh, rows, L)
     if P:
-        offset = _saved(ROWS, 3, bh, rows, heads, L)
-        inv_w = _saved(ROWS, 4, bh, rows, heads, L)
-        coupling = _saved(TERMS, 1, bh, rows, heads, L)
-        slope = _saved(TERMS, 2, bh, rows, heads, L)
-    else:
-        offset, inv_w, coupling, slope = gain, gain, gain, gain
-    return alpha, beta, gain, delta, offset, inv_w, coupling, slope
+        gain = _saved(ROWS, GAIN, bh, rows, L)
+        offset = _saved(ROWS, OFFSET, bh, rows, L)
+        coupled = _saved(TERMS, COUPLED, bh, rows, L)
+    if HALF:
+        factor = _saved(TERMS, FACTOR, bh, rows, L)
+    return alpha, beta, gain, offset, delta, coupled, factor
 
 
 @triton.jit
 def _gradients(
-    s, dp, alpha, beta, gain, delta, offset, inv_w, coupling, slope, visible, PHI: tl.constexpr,
+    y, dp, alpha, beta, gain, offset, delta, coupled, factor, visible, PHI: tl.constexpr,
     SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights and dz from s, dp and the per-row terms, which broadcast against them."""
-    z = s * alpha
+    """A tile's weights, but for their factors, and dz from products and the numbers of its rows."""
+    if EXACT:
+        y = y * alpha
     if BIASED:
-        z += beta
-    a = PHI(z)
+        y += beta
+    a = PHI(y)
+    if HALF:
+        dp = dp * factor
     if P:
         t = _reweighted(a, gain, offset)
         u = _power_less_one(t, P)
-        A = u * t * inv_w
-        da = u * (slope * dp - delta) - coupling
+        A = u * t
+        dz = (u * (dp - delta) - coupled) * SLOPE(y) * gain
     else:
-        A = a * gain
-        da = slope * dp
+        A = a
         if L1:  # the gradient of sum |a|
-            da -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
-    dz = da * SLOPE(z)
+            dp -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
+        dz = dp * SLOPE(y)
+    if HALF:
+        A = A * factor
     if MASKED:
         A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
     return A, dz
@@ -679,187 +873,193 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
     return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
 
 
-@autotuned(BACKWARD_BLOCKS, reset_to_zero=["DQ"])
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
-    Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DK, DV,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, B, H, Lq, Lk, size, work,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, Lq, Lk,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr, SIGNED: tl.constexpr,
+    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
     bh, block = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    Q, DOUT = _at(Q, q_strides, b, h), _at(DOUT, dout_strides, b, h)
-    DQ = _at(DQ, dq_strides, b, h)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    Q, DOUT = _own(Q, b, h, H, Lq, D), _own(DOUT, b, h, H, Lq, D)
+    DQ = _own(DQ, b, h, H, Lq, D)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = _load(_at(K, k_strides, b, h), k_strides, keys, Lk, D, BLOCK_D)
-    v = _load(_at(V, v_strides, b, h), v_strides, keys, Lk, D, BLOCK_D)
-    inverse, unit_k = 1.0, k
-    if UNIT:
-        inverse = tl.load(_padded(K_INVERSE, bh, Lk) + keys)[:, None]
-        unit_k = (k * inverse).to(k.dtype)
-    past = Lk - Lq
+    k = _load(_at(K, k_strides, b, h), k_strides[2], keys, Lk, D, BLOCK_D)
+    v = _load(_at(V, v_strides, b, h), v_strides[2], keys, Lk, D, BLOCK_D)
+    HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
-            q = _load(Q, q_strides, rows, Lq, D, BLOCK_D)
-            dout = _load(DOUT, dout_strides, rows, Lq, D, BLOCK_D)
-            alpha, beta, gain, delta, offset, inv_w, coupling, slope = _row_terms(
-                ROWS, TERMS, bh, rows, B * H, Lq, P
+            q = _load(Q, H * D, rows, Lq, D, BLOCK_D)
+            dout = _load(DOUT, H * D, rows, Lq, D, BLOCK_D)
+            alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
+                ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
             )
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            if UNIT:
-                s = s * inverse
+            y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             A, dz = _gradients(
-                s, dp, alpha[None, :], beta[None, :], gain[None, :], delta[None, :],
-                offset[None, :], inv_w[None, :], coupling[None, :], slope[None, :],
+                y, dp, alpha[None, :], beta[None, :], gain[None, :], offset[None, :],
+                delta[None, :], coupled[None, :], factor[None, :],
                 _visible(keys[:, None], rows[None, :], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                BIASED, PART > 0,
+                EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            ds = (dz * alpha[None, :]).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            scaled = dz * alpha[None, :] if EXACT else dz
+            dk = tl.dot(scaled.to(q.dtype), q, dk, input_precision=PRECISION)
             if ATOMIC:
-                dq = tl.dot(tl.trans(ds), unit_k, input_precision=PRECISION)
+                dz = dz.to(k.dtype)
+                # not dot(trans(dz), k): Triton before 3.7.1 miscompiles that for Hopper
+                dq = tl.trans(tl.dot(tl.trans(k), dz, input_precision=PRECISION))
                 columns = tl.arange(0, BLOCK_D)
-                at = DQ + rows[:, None] * dq_strides[2] + columns[None, :] * dq_strides[3]
+                at = DQ + rows[:, None] * (H * D) + columns[None, :]
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
+    dk *= STEP
     if UNIT:
-        dk = _project(dk, k) * inverse
-    _store(_at(DK, dk_strides, b, h), dk_strides, keys, Lk, dk, D, BLOCK_D)
-    _store(_at(DV, dk_strides, b, h), dk_strides, keys, Lk, dv, D, BLOCK_D)
+        inverse = _saved(INVERSE, 0, bh, keys, Lk)
+        dk = _project(dk, k, inverse) * inverse[:, None]
+    if P:
+        dv *= 1 / P
+    _store(_own(DK, b, h, H, Lk, D), H * D, keys, Lk, dk, D, BLOCK_D)
+    _store(_own(DV, b, h, H, Lk, D), H * D, keys, Lk, dv, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _backward_queries(
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr,
+    SLOPE: tl.constexpr, VALUE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, LEARNT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum that the atomics would accumulate, for a block of rows; if LEARNT, the bias's
+    gradient."""
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
+    dout = _load(_own(DOUT, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
+    HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
+    alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
+        ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
+    )
+    tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dbias = tl.zeros([BLOCK_M], tl.float32)
+    for PART in tl.static_range(2 if WINDOW is None else 3):
+        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load(K, k_strides[2], keys, Lk, D, BLOCK_D)
+            v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
+            y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            _, dz = _gradients(
+                y, dp, alpha[:, None], beta[:, None], gain[:, None], offset[:, None],
+                delta[:, None], coupled[:, None], factor[:, None],
+                _visible(keys[None, :], rows[:, None], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
+                EXACT, BIASED, HALF, PART > 0,
+            )  # fmt: skip
+            if LEARNT:
+                dbias += tl.sum(dz, 1)
+            dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+    _store(_own(DQ, b, h, H, Lq, D), H * D, rows, Lq, dq, D, BLOCK_D)
+    if LEARNT:
+        _save(DBIAS, 0, VALUE * dbias, bh, rows, Lq)
 
 
 @triton.jit
 def _finish_queries(
-    SUM, DQ, Q, sum_strides, dq_strides, q_strides, H, L, UNIT: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, M: tl.constexpr,
+    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, strides, H, L, STEP: tl.constexpr, VALUE: tl.constexpr,
+    UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
-    """dq from the float32 sum that the atomics accumulated."""
+    """dq from its sum over keys and, if LEARNT, the scale's gradient, which needs the original q:
+    a scale of 0 makes q' 0."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
-    dq = _load(_at(SUM, sum_strides, b, h), sum_strides, rows, L, D, BLOCK_D)
-    if UNIT:
-        q = _load(_at(Q, q_strides, b, h), q_strides, rows, L, D, BLOCK_D)
-        dq = _project(dq, q)
-    _store(_at(DQ, dq_strides, b, h), dq_strides, rows, L, dq, D, BLOCK_D)
-
-
-@autotuned(BACKWARD_BLOCKS)
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def _backward_queries(
-    Q, K, V, DOUT, K_INVERSE, ROWS, TERMS, DQ, DSCALE, DBIAS,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, B, H, Lq, Lk, size, work,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dq of a block of rows and, if LEARNT, the gradients of scale and bias."""
-    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h = bh // H, bh % H
-    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
-    K_INVERSE = _padded(K_INVERSE, bh, Lk)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _load(_at(Q, q_strides, b, h), q_strides, rows, Lq, D, BLOCK_D)
-    dout = _load(_at(DOUT, dout_strides, b, h), dout_strides, rows, Lq, D, BLOCK_D)
-    alpha, beta, gain, delta, offset, inv_w, coupling, slope = _row_terms(
-        ROWS, TERMS, bh, rows, B * H, Lq, P
-    )
-    past = Lk - Lq
-    tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
-
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dscale, dbias = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    for PART in tl.static_range(2 if WINDOW is None else 3):
-        for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
-            keys = start + tl.arange(0, BLOCK_N)
-            k = _load(K, k_strides, keys, Lk, D, BLOCK_D)
-            v = _load(V, v_strides, keys, Lk, D, BLOCK_D)
-            s = _scores(q, k, K_INVERSE, keys, UNIT, PRECISION)
-            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-            _, dz = _gradients(
-                s, dp, alpha[:, None], beta[:, None], gain[:, None], delta[:, None],
-                offset[:, None], inv_w[:, None], coupling[:, None], slope[:, None],
-                _visible(keys[None, :], rows[:, None], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                BIASED, PART > 0,
-            )  # fmt: skip
-            if LEARNT:
-                dscale += tl.sum(dz * s, 1)
-                dbias += tl.sum(dz, 1)
-            ds = dz * alpha[:, None]
-            if UNIT:
-                ds = ds * tl.load(K_INVERSE + keys)[None, :]
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    if UNIT:
-        dq = _project(dq, q)
-        dscale *= _inverse_norm(q)
-    _store(_at(DQ, dq_strides, b, h), dq_strides, rows, Lq, dq, D, BLOCK_D)
+    dq = _load(_own(SUM, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
+    alpha = _saved(ROWS, ALPHA, bh, rows, L)
     if LEARNT:
-        _save(DSCALE, 0, dscale, bh, rows, B * H, Lq)
-        _save(DBIAS, 0, dbias, bh, rows, B * H, Lq)
+        q = _load(_at(ORIGINAL, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
+        dscale = VALUE * tl.sum(dq * q, 1)
+        if UNIT:
+            dscale *= _inverse_norm(q)
+        _save(DSCALE, 0, dscale, bh, rows, L)
+    if UNIT:
+        q = _load(_own(Q, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
+        dq = _project(dq, q, alpha)
+    dq *= (STEP * alpha)[:, None]
+    _store(_own(DQ, b, h, H, L, D), H * D, rows, L, dq, D, BLOCK_D)
 
 
 # ---- decoding: one query row against a long cache ----
 
 
 @triton.jit
+def _number(X, h, EACH: tl.constexpr):
+    """A number, given as a tensor that has one for EACH head, or as itself."""
+    return tl.load(X + h) if EACH else X
+
+
+@triton.jit
 def _decode_scores(
-    Q, K, SCALE, BIAS, Z, PARTS, q_strides, k_strides, scale_strides, bias_strides, B, H, Lk, chunk,
-    PHI: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, Lk, chunk, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """z of a chunk of the cache, and the chunk's maximum of z, sum of |phi|, and maximum of phi."""
+    """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
-    K, Z = _at(K, k_strides, b, h), Z + bh.to(tl.int64) * Lk
+    K, Y = _at(K, k_strides, b, h), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
-    q = _load(_at(Q, q_strides, b, h), q_strides, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
-    scale = tl.load(SCALE + h * scale_strides[0] + one)
-    bias = tl.load(BIAS + h * bias_strides[0] + one) if BIASED else scale * 0
+    q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
+    alpha = ARGUMENT * _number(scale, h, SCALES)
+    beta = ARGUMENT * _number(bias, h, BIASES)
     if UNIT:
-        scale *= _inverse_norm(q)
+        q = q * _inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
-    z_max = tl.full([1], -float("inf"), tl.float32)
-    for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
+    y_max = tl.full([1], -float("inf"), tl.float32)
+    end = tl.minimum(split * chunk + chunk, Lk)
+    for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        k = _load(K, k_strides, keys, Lk, D, BLOCK_D).to(tl.float32)
-        s = tl.sum(k * q, 1)
+        k = _load(K, k_strides[2], keys, Lk, D, BLOCK_D).to(tl.float32)
+        y = tl.sum(k * q, 1)
         if UNIT:
-            s = s * _inverse_norm(k)
-        inside = keys < Lk
-        tl.store(Z + keys, s * tl.sum(scale, 0) + tl.sum(bias, 0), mask=inside)
-        a, z_max, rescale = _activate(
-            s[None, :], scale, bias, z_max, inside[None, :], PHI, SHIFT, BIASED, True
-        )
+            y = y * _inverse_norm(k)
+        y = y * alpha + beta
+        visible = keys < Lk
+        tl.store(Y + keys, y, mask=visible)
+        y = y[None, :]
         if SHIFT is not None:
+            y, y_max, rescale = _shifted(y, y_max, visible[None, :], SHIFT, True)
             total, a_max = total * rescale, a_max * rescale
+        a = tl.where(visible[None, :], PHI(y), 0.0)
         total += tl.sum(tl.abs(a), 1)
         a_max = tl.maximum(a_max, tl.max(a, 1))
     at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
-    tl.store(at, z_max)
+    tl.store(at, y_max)
     tl.store(at + 1, total)
     tl.store(at + 2, a_max)
 
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Z, PARTS, NORM, SUMS, v_strides, norm_strides, B, H, Lk, chunk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    V, Y, PARTS, norm, SUMS, v_strides, H, Lk, chunk, PHI: tl.constexpr, SHIFT: tl.constexpr,
+    VALUE: tl.constexpr, NORMS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
-    V, Z = _at(V, v_strides, b, h), Z + bh.to(tl.int64) * Lk
+    V, Y = _at(V, v_strides, b, h), Y + bh.to(tl.int64) * Lk
     parts = tl.arange(0, SPLITS)
     exists = parts < tl.num_programs(1)
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
@@ -867,33 +1067,34 @@ def _decode_values(
     a_max = tl.load(PARTS + parts * 3 + 2, mask=exists, other=0.0)
     shift = 0.0
     if SHIFT is not None:
-        z_max = tl.load(PARTS + parts * 3, mask=exists, other=-float("inf"))
-        shift = SHIFT(tl.max(z_max, 0))
-        rescale = exp(shift - SHIFT(z_max))
+        y_max = tl.load(PARTS + parts * 3, mask=exists, other=-float("inf"))
+        shift = SHIFT(tl.max(y_max, 0))
+        rescale = tl.exp2(shift - SHIFT(y_max))
         total, a_max = total * rescale, a_max * rescale
     total, a_max = tl.sum(total, 0), tl.max(a_max, 0)
     gain, offset, _ = _second_stage(total, a_max, Lk.to(tl.float32))
     if not P:
         if L1:
-            gain = tl.where(total > DEAD, 1 / total, 0.0)
+            gain = tl.where(total <= DEAD, 0.0, 1 / total)
         else:
-            gain = 1 / tl.load(NORM + h * norm_strides[0])
+            gain = 1 / (VALUE * _number(norm, h, NORMS))
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
-    for start in range(split * chunk, tl.minimum(split * chunk + chunk, Lk), BLOCK_N):
+    end = tl.minimum(split * chunk + chunk, Lk)
+    for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        a = PHI(tl.load(Z + keys, mask=keys < Lk, other=0.0) + shift)
+        a = PHI(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)
         if P:
             t = _reweighted(a, gain, offset)
-            w = _power_less_one(t, P) * t
+            w = _power_less_one(t, P) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
-            keep = w * Lk > 2.0**-24
+            skip = w * Lk <= 2.0**-24
         else:
             w = gain * a
-            keep = w != 0
-        keep = keep & (keys < Lk)
-        w = tl.where(keep, w, 0.0)
+            skip = w == 0
+        skip = skip | (keys >= Lk)
+        w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
-        v = _load(V, v_strides, tl.where(keep, keys, Lk), Lk, D, BLOCK_D)
+        v = _load(V, v_strides[2], tl.where(skip, Lk, keys), Lk, D, BLOCK_D)
         acc += tl.sum(w[:, None] * v.to(tl.float32), 0)
     SUMS += (bh.to(tl.int64) * tl.num_programs(1) + split) * (BLOCK_D + 1)
     tl.store(SUMS + tl.arange(0, BLOCK_D), acc)
@@ -911,7 +1112,7 @@ def _decode_sum(
     acc = tl.sum(tl.load(at + columns[None, :], mask=(parts < splits)[:, None], other=0.0), 0)
     if P:
         total_w = tl.sum(tl.load(SUMS + parts * (BLOCK_D + 1) + BLOCK_D, parts < splits, 0.0), 0)
-        acc *= tl.where(total_w > 0, 1 / total_w, 0.0)
+        acc *= tl.where(total_w <= 0, 0.0, 1 / total_w)
     at = OUT + bh.to(tl.int64) * D + columns
     tl.store(at, acc.to(OUT.dtype.element_ty), mask=columns < D)
 
@@ -924,13 +1125,13 @@ def _device(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _phi(name: str, dtype: torch.dtype) -> tuple:
+def _phi(name: str, dtype: torch.dtype) -> Function:
     """The entry of PHIS for inputs of this dtype."""
     return PHIS[name] if dtype.itemsize > 2 else PHIS.get(f"{name}16", PHIS[name])
 
 
-def _block_d(d: int) -> int:
-    return max(16, triton.next_power_of_2(d))
+def _head(d: int) -> dict[str, int]:
+    return dict(D=d, BLOCK_D=max(16, triton.next_power_of_2(d)))
 
 
 def _precision() -> str:
@@ -948,145 +1149,161 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(B, L, H, d, dtype=dtype).transpose(1, 2)
 
 
-def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
-    """The kernels' size arguments for q [B, H, Lq, d] and k [B, H, Lk, d]."""
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    size, work = Lk.bit_length(), (B * H * Lq).bit_length()
-    return dict(B=B, H=H, Lq=Lq, Lk=Lk, size=size, work=work)
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride()[:3]
+
+
+def _numbers(q: Tensor, count: int) -> Tensor:
+    """That many float32 numbers for each row of q."""
+    return q.new_empty(count * q.shape[0] * q.shape[1] * q.shape[2], dtype=torch.float32)
 
 
 def _outputs(
-    q: Tensor, k: Tensor, p: float, unit: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, p: float, biased: bool, unit: bool, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised outputs of _forward."""
-    (B, H, Lq, _), Lk = q.shape, k.shape[2]
     u = _like(q) if save and p else q.new_empty(0)
-    rows = q.new_empty((6 if p else 3) * B * H * Lq if save else 0, dtype=torch.float32)
-    padded = triton.cdiv(Lk, PADDING.value) * PADDING.value
-    k_inverse = q.new_empty((B, H, padded) if unit else 0, dtype=torch.float32)
-    return _like(q), u, rows, k_inverse
+    unit_k = _like(k) if unit else k.new_empty(0)
+    return _like(q), u, _like(q), unit_k, _numbers(q, (5 if p else 2) + biased), _numbers(k, unit)
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     phi: str, shifted: bool, p: float, unit: bool, signed: bool, window: int | None, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output and, for the backward pass, U, the row vectors and 1 / |k|."""
-    B, H, Lq, d = q.shape
-    function, _, shift = _phi(phi, q.dtype)
-    l1 = norm is None
-    out, u, rows, k_inverse = _outputs(q, k, p, unit, save)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
+    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    function, biased, l1 = _phi(phi, q.dtype), bias is not None, norm is None
+    exact = not (unit or function.smooth)
+    outputs = _outputs(q, k, p, biased or shifted, unit, save)
+    out, u, scaled_q, unit_k, rows, inverse = outputs
+    head, shift = _head(d), function.shift if shifted else None
     with _device(q):
-        sizes, head = _sizes(q, k), dict(D=d, BLOCK_D=_block_d(d))
-        if unit:
-            _inverse_norms[B * H, k_inverse.shape[2] // 64](
-                k, k_inverse, k.stride(), H, k.shape[2], M=64, **head
-            )
-        constants = dict(
-            PHI=function, SHIFT=shift if shifted else None, BIASED=bias is not None, UNIT=unit,
-            SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
-        )  # fmt: skip
-
-        def grid(meta):
-            return B * H, triton.cdiv(Lq, meta["BLOCK_M"])
-
         # kernels take a tensor even for an absent argument, and do not read it
         bias, norm = (scale if x is None else x for x in (bias, norm))
+        _scale_queries[B * H, triton.cdiv(Lq, 64)](
+            q, scale, bias, norm, scaled_q, rows, _strides(q), scale.stride(), bias.stride(),
+            norm.stride(), H, Lq, ARGUMENT=function.argument, VALUE=function.value, P=_p(p), L1=l1,
+            BIASED=biased, UNIT=unit, EXACT=exact, M=64, **head,
+        )  # fmt: skip
+        if unit:
+            _normalise_keys[B * H, triton.cdiv(Lk, 64)](
+                k, unit_k, inverse, _strides(k), H, Lk, M=64, **head
+            )
+            k = unit_k
+        constants = dict(
+            PHI=function.function, SHIFT=shift, EXACT=exact, BIASED=biased, SAVE=save,
+            PRECISION=_precision(), WINDOW=window, **head,
+        )  # fmt: skip
+        sizes = _strides(k), _strides(v), H, Lq, Lk
         if p:
-            _forward_two_stages[grid](
-                q, k, v, scale, bias, k_inverse, out, u, rows, q.stride(), k.stride(), v.stride(),
-                out.stride(), scale.stride(), bias.stride(), **sizes, **constants, P=_p(p),
+            shape = block_shape(TWO_STAGES, q, phi, p)
+            _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
+                scaled_q, k, v, out, u, rows, *sizes, **constants, TOTAL=function.total, P=_p(p),
+                **shape,
             )  # fmt: skip
         else:
-            _forward_one_stage[grid](
-                q, k, v, scale, bias, norm, k_inverse, out, rows, q.stride(), k.stride(),
-                v.stride(), out.stride(), scale.stride(), bias.stride(), norm.stride(),
-                **sizes, **constants, L1=l1,
-            )  # fmt: skip
-    return out, u, rows, k_inverse
+            shape = block_shape(ONE_STAGE, q, phi, p)
+            _forward_one_stage[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
+                scaled_q, k, v, out, rows, *sizes, **constants, L1=l1, **shape
+            )
+    return outputs
 
 
 @_forward.register_fake
 def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save):
-    return _outputs(q, k, p, unit, save)
+    return _outputs(q, k, p, bias is not None or shifted, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, u: Tensor, rows: Tensor,
-    k_inverse: Tensor, phi: str, p: float, unit: bool, signed: bool, window: int | None, l1: bool,
-    biased: bool, learnt: bool,
+    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    u: Tensor, rows: Tensor, inverse: Tensor, phi: str, p: float, unit: bool, signed: bool,
+    window: int | None, l1: bool, biased: bool, learnt_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, if learnt, the gradients of scale and bias, [B, H, Lq]."""
+    """dq, dk, dv and, where they are learnt, the gradients of scale and bias, [B, H, Lq].
+
+    q is q', and k is k / |k| if `unit`; the scale is learnt if the original q is given.
+    """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
-    function, slope, _ = _phi(phi, q.dtype)
-    dq, dk, dv = _like(q), _like(k), _like(k)
-    dscale, dbias = _row_gradients(q, learnt)
-    atomic = not learnt and not torch.are_deterministic_algorithms_enabled()
-    summed = _like(q, torch.float32).zero_() if atomic else dq
-    terms = q.new_empty((3 if p else 1) * B * H * Lq, dtype=torch.float32)
-    sizes = _sizes(q, k)
-    head = dict(D=d, BLOCK_D=_block_d(d))
+    dout, k, v = map(_rows_contiguous, (dout, k, v))
+    function, head = _phi(phi, q.dtype), _head(d)
+    step, learnt_scale = function.value / function.argument, original_q is not None
+    dq, dk, dv, dscale, dbias = _gradients_like(q, k, learnt_scale, learnt_bias)
+    atomic = not learnt_bias and not torch.are_deterministic_algorithms_enabled()
+    summed = _like(q, torch.float32)
+    terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
     constants = dict(
-        PHI=function,
-        SLOPE=slope,
-        SIGNED=signed,
-        P=_p(p),
-        L1=l1,
-        BIASED=biased,
-        UNIT=unit,
-        PRECISION=_precision(),
-        WINDOW=window,
+        PHI=function.function, SLOPE=function.slope, SIGNED=signed, P=_p(p), L1=l1,
+        EXACT=not (unit or function.smooth), BIASED=biased, PRECISION=_precision(), WINDOW=window,
         **head,
-    )
+    )  # fmt: skip
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, rows, terms, dout.stride(), out.stride(), B, H, Lq, P=_p(p), M=64, **head
-        )  # fmt: skip
-        saved = q, k, v, dout, k_inverse, rows, terms
-        strides = q.stride(), k.stride(), v.stride(), dout.stride()
-        _backward_keys[lambda meta: (B * H, triton.cdiv(Lk, meta["BLOCK_N"]))](
-            *saved, summed, dk, dv, *strides, summed.stride(), dk.stride(), **sizes, **constants,
-            ATOMIC=atomic,
-        )  # fmt: skip
+            dout, out, u, scaled_dout, rows, terms, _strides(dout), H, Lq, P=_p(p), M=64, **head
+        )
         if atomic:
-            _finish_queries[B * H, triton.cdiv(Lq, 64)](
-                summed, dq, q, summed.stride(), dq.stride(), q.stride(), H, Lq, UNIT=unit, M=64,
-                **head,
+            summed.zero_()
+        sizes = _strides(k), _strides(v), H, Lq, Lk
+        shape = block_shape(KEYS, q, phi, p)
+        _backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
+            q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, *sizes, **constants,
+            STEP=step, UNIT=unit, ATOMIC=atomic, **shape,
+        )  # fmt: skip
+        if not atomic:
+            shape = block_shape(QUERIES, q, phi, p)
+            _backward_queries[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
+                q, k, v, scaled_dout, rows, terms, summed, dbias, *sizes, **constants,
+                VALUE=function.value, LEARNT=learnt_bias, **shape,
             )  # fmt: skip
-        else:
-            _backward_queries[lambda meta: (B * H, triton.cdiv(Lq, meta["BLOCK_M"]))](
-                *saved, dq, dscale, dbias, *strides, dq.stride(), **sizes, **constants,
-                LEARNT=learnt,
-            )  # fmt: skip
+        original_q = q if original_q is None else _rows_contiguous(original_q)
+        _finish_queries[B * H, triton.cdiv(Lq, 64)](
+            summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, STEP=step,
+            VALUE=function.value, UNIT=unit, LEARNT=learnt_scale, M=64, **head,
+        )  # fmt: skip
     return dq, dk, dv, dscale, dbias
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, u, rows, k_inverse, phi, p, unit, signed, window, l1, biased, learnt):
-    return _like(q), _like(k), _like(k), *_row_gradients(q, learnt)
+def _(
+    dout, original_q, q, k, v, out, u, rows, inverse, phi, p, unit, signed, window, l1, biased,
+    learnt_bias,
+):  # fmt: skip
+    return _gradients_like(q, k, original_q is not None, learnt_bias)
 
 
-def _row_gradients(q: Tensor, learnt: bool) -> tuple[Tensor, Tensor]:
-    shape = q.shape[:3] if learnt else (0,)
-    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+def _gradients_like(
+    q: Tensor, k: Tensor, learnt_scale: bool, learnt_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dscale, dbias = (
+        q.new_empty(q.shape[:3] if learnt else (0,), dtype=torch.float32)
+        for learnt in (learnt_scale, learnt_bias)
+    )
+    return _like(q), _like(k), _like(k), dscale, dbias
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, scale, bias, norm, phi, _, p, unit, signed, window, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.constants = phi, p, unit, signed, window, norm is None, bias is not None
+    q, k, v, _, bias, norm, phi, shifted, p, unit, signed, window, _ = inputs
+    out, u, scaled_q, unit_k, rows, inverse = output
+    original_q = q if ctx.needs_input_grad[3] else None
+    ctx.save_for_backward(original_q, scaled_q, unit_k if unit else k, v, out, u, rows, inverse)
+    biased = bias is not None or shifted
+    ctx.constants = phi, p, unit, signed, window, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _call_backward(ctx, dout, *_):
-    q, k, v, out, *saved = ctx.saved_tensors
-    learnt = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    dq, dk, dv, dscale, dbias = _backward(dout, q, k, v, out, *saved, *ctx.constants, learnt)
+    learnt_bias = ctx.needs_input_grad[4]
+    dq, dk, dv, dscale, dbias = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt_bias)
     dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
-    dbias = dbias.sum(0) if ctx.needs_input_grad[4] else None
+    dbias = dbias.sum(0) if learnt_bias else None
     return dq, dk, dv, dscale, dbias, *(None,) * 8
 
 
@@ -1100,30 +1317,30 @@ def _decode(
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk = q.shape, k.shape[2]
-    function, _, shift = _phi(phi, q.dtype)
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    function, head = _phi(phi, q.dtype), _head(d)
     block_n = 16 if INTERPRETED else 64
     programs = 4 * _processors(q.device)
     wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
     chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
     splits = triton.cdiv(Lk, chunk)
-    block_d = _block_d(d)
-    z = q.new_empty(B, H, Lk, dtype=torch.float32)
+    y = q.new_empty(B, H, Lk, dtype=torch.float32)
     parts = q.new_empty(B, H, splits, 3, dtype=torch.float32)
-    sums = q.new_empty(B, H, splits, block_d + 1, dtype=torch.float32)
+    sums = q.new_empty(B, H, splits, head["BLOCK_D"] + 1, dtype=torch.float32)
     out = _like(q)
-    biased, l1 = bias is not None, norm is None
-    bias, norm = (scale if x is None else x for x in (bias, norm))
-    head = dict(D=d, BLOCK_D=block_d)
-    constants = dict(PHI=function, SHIFT=shift if shifted else None, BLOCK_N=block_n, **head)
+    shift = function.shift if shifted else None
+    constants = dict(PHI=function.function, SHIFT=shift, BLOCK_N=block_n, **head)
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
+    scales, biases, norms = (_one_row(x) for x in (scale, bias, norm))
     with _device(q):
         _decode_scores[B * H, splits](
-            q, k, scale, bias, z, parts, q.stride(), k.stride(), scale.stride(), bias.stride(),
-            B, H, Lk, chunk, BIASED=biased, UNIT=unit, **constants,
+            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, Lk, chunk,
+            ARGUMENT=function.argument, SCALES=isinstance(scales, Tensor),
+            BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, z, parts, norm, sums, v.stride(), norm.stride(), B, H, Lk, chunk, P=_p(p),
-            L1=l1, **constants, **reduced,
+            v, y, parts, norms, sums, _strides(v), H, Lk, chunk, VALUE=function.value,
+            NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
         )  # fmt: skip
         _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
     return out
@@ -1132,6 +1349,15 @@ def _decode(
 @_decode.register_fake
 def _(q, k, v, scale, bias, norm, phi, shifted, p, unit):
     return _like(q)
+
+
+def _one_row(x: Tensor | None) -> Tensor | float:
+    """[H] of x [H, 1], or a number where x is on the CPU and has one for all heads."""
+    if x is None:
+        return 0.0
+    if x.is_cpu and (x.shape[0] == 1 or x.stride(0) == 0):
+        return x[0, 0].item()
+    return x[:, 0].contiguous()
 
 
 def _processors(device: torch.device) -> int:
@@ -1149,14 +1375,15 @@ def attend(
     The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq] of any strides;
     without norm it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of
     stage 2, or None; `unit` normalises q and k to unit length; `signed` means that phi may be
-    negative; `window` is the number of keys that each row sees, or None. A single query sees all k.
-    Gradients flow to q, k, v, scale and bias.
+    negative; `window` is the number of keys that each row sees, or None. A single query sees all k,
+    and its scale, bias and norm may be on the CPU, one for all heads. Gradients flow to q, k, v,
+    scale and bias.
     """
     p = 0.0 if p is None else float(p)
-    if shifted and bias is None:
-        bias = scale.new_zeros(1).expand(scale.shape)
     learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
+    scale = scale.to(q.device)
+    bias, norm = (x if x is None else x.to(q.device) for x in (bias, norm))
     return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save)[0]

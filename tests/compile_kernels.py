@@ -1,160 +1,284 @@
-"""Compile the kernels for NVIDIA's A100 and H100 without a GPU, each block shape at least once.
+"""Launch the kernels on a GPU that is not there, and count what their machine code takes.
 
-tests/test_kernels.py runs this in a separate process, with Triton's interpreter off. Prints
-registers, bytes spilled and shared memory of every kernel, and the instructions per score of each
-loop over tiles, those without a mask first: python -m tests.compile_kernels
+A driver that loads and runs nothing stands in for CUDA's. A layer's forward pass, backward pass and
+decoding run as on a GPU of the given capability, and Triton compiles every kernel that they launch,
+so that mistakes of the host's code, of the choice of block shapes and of compilation show without a
+GPU.
+
+python -m tests.compile_kernels             counts as below, and compares with results/kernels.json
+python -m tests.compile_kernels --update    writes what the installed Triton gives into that file
+python -m tests.compile_kernels --rows      launches every row of the table, and counts nothing
+
+For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
+whether the assembler serialises its asynchronous matrix products (warnings such as C7515), how
+many instructions overwrite a register that such a product may not have read yet, and, for each loop
+over tiles, those without a mask first, the instructions and the sum of their stall counts (the
+clocks that a warp waits before its next one) for a score. All this is of Triton's own assembler.
 """
 
-import itertools
+import argparse
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
 
-import kernels
+import attention
+from tests.helpers import ROWS, small_config
+from tests.textbook import build
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FLOAT32 = {
-    "SCALE", "BIAS", "NORM", "K_INVERSE", "ROWS", "TERMS", "DSCALE", "DBIAS", "SUM", "Z", "PARTS",
-    "SUMS",
-}  # fmt: skip
+TABLE = Path(__file__).parent.parent / "results/kernels.json"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+# (capability, row, head size) of the table; the first is that of a quick run
+COUNTED = [
+    (capability, row, d)
+    for row in ("lssar_p15.py", "lssa.py", "sigmoid.py", "relu_li.py")
+    for d in (64, 128)
+    for capability in (90, 80)
+]
+QUICK = COUNTED[:1]
 
 
-def compile_for(
-    capability: int, kernel, constants: dict, options: dict, *, atomic: bool = False,
-    ones: bool = False, dtype: str = "bf16",
-) -> str:  # fmt: skip
-    """Compile a kernel for inputs whose rows are contiguous; returns a line of what it takes.
+class Driver:
+    """A CUDA driver without a GPU. A device's number is its capability."""
 
-    With `ones` for sizes of 1, each of which Triton makes a constant unless it is told not to.
+    def __init__(self) -> None:
+        self.device = 90
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.device, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[device]}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        return None, None, 0, 0, 1024
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+driver = Driver()
+
+
+def launches(
+    capability: int, row: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
+) -> list[tuple[str, dict, CompiledKernel]]:
+    """What a row's forward and backward pass and its decoding launch.
+
+    Each is a kernel's name, the options of its launch, and the compiled kernel.
     """
-    while not isinstance(kernel, triton.JITFunction):
-        kernel = kernel.fn
-    signature, values, alignment = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[i,] = "constexpr", constants[name]
-        elif name.endswith("strides"):
-            dimensions = 2 if name[:4] in ("scal", "bias", "norm") else 4
-            signature[name] = ("i32",) * (dimensions - 1) + ("constexpr",)
-            values[i, dimensions - 1] = 1
-            for j in range(dimensions - 1):
-                alignment[i, j] = [["tt.divisibility", 16]]
-        elif name.isupper() and name not in ("B", "H", "L"):
-            summed = name in FLOAT32 or (name == "DQ" and atomic)
-            signature[name] = "*fp32" if summed else f"*{dtype}"
-            alignment[i,] = [["tt.divisibility", 16]]
-        elif ones and not kernel.params[i].do_not_specialize:
-            signature[name], values[i,] = "constexpr", 1
-        else:
-            signature[name] = "i32"
-    source = ASTSource(kernel, signature, values, alignment)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=options)
-    assert compiled.metadata.shared <= SHARED_MEMORY[capability], kernel.__name__
-    cubin, instructions = compiled.asm["cubin"], ""
-    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", dump(cubin, "-res-usage")).groups()
-    if "BLOCK_M" in constants:
-        scores = constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * compiled.metadata.num_warps)
-        counts = ", ".join(f"{n / scores:.1f}" for n in loops(dump(cubin, "-sass")))
-        instructions = f"; instructions a score: {counts}"
-    return (
-        f"sm_{capability} {kernel.__name__:20} {constants.get('BLOCK_M', '')} x "
-        f"{constants.get('BLOCK_N', '')}: {registers} registers, {spilled} bytes spilled, "
-        f"{compiled.metadata.shared} bytes shared{instructions}"
-    )
-
-
-def dump(cubin: bytes, what: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [CUOBJDUMP, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def loops(sass: str) -> list[int]:
-    """The number of instructions in each innermost loop that has at least 100."""
-    code = re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", sass)
-    places = {int(address, 16): place for place, (address, _) in enumerate(code)}
+    driver.device = capability
+    triton.runtime.driver.set_active(driver)
     found = []
-    for end, (_, instruction) in enumerate(code):
-        branch = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", instruction)
-        begin = places.get(int(branch[1], 16), end) if branch else end
+    run = triton.JITFunction.run
+
+    def recorded(self, *arguments, **options):
+        compiled = run(self, *arguments, **options)
+        found.append((self.__name__.lstrip("_"), options, compiled))
+        return compiled
+
+    attn = build(row, d, *settings)
+    q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
+    triton.JITFunction.run = recorded
+    try:
+        attn._triton(q, k, v, 256, 1.0).sum().backward()
+        with torch.no_grad():
+            attn._triton(q, k, v, 256, 1.0)
+            attn._triton(q[:, :, -1:], k, v, 256, 1.0)
+    finally:
+        triton.JITFunction.run = run
+    return found
+
+
+# ---- counts ----
+
+
+def count(compiled: CompiledKernel, scores: float, assembler: str | None = None) -> dict:
+    """What a kernel's machine code takes; a thread computes `scores` of each tile."""
+    architecture = f"sm_{compiled.metadata.target.arch}".replace("sm_90", "sm_90a")
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(compiled.asm["ptx"])
+        said = output(
+            assembler or TOOLS / "ptxas", "-v", "--regAllocOptLevel=2",
+            f"--gpu-name={architecture}", source, "-o", binary,
+        )  # fmt: skip
+        code, labels = parse(output(TOOLS / "nvdisasm", "-c", "-hex", binary))
+    tiles = loops(code, labels)
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": sum(map(int, spilled)),
+        "shared": compiled.metadata.shared,
+        "serialised": "serialized" in said,
+        "overwritten": sum(overwritten([name for name, _ in loop]) for loop in tiles),
+        "instructions": [round(len(loop) / scores, 1) for loop in tiles],
+        "stalls": [round(sum(stall for _, stall in loop) / scores, 1) for loop in tiles],
+    }
+
+
+def output(*command: str | Path) -> str:
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def parse(sass: str) -> tuple[list[tuple[str, int]], dict[str, int]]:
+    """Each instruction with its stall count, and the place of each label.
+
+    The stall count is bits 105 to 108 of an instruction's 128, whose upper half is on a line of its
+    own (the encoding from Volta on, as the disassemblers of the open source describe it).
+    """
+    code: list[tuple[str, int]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/ +(.*?);", line):
+            code.append((instruction[1], 0))
+        elif upper := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
+            code[-1] = code[-1][0], int(upper[1], 16) >> 41 & 15
+    return code, labels
+
+
+def loops(code: list[tuple[str, int]], labels: dict[str, int]) -> list[list[tuple[str, int]]]:
+    """The innermost loops of at least 100 instructions."""
+    found: list[tuple[int, int]] = []
+    for end, (instruction, _) in enumerate(code):
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
+        begin = labels.get(branch[1], end) if branch else end
         if end - begin >= 100 and not any(begin <= other for other, _ in found):
             found.append((begin, end))
-    return [end - begin + 1 for begin, end in found]
+    return [code[begin : end + 1] for begin, end in found]
+
+
+def overwritten(loop: list[str]) -> int:
+    """How many instructions of a loop write a register of an asynchronous product's first operand
+    before a wait that covers it."""
+    pending: list[set[int]] = []  # of each group of products
+    group: set[int] = set()
+    found = 0
+    for instruction in loop * 2:  # a product of one round may be waited for in the next
+        name, _, operands = re.sub(r"^@!?U?P\d+ ", "", instruction).partition(" ")
+        if name.startswith("HGMMA"):
+            first, second = (operand.strip() for operand in operands.split(",")[:2])
+            if register := re.match(r"R(\d+)", second):
+                group |= set(range(int(register[1]), int(register[1]) + 4))
+            if "gsb0" in operands:
+                pending.append(group)
+                group = set()
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands.split(",")[1], 16)
+            pending = pending[len(pending) - left :] if left else []
+        elif destination := re.match(r"R(\d+)", operands):
+            wide = re.search(r"\.(64|128)\b", name)
+            begin = int(destination[1])
+            written = set(range(begin, begin + (int(wide[1]) // 32 if wide else 1)))
+            stores = name.startswith(("ST", "RED", "ATOMG", "BAR"))
+            if not stores and any(written & registers for registers in (*pending, group)):
+                found += 1
+    return found
+
+
+def counted(capability: int, row: str, d: int) -> dict[str, dict]:
+    """The part of the table for a row at a head size on a GPU."""
+    found = {}
+    for name, options, compiled in launches(capability, row, d):
+        if "BLOCK_M" in options:
+            m, n, warps = (options[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps"))
+            without = ", without gradients" if options.get("SAVE") is False else ""
+            entry = f"sm_{capability}, d {d}, {row.removesuffix('.py')}, {name}{without}"
+            found[entry] = {"shape": [m, n, warps, options["num_stages"]]}
+            found[entry] |= count(compiled, m * n / (32 * warps))
+    return found
+
+
+# ---- commands ----
 
 
 def main() -> None:
-    capabilities = itertools.cycle((90, 80))
-    sizes = dict(D=64, BLOCK_D=64, WINDOW=None)
-    jobs: list[Callable[[], str]] = []
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="LSSAR of head size 64 alone")
+    arguments = parser.parse_args()
+    # the table is of Triton's own assembler
+    os.environ["TRITON_PTXAS_PATH"] = str(TOOLS / "ptxas")
+    if arguments.rows:
+        launch_every_row()
+        return
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    before = table.get(triton.__version__, {})
+    found: dict[str, dict] = {}
+    for capability, row, d in QUICK if arguments.quick else COUNTED:
+        for name, counts in counted(capability, row, d).items():
+            print(f"{name}: {counts}", flush=True)
+            found[name] = counts
+    if arguments.update:
+        table[triton.__version__] = before | found
+        write(table)
+    elif not before:
+        print(f"{TABLE.name} has nothing of Triton {triton.__version__}: nothing is compared")
+    else:
+        changed = {name: before.get(name) for name in found if found[name] != before.get(name)}
+        for name, counts in changed.items():
+            print(f"{name} was {counts}")
+        if changed:
+            sys.exit(f"{len(changed)} kernels differ from the table: --update, if it is on purpose")
 
-    def compile_row(kernel, config, phi, *, forward=False, atomic=False, dtype="bf16", **constants):
-        inputs = torch.float32 if dtype == "fp32" else torch.bfloat16
-        function, slope, shift = kernels._phi(phi, inputs)
-        unit = phi == "softplus"
-        constants |= dict(PHI=function, UNIT=unit, BIASED=not unit, PRECISION="ieee")
-        last = dict(SHIFT=None if unit else shift) if forward else dict(SLOPE=slope, SIGNED=False)
-        constants |= last
-        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        constants = config.kwargs | sizes | constants
-        target = next(capabilities)
-        jobs.append(
-            partial(compile_for, target, kernel, constants, options, atomic=atomic, dtype=dtype)
-        )
 
-    for config in kernels.FORWARD_BLOCKS:
-        compile_row(kernels._forward_two_stages, config, "softplus", forward=True, P=15, SAVE=True)
-    for config in kernels.BACKWARD_BLOCKS:
-        compile_row(
-            kernels._backward_keys, config, "softplus", atomic=True, P=15, L1=True, ATOMIC=True
-        )
-    first, last = kernels.FORWARD_BLOCKS[0], kernels.BACKWARD_BLOCKS[-1]
-    for phi in ("softplus", "exp"):
-        compile_row(kernels._forward_one_stage, first, phi, forward=True, L1=True, SAVE=True)
-        compile_row(kernels._backward_queries, last, phi, P=0, L1=False, LEARNT=True)
-    compile_row(kernels._forward_two_stages, first, "exp", forward=True, P=2.5, SAVE=False)
-    (small,) = kernels.FLOAT32_BLOCKS
-    exact = dict(P=15, dtype="fp32")
-    compile_row(kernels._forward_two_stages, small, "softplus", forward=True, SAVE=True, **exact)
-    compile_row(
-        kernels._backward_keys, small, "softplus", atomic=True, L1=True, ATOMIC=True, **exact
-    )
-    phi = kernels.softplus16
-    small = [
-        (kernels._inverse_norms, dict(M=64)),
-        (kernels._backward_rows, dict(P=15, M=64)),
-        (kernels._finish_queries, dict(UNIT=True, M=64)),
-        (kernels._decode_scores, dict(PHI=phi, SHIFT=None, BIASED=False, UNIT=True, BLOCK_N=64)),
-        (kernels._decode_values, dict(PHI=phi, SHIFT=None, P=15, L1=True, BLOCK_N=64, SPLITS=64)),
-        (kernels._decode_sum, dict(P=15, SPLITS=64)),
+def write(table: dict) -> None:
+    """One kernel a line, so that a change shows as the lines of what changed."""
+    releases = []
+    for release, entries in sorted(table.items()):
+        lines = (f"    {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
+        releases.append(f"  {json.dumps(release)}: {{\n" + ",\n".join(lines) + "\n  }")
+    TABLE.write_text("{\n" + ",\n".join(releases) + "\n}\n")
+
+
+def launch_every_row() -> None:
+    fused = [
+        row
+        for row in ROWS
+        if attention.kernel_obstacle(attention.VARIANTS[small_config(row).attention], 64) is None
     ]
-    for kernel, constants in small:
-        for ones in [False, True] if "decode" in kernel.__name__ else [False]:
-            target = next(capabilities)
-            jobs.append(partial(compile_for, target, kernel, sizes | constants, {}, ones=ones))
-    windowed = dict(P=15, WINDOW=300)
-    compile_row(kernels._forward_two_stages, first, "softplus", forward=True, SAVE=True, **windowed)
-    compile_row(
-        kernels._backward_keys, last, "softplus", atomic=True, L1=True, ATOMIC=True, **windowed
-    )
-    compile_row(kernels._backward_queries, last, "softplus", L1=True, LEARNT=True, **windowed)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in pool.map(lambda job: job(), jobs):
-            print(line)
+    for row in fused:
+        for capability in (90, 80):
+            launch_row(capability, row, 64)
+    for row in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
+        for dtype in (torch.float16, torch.float32):
+            launch_row(86, row, 128, dtype)
+        launch_row(90, row, 24, torch.bfloat16, "--window=100")
+        torch.use_deterministic_algorithms(True)
+        launch_row(80, row, 128)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        for capability in (86, 80, 90):
+            launch_row(capability, row, 128, torch.float32)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def launch_row(capability: int, row: str, d: int, dtype=torch.bfloat16, *settings: str) -> None:
+    names = [name for name, _, _ in launches(capability, row, d, dtype, *settings)]
+    print(f"sm_{capability}, d {d}, {row}, {dtype}, {settings}: {len(names)} launches", flush=True)
 
 
 if __name__ == "__main__":

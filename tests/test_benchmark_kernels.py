@@ -1,5 +1,8 @@
 """What a CPU can check: the alternatives compute what they are compared with, and refusals."""
 
+import json
+import re
+
 import pytest
 import torch
 
@@ -22,8 +25,8 @@ def test_two_flex_attention_calls_are_lssar(small):
 def test_softmax_peers_are_softmax(small):
     q, k, v, _ = benchmark_kernels.inputs(2, 64, 64, "cpu", torch.float32)
     ours = benchmark_kernels.layer("softmax")(q, k, v)
-    torch.testing.assert_close(benchmark_kernels.default_sdpa(q, k, v), ours)
     torch.testing.assert_close(benchmark_kernels.flash(q, k, v), ours)
+    torch.testing.assert_close(benchmark_kernels.softmax_flex(64, "cpu")(q, k, v), ours)
 
 
 def test_every_figure_has_its_target(small):
@@ -44,3 +47,48 @@ def test_without_a_gpu_it_is_refused(call, capsys, tmp_path, options):
         call(benchmark_kernels, *options, "--out", tmp_path / "gpu.json")
     assert stop.value.code == 2 and "NVIDIA GPU" in capsys.readouterr().err
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_a_figure_measured_again_takes_the_place_of_the_earlier_one():
+    result: dict = {}
+    for length, ms in ((64, 3.0), (128, 5.0), (64, 2.0)):
+        figure = benchmark_kernels.row("lssa", "training", (1, 2, length, 16), [ms], [1.0])
+        benchmark_kernels.add(result, "attention", figure)
+    figures = result["attention"]["figures"]
+    assert [(f["shape"][2], f["ms"]) for f in figures] == [(128, 5.0), (64, 2.0)]
+
+
+def test_the_model_prints_every_kernel_beside_its_target(call, capsys):
+    """From the committed counts, for each release of Triton."""
+    call(benchmark_kernels, "--model")
+    printed = capsys.readouterr().out
+    table = json.loads(benchmark_kernels.TABLE.read_text())
+    for release in table:
+        assert f"Triton {release}" in printed
+    ratios = re.findall(
+        r"(lssar_p15|lssa) +(training|forward) +([0-9.]+)(?:  target ([0-9.]+))?", printed
+    )
+    assert len(ratios) == 4 * len(table)
+    for name, what, ratio, target in ratios:
+        assert 0.5 < float(ratio) < 3
+        if (name, what) in benchmark_kernels.TARGETS:
+            assert float(target) == benchmark_kernels.TARGETS[name, what][0]
+
+
+def test_a_shape_is_measured_for_one_kernel_alone(monkeypatch):
+    pytest.importorskip("triton")
+    import kernels
+    from scripts import tune_kernels
+
+    used = []
+    usual = kernels.block_shape
+
+    def block_shape(*arguments):
+        used.append(arguments[0])
+        return usual(*arguments)
+
+    monkeypatch.setattr(kernels, "block_shape", block_shape)
+    monkeypatch.setattr(tune_kernels, "HEADS", 1)
+    name, ms = tune_kernels.time_shape("relu_li", 16, kernels.KEYS, (16, 16, 4, 1), "cpu", 1, 20)
+    assert name == "sm_0, backward, keys, float32, d 16, relu" and ms > 0
+    assert set(used) == {kernels.ONE_STAGE} and kernels.block_shape is block_shape

@@ -193,3 +193,12 @@ def evaluate(attn, tensors, formula=None):
     names = ["out", "dq", "dk", "dv", *("d" + name for name in learnable)]
     found = [x.detach().double().flatten() for x in (out, *found)]
     return dict(zip(names, found, strict=True))
+
+
+def without_overflow(reference, tensors, formula, truth):
+    """What a formula that overflows in float16 gives in bfloat16, with an error in proportion."""
+    if tensors[0].dtype is not torch.float16:
+        return evaluate(reference, tensors)
+    found = evaluate(reference, [x.to(torch.bfloat16) for x in tensors], formula)
+    smaller = torch.finfo(torch.float16).eps / torch.finfo(torch.bfloat16).eps
+    return {name: exact + smaller * (found[name] - exact) for name, exact in truth.items()}
