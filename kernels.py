@@ -544,8 +544,10 @@ def _scale_queries(
     BIASED: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """q' = alpha q, or q itself if EXACT: products are then multiplied by alpha; and the ROWS that
-    are known by now."""
+    """q' = alpha q, and the ROWS that are known by now.
+
+    If EXACT, q' is q, and products with it are multiplied by alpha.
+    """
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     q = _load(_at(Q, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
@@ -938,8 +940,7 @@ def _backward_queries(
     D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum that the atomics would accumulate, for a block of rows; if LEARNT, the bias's
-    gradient."""
+    """What the atomics would sum for dq, for a block of rows; if LEARNT, the bias's gradient."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
@@ -981,8 +982,10 @@ def _finish_queries(
     UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """dq from its sum over keys and, if LEARNT, the scale's gradient, which needs the original q:
-    a scale of 0 makes q' 0."""
+    """dq from its sum over keys and, if LEARNT, the scale's gradient.
+
+    That needs the original q: a scale of 0 makes q' 0.
+    """
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dq = _load(_own(SUM, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)

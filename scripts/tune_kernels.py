@@ -11,6 +11,7 @@ process that may die of it: the next shape then gets another. A row takes some m
 import argparse
 import multiprocessing
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kernels
 from attention import Attention
@@ -72,8 +76,11 @@ def layer(name: str, d: int) -> Attention:
 def measure_shapes(
     rows: Sequence[str], device: str, batch: int, length: int, candidates: Sequence[Shape]
 ) -> Iterator[tuple[str, dict[Shape, float | str]]]:
-    """For each kernel of these rows and both head sizes, its name in a table of measured shapes and
-    the milliseconds of each candidate, or why it failed."""
+    """The milliseconds of each candidate, or why it failed.
+
+    Yields them for each kernel of these rows and both head sizes, with the kernel's name in a file
+    of measured shapes.
+    """
     jobs = [(row, d, kernel) for row in rows for d in (64, 128) for kernel in kernels_of(row)]
     pool = one_process()
     with tqdm(total=len(jobs) * len(candidates), desc="shapes") as progress:

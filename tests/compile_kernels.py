@@ -171,8 +171,10 @@ def loops(code: list[tuple[str, int]], labels: dict[str, int]) -> list[list[tupl
 
 
 def overwritten(loop: list[str]) -> int:
-    """How many instructions of a loop write a register of an asynchronous product's first operand
-    before a wait that covers it."""
+    """How many instructions of a loop overwrite the first operand of an asynchronous product.
+
+    That is, one of its registers before a wait that covers it.
+    """
     pending: list[set[int]] = []  # of each group of products
     group: set[int] = set()
     found = 0
