@@ -209,7 +209,7 @@ def scale(tmp_path):
 def commands(monkeypatch):
     """The commands that scripts.reproduce and sweep would start, run in this process; a list."""
     from scripts.common import planned
-    from scripts.reproduce import tables
+    from scripts.reproduce import measure
 
     done = []
 
@@ -225,7 +225,7 @@ def commands(monkeypatch):
         return 0
 
     monkeypatch.setattr(planned, "call", call)
-    monkeypatch.setattr(tables, "call", call)
+    monkeypatch.setattr(measure, "call", call)
     return done
 
 

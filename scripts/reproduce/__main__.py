@@ -36,8 +36,9 @@ from scripts.common.planned import (
 )
 from scripts.common.tables import summarise
 from scripts.reproduce import report
-from scripts.reproduce.tables import EXPERIMENTS, Experiment, Work, at
-from scripts.reproduce.training import FIRST_SEED, Scale, open_scale, split_p
+from scripts.reproduce.measure import at
+from scripts.reproduce.tables import EXPERIMENTS, Experiment
+from scripts.reproduce.training import FIRST_SEED, Scale, Work, open_scale, split_p
 
 
 @command

@@ -15,7 +15,7 @@ from runtime.files import read_json
 from scripts import attention_maps, benchmark, downstream, eval_length, needle
 from scripts.common.papers import LSSAR, PAPERS
 from scripts.reproduce import __main__ as reproduce
-from scripts.reproduce import tables, training
+from scripts.reproduce import measure, tables, training
 from tests.helpers import read_table
 
 
@@ -189,7 +189,7 @@ def test_needle_scores_after_fine_tuning(
         opened.run("ssmax", 1337),
     )
     squads = (str(tmp_path / f"{name}.json") for name in ("squad", "other"))
-    works = [tables.Work(opened, (), range(1337, 1338), tmp_path, squad) for squad in squads]
+    works = [training.Work(opened, (), range(1337, 1338), tmp_path, squad) for squad in squads]
     assert [len(evaluation.results(work, "ssmax")) for work in works] == [1, 0]
     # with other needles, or without all depths and the very scores, it would have to be made again
     assert evaluation.find(made)
@@ -208,9 +208,9 @@ def test_needle_scores_after_fine_tuning(
 
 def test_the_cost_of_a_step_is_a_ratio_to_softmax(reproduced, call, tmp_path, monkeypatch):
     """Table A7 unfused and fused, measured again where the settings are others than before."""
-    columns, paper = tables.Benchmark.keys, LSSAR["table_a7"]["rows"]
+    columns, paper = measure.Benchmark.keys, LSSAR["table_a7"]["rows"]
 
-    def measure(rows, *_):
+    def measured(rows, *_):
         """The paper's figures for its own setting, and half of them for the fused path."""
         half = {name: 1 if name.endswith("unfused") else 0.5 for name in rows}
         return {
@@ -218,14 +218,14 @@ def test_the_cost_of_a_step_is_a_ratio_to_softmax(reproduced, call, tmp_path, mo
             for name in rows
         }
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure", measured)
     commands = []
 
     def called(command):
         commands.append(command)
         call(benchmark, *command[3:])
 
-    monkeypatch.setattr(tables, "call", called)
+    monkeypatch.setattr(measure, "call", called)
     text = (reproduced("table_a7") / "table.md").read_text()
     assert "| train_ms | train_mb | eval_ms | eval_mb | auto train_ms |" in text
     # 169.92 over 120.48 ms

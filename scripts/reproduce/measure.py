@@ -1,0 +1,324 @@
+"""How the numbers of a table are measured, on finished runs or as the cost of a step."""
+
+import argparse
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from config import Config
+from errors import EXIT_MISTAKE, UserError
+from runtime import checkpoint
+from runtime.device import environment, pick_compile, pick_device, pick_dtype
+from runtime.files import read_json
+from scripts import benchmark, finetune_squad
+from scripts.common.papers import LSSAR
+from scripts.common.planned import PlannedRun, call, call_when_free
+from scripts.common.results import matches, read_results
+from scripts.common.runs import Request, run_facts
+from scripts.reproduce.training import Work, find_row
+
+
+def at(multiple: float, config: Config) -> int:
+    """A multiple of the training length, in tokens."""
+    return round(multiple * config.block_size)
+
+
+def stretched(multiples: tuple, prompt: int, config: Config) -> tuple:
+    """The multiples times the smallest integer at which the training length fits a prompt.
+
+    Names are unchanged.
+    """
+    factor = -(-prompt // config.block_size)
+    return tuple(m if isinstance(m, str) else m * factor for m in multiples)
+
+
+def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = None) -> dict:
+    """How to open the runs of a scale, as keywords of a request."""
+    return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the numbers of a table are measured: one request for each run, and its columns."""
+
+    keys: tuple  # columns: multiples of the training length, or names
+    request: Callable[[Config], Request]  # at this scale
+    values: Callable[[dict, Config], list[float]]  # columns of what `Request.select` returns
+    better: str | tuple[str, ...] | None = "lower"  # a tuple: for each column
+    digits: int = 4
+    finetuned: bool = False  # on SQuAD before measuring
+    prompt: Callable[[Config], int] = lambda config: 1  # the shortest length that fits it
+    control: Callable[[Any, Config], Request | None] = lambda request, config: None
+    views: Mapping[str, dict] = field(default_factory=dict)  # changes of the request, by name
+    refuse: Callable[[Config], object] = lambda config: None  # may raise UserError
+
+    trained, compare = True, "difference"
+
+    def columns(self, config: Config) -> tuple:
+        """The keys at this scale."""
+        return stretched(self.keys, self.prompt(config), config)
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        factor, *_ = stretched((1,), self.prompt(config), config)
+        if factor == 1:
+            return ()
+        return (
+            f"The paper's lengths begin at the training length. Here they begin at {factor} times "
+            f"that, and are all {factor} times as long, since the prompt takes "
+            f"{self.prompt(config)} tokens.",
+        )
+
+    def request_of(self, run: PlannedRun) -> Request:
+        """The request for a row, which may name a view, as softmax:yarn does."""
+        changes = self.views[run.view] if run.view else {}
+        return replace(self.request(run.config), **changes)
+
+    def command(self, request: Request) -> list[str]:
+        return [sys.executable, "-m", f"scripts.{request.script}", *request.arguments()]
+
+    def check(self, work: Work) -> None:
+        """Raise UserError for anything that would be refused after training."""
+        if self.finetuned and not (work.squad or importlib.util.find_spec("datasets")):
+            raise UserError(
+                "SQuAD needs a library: pip install datasets, or give --squad its train-v2.0.json"
+            )
+        if self.finetuned and work.squad and not Path(work.squad).is_file():
+            raise UserError(f"--squad {work.squad}: no such file")
+        if work.missing_shards or not all(self.find(run) for run in work.runs):
+            self.refuse(work.scale.config)
+            if not work.missing_shards:
+                self.request(work.scale.config).check(work.scale.config)
+        for run in work.runs if self.finetuned else ():
+            if problem := tuning_difference(run, work):
+                raise UserError(
+                    f"{self.folder(run)} was fine-tuned with {problem}; move it away to fine-tune "
+                    "again, or request the same as before"
+                )
+
+    def plan(self, work: Work) -> str:
+        config, epochs = work.scale.config, finetune_squad.EPOCHS
+        request = self.request(config)
+        try:
+            left = [run for run in work.runs if self.find(run) is None]
+            if not left:
+                return "to evaluate: 0 runs"
+            total = sum(
+                one.amount(run.config)
+                for run in left
+                for one in (self.request_of(run), self.control(self.request_of(run), run.config))
+                if one
+            )
+            amount = f"{len(left)} runs, {total:,} {request.unit} in all"
+        except UserError as error:
+            if not work.missing_shards:
+                raise
+            amount = f"{len(work.runs)} runs at most, {request.unit} unknown ({error})"
+        tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""
+        shown = " ".join(["python", *self.command(request)[1:]])
+        return f"to evaluate: {amount}, each {tuning}with {shown}"
+
+    def measure(self, work: Work) -> list[str]:
+        """Measure the finished runs where needed; returns a sentence for each failure."""
+        failures = []
+        for run in work.runs:
+            if not run.finished or self.find(run):
+                continue
+            code, what = 0, f"-m scripts.finetune_squad {run.folder}"
+            if self.finetuned:
+                tuning = functools.partial(finetune, run, work.squad)
+                code = call_when_free(self.folder(run), tuning)
+            if not code:
+                command = [*self.command(self.request_of(run)), str(self.folder(run))]
+                code, what = call(command), " ".join(command[1:])
+            if code == EXIT_MISTAKE:
+                raise UserError(f"{run.folder} cannot be evaluated; the message is above")
+            if code:
+                failures.append(f"python {what} ended with exit code {code}")
+        return failures
+
+    def folder(self, run: PlannedRun) -> Path:
+        return run.folder / "squad" if self.finetuned else run.folder
+
+    def find(self, run: PlannedRun) -> dict | None:
+        """The finished run's measurement, reduced to what the table needs; None without it.
+
+        That of the control, if the table has one, is in `control`.
+        """
+        folder, request = self.folder(run), self.request_of(run)
+        weights = checkpoint.newest(folder)
+        if weights is None or not run.finished or (self.finetuned and not finetuned(run)):
+            return None
+        # the saved config, as the script sees it: data_dir may be another path to the same data
+        config = checkpoint.read_config(folder)
+        measured = find_measurement(request, folder, weights, config)
+        control = self.control(request, config)
+        if measured is None or control is None:
+            return measured
+        other = find_measurement(control, folder, weights, config)
+        return other and measured | {"control": other}
+
+    def results(self, work: Work, row: str) -> list[dict]:
+        """The entries of table.json for the finished and measured runs of a row."""
+        results = []
+        for run in (work.scale.run(row, seed) for seed in work.seeds):
+            if not run.finished or run.disagreement():
+                continue
+            if self.finetuned and tuning_difference(run, work):
+                continue
+            if measured := self.find(run):
+                evaluation = measured | {"folder": str(self.folder(run))}
+                results.append(run.entry(self.values(measured, run.config), evaluation))
+        return results
+
+
+def find_measurement(
+    request: Request, folder: Path, weights: checkpoint.Found, config: Config
+) -> dict | None:
+    """The saved measurement of these weights that answers a request, reduced to it."""
+    facts = run_facts(config, weights, request) | request.facts(config)
+    measurements = [m for m in read_results(request.file(folder)) if matches(m, facts)]
+    selected = (request.select(measurement, config) for measurement in measurements)
+    return next((m for m in selected if m is not None), None)
+
+
+def machine(config: Config) -> list[str]:
+    """The options that select the device and dtype of training, unless they are automatic."""
+    settings = {"device": config.device, "dtype": config.dtype}
+    return [f"--{key}={value}" for key, value in settings.items() if value != "auto"]
+
+
+def finetuned(run: PlannedRun) -> bool:
+    folder = run.folder / "squad"
+    step = checkpoint.step(folder)
+    return step is not None and step >= checkpoint.read_config(folder).max_iters
+
+
+@functools.cache
+def squad_digest(path: str, config: Config) -> str:
+    """Hash of the examples that the runs of a scale are fine-tuned on."""
+    examples, _ = finetune_squad.encode_all(finetune_squad.read_squad(path), config, path)
+    return finetune_squad.digest(examples)
+
+
+def tuning_difference(run: PlannedRun, work: Work) -> str | None:
+    """How the existing fine-tuned run differs from the one requested; None if it does not.
+
+    That is its questions, its initial weights, or a setting, with both values.
+    """
+    folder = run.folder / "squad"
+    if checkpoint.step(folder) is None:
+        return None
+    facts = finetune_squad.read_facts(folder)
+    requested = {
+        "began_with": checkpoint.checkpoint_id(run.folder),
+        **finetune_squad.recipe(run.config, facts["examples"] if facts else 0),
+    }
+    if work.squad:
+        requested["sha256"] = squad_digest(work.squad, work.scale.config)
+    else:
+        requested["squad"] = finetune_squad.DATASET
+    saved = dict(facts or {}) | checkpoint.read_config(folder).as_dict()
+    for key, value in requested.items():
+        if saved.get(key) != value:
+            return f"{key} = {saved.get(key)!r}, not {value!r}"
+    return None
+
+
+def finetune(run: PlannedRun, squad: str | None) -> list[str] | None:
+    """The command that fine-tunes a run, or the rest of it; None if nothing is left."""
+    if finetuned(run):
+        return None
+    folder = run.folder / "squad"
+    command = [sys.executable, "-m", "scripts.finetune_squad", str(run.folder)]
+    command += [f"--out_dir={folder}", *([f"--squad={squad}"] if squad else [])]
+    command += machine(run.config)
+    return command + (["--resume"] if checkpoint.step(folder) is not None else [])
+
+
+class Benchmark:
+    """LSSAR Table A7: the cost of a step, with rows measured in turns; nothing is trained."""
+
+    keys = tuple(LSSAR["table_a7"]["columns"])
+    better, digits, trained = "lower", 1, False
+    compare = "ratio"
+
+    def check(self, work: Work) -> None:
+        pass
+
+    def columns(self, config: Config) -> tuple:
+        """The paper's columns, and the same of the path that training takes here."""
+        return self.keys + tuple(f"{config.attention_impl} {key}" for key in self.keys)
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        compiled = pick_compile(config.compile, pick_device(config.device))
+        return (
+            "The first four columns are of the paper's setting: standard PyTorch functions, one "
+            "after the other, without torch.compile, and all logits at once. The others are of "
+            f"what train.py and the evaluations use: attention_impl = {config.attention_impl}, "
+            f"{'compiled' if compiled else 'not compiled'}.",
+        )
+
+    def file(self, work: Work) -> Path:
+        return work.folder / "benchmark.json"
+
+    def arguments(self, work: Work) -> dict:
+        """The options of scripts.benchmark, by name."""
+        return {
+            "configs": [str(find_row(row).file) for row in LSSAR["table_a7"]["rows"]],
+            "scale": next(iter(work.scale.files), None),
+            "set": [setting.removeprefix("--") for setting in work.scale.settings],
+            "impls": f"unfused,{work.scale.config.attention_impl}",
+        }
+
+    def difference(self, work: Work) -> str | None:
+        """How the existing measurement differs from the one requested; None if it does not."""
+        saved, here = read_json(self.file(work)), environment()
+        if saved["environment"]["machine"] != here["machine"]:
+            return f"{saved['environment']['machine']}, not {here['machine']}"
+        requested = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
+        rows, _ = benchmark.parse_rows(requested)
+        config = next(iter(rows.values()))
+        dtype = pick_dtype(config.dtype, pick_device(config.device))
+        settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+        for key, value in settings.items():
+            # paths and logging do not affect a step
+            ignored = key in ("out_dir", "data_dir", "wandb_mode")
+            if not ignored and saved["settings"].get(key) != value:
+                return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
+        if missing := rows.keys() - saved["rows"].keys():
+            return f"no {', '.join(sorted(missing))}"
+        return None
+
+    def plan(self, work: Work) -> str:
+        steps = "steps in python -m scripts.benchmark, minutes"
+        if not self.file(work).exists():
+            return f"to measure: {steps}"
+        if difference := self.difference(work):
+            return f"to measure again: {steps}; {self.file(work)} has {difference}"
+        return f"measured before: {self.file(work)}; delete it to measure again"
+
+    def measure(self, work: Work) -> list[str]:
+        if self.file(work).exists() and not self.difference(work):
+            return []
+        work.folder.mkdir(parents=True, exist_ok=True)
+        options = self.arguments(work)
+        command = [sys.executable, "-m", "scripts.benchmark", *options["configs"]]
+        command += [f"--scale={options['scale']}"] if options["scale"] else []
+        command += [f"--set={setting}" for setting in options["set"]]
+        command += [f"--impls={options['impls']}", f"--out={self.file(work)}"]
+        if code := call(command):
+            raise UserError(f"scripts.benchmark ended with exit code {code}; its message is above")
+        return []
+
+    def results(self, work: Work, row: str) -> list[dict]:
+        measured, impls = read_json(self.file(work)), self.arguments(work)["impls"].split(",")
+        values = [measured["rows"][f"{row} {impl}"][key] for impl in impls for key in self.keys]
+        environment = measured["environment"]
+        wanted = ("shape", "dtype", "rounds")
+        how = {key: measured["settings"].get(key) for key in wanted}
+        how["environment"] = environment
+        return [{"seed": None, "values": values, "environment": environment, "evaluation": how}]
