@@ -238,6 +238,7 @@ def _make(writer: _Writer, streams: list[Stream], workers: int) -> dict:
 
             _write_stream(writer, number, stream, document, offset, state, workers, show)
             document, offset, state = 0, 0, None
+        bar.total = bar.n
 
     splits = {shard["split"] for shard in writer.done}
     tokens = sum(shard["tokens"] for shard in writer.done)
