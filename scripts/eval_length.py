@@ -415,11 +415,10 @@ def print_losses(runs: list[MeasuredRun], unit: str) -> None:
     lengths, trained = all_lengths(runs), trained_lengths(runs)
     controlled = any(run.control for run in runs)
     gain = ["gain"] if controlled else []
-    table, remarks = [["", *map(str, lengths), *gain]], ["tokens"]
+    table = [["tokens", *map(str, lengths), *gain]]
     if len(trained) == 1:
         multiples = [f"{n / length:g}x" for length in trained for n in lengths]
-        table.insert(0, ["", *multiples, *([""] if controlled else [])])
-        remarks.insert(0, "of the training length")
+        table.insert(0, ["of the training length", *multiples, *([""] * controlled)])
 
     def add(name: str, result: dict, gain: float | None = None) -> None:
         losses = dict(zip(result["lengths"], result["loss"], strict=True))
@@ -434,7 +433,7 @@ def print_losses(runs: list[MeasuredRun], unit: str) -> None:
         if run.restarted:
             add(f"  independent windows of {run.rows[0]['trained_length']}", run.restarted)
     print(f"\nvalidation loss ({unit})" + (title(runs) and f", {title(runs)}"))
-    print_table(table, width=9, remarks=remarks)
+    print_table(table, width=9)
     if controlled:
         print(MEANING)
     for run in runs:

@@ -44,7 +44,7 @@ def print_table(
         cells += [
             cell.rjust(max(w, width)) for cell, w in zip(row[left:], widths[left:], strict=True)
         ]
-        print("".join(cells) + (f"   {remarks[i]}" if i < len(remarks) else ""))
+        print(("".join(cells) + (f"   {remarks[i]}" if i < len(remarks) else "")).rstrip())
 
 
 # ---- results over seeds ----
