@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from config import Config
 from data.tokenizer import get_tokenizer
@@ -270,7 +271,9 @@ COMPONENTS = (
     "softplus_logn", "softplus_logn_p3", "softplus_logn_p15", "lssa", "lssar_p3", "lssar_p15",
     "lssa_threshold",
 )  # fmt: skip
-ROPES = {name: {"rope": name} for name in Rope.SCALINGS}
+# NTK-aware scaling with s = length / trained length is dynamic NTK, so here s is fixed
+ROPES: dict[str, dict[str, Any]] = {name: {"rope": name} for name in Rope.SCALINGS if name != "ntk"}
+ROPES["ntk16"] = {"rope": "ntk", "rope_factor": 16.0}
 EVALUATED_P = {f"p{p}": {"p": float(p)} for p in POWERS}
 LOSS = "validation loss (nats a token)"
 FIGURE_A2 = {
@@ -366,7 +369,10 @@ EXPERIMENTS = {
         "RoPE scalings and variants", LOSS,
         tuple(f"{row}:{rope}" for row in ("softmax", "ssmax", "lssar_p15") for rope in ROPES),
         loss(1, 2, 4, 8, 16, views=ROPES), report.views,
-        notes=("`softmax:yarn` are the weights of `softmax`, evaluated with YaRN.",),
+        notes=(
+            "`softmax:yarn` are the weights of `softmax`, evaluated with YaRN. Linear scaling and "
+            "YaRN take s = length / training length, `ntk16` s = 16 at every length.",
+        ),
     ),
     "loss_by_position": Experiment(
         "Loss at each position, to 16 times the training length",
