@@ -264,7 +264,7 @@ def choices(name: str) -> Collection[str]:
 def command_line() -> Config:
     """The Config of this process's command line; --help prints the settings and ends it."""
     if "--help" in sys.argv or "-h" in sys.argv:
-        print(help_text())
+        print(help_text(), flush=True)
         sys.exit()
     return load_config(sys.argv[1:])
 

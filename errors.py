@@ -1,6 +1,7 @@
 """How every command reports a user's mistake: one sentence, no traceback, and exit code 2."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -18,7 +19,8 @@ class UserError(ValueError):
 def command(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 
-    Running out of memory is reported the same way; Ctrl-C exits with 130.
+    Running out of memory is reported the same way; Ctrl-C exits with 130, output that nobody reads
+    any more, as in `| head`, with 1.
     """
 
     @functools.wraps(main)
@@ -35,6 +37,9 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
                 raise
             print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)
             sys.exit(EXIT_MISTAKE)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+            sys.exit(1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

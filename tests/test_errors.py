@@ -1,7 +1,12 @@
 """How a command ends: one sentence for a mistake, and nothing hidden of what is a bug."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from config import ROOT
 from errors import EXIT_MISTAKE, UserError, command
 
 
@@ -40,6 +45,15 @@ def test_memory_that_is_not_there_is_one_sentence(capsys, error):
 
 def test_control_c_has_the_shells_code(capsys):
     assert ends(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
+
+
+def test_output_that_nobody_reads_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), SystemExit(75)])
