@@ -3,6 +3,7 @@ import math
 import os
 import runpy
 import shutil
+import signal
 import sys
 
 import numpy as np
@@ -187,6 +188,13 @@ def corpus(tmp_path):
     write_parquet(folder / "000_00000.parquet", documents[:40])
     write_parquet(folder / "001_00000.parquet", documents[40:])
     return documents, folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def usual_signals():
+    """Under nohup, or in the background of a shell, they are ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")
