@@ -310,10 +310,11 @@ def check_causality(name: str, variant: Variant) -> None:
 class Attention(nn.Module):
     """One layer's attention, for any row of `VARIANTS`.
 
-    Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, H, Lk, d] after RoPE, Lq <= Lk: the
+    Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, Hk, Lk, d] after RoPE, Lq <= Lk: the
     queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
-    window has. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32
-    (float64 for float64 inputs), with autocast off.
+    window has. With Hk < H, each head of keys and values serves H / Hk consecutive heads of
+    queries. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64
+    for float64 inputs), with autocast off.
     """
 
     s: nn.Parameter | None
@@ -430,7 +431,8 @@ class Attention(nn.Module):
             return l2_normalise(q), l2_normalise(k), None
         dtype = torch.promote_types(k.dtype, torch.float32)
         squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
-        return l2_normalise(q), k, torch.rsqrt(squared + 1e-12)[:, :, None]
+        inverse = torch.rsqrt(squared + 1e-12).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return l2_normalise(q), k, inverse[:, :, None]
 
     def _weights(
         self,
@@ -443,7 +445,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         variant, rows = self.variant, self._rows(q, k, heads, length)
         q, k = q.to(rows.n.dtype), k.to(rows.n.dtype)
-        z = (q * (score_scale * variant.scale(rows))) @ k.mT  # [B, H, Lq, Lk]
+        z = grouped_product(q * (score_scale * variant.scale(rows)), k.mT)  # [B, H, Lq, Lk]
         if inv_key_norm is not None:
             z = z * inv_key_norm
         if variant.bias is not None:
@@ -485,7 +487,8 @@ class Attention(nn.Module):
         length: int,
         score_scale: float,
     ) -> Tensor:
-        return self._weights(q, k, inv_key_norm, heads, length, score_scale).to(v.dtype) @ v
+        A = self._weights(q, k, inv_key_norm, heads, length, score_scale)
+        return grouped_product(A.to(v.dtype), v)
 
     def _blocked(
         self,
@@ -501,19 +504,22 @@ class Attention(nn.Module):
         A block is some queries of some heads of some sequences. It reads no keys beyond its last
         query, and none before the window of its first.
         """
-        (B, H, Lq, _), Lk = q.shape, k.shape[2]
+        (B, H, Lq, _), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
         queries = min(Lq, BLOCK_QUERIES)
         most = Lk if self.window is None else min(Lk, self.window + queries - 1)  # keys of a block
         matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * most)
         heads, sequences = min(H, max(1, matrices)), max(1, matrices // H)
+        # whole groups, or equal parts of one
+        heads = heads // group * group or max(n for n in range(1, heads + 1) if group % n == 0)
         recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
 
         def block(part: tuple[slice, slice], start: int, end: int) -> Tensor:
             keys = slice(first_key(Lk - Lq + start, self.window), Lk - Lq + end)
+            theirs = part[0], slice(part[1].start // group, -(-part[1].stop // group))
             args = (
                 q[part][:, :, start:end],
-                k[part][:, :, keys],
-                v[part][:, :, keys],
+                k[theirs][:, :, keys],
+                v[theirs][:, :, keys],
                 None if inv_key_norm is None else inv_key_norm[part],
                 part[1],
                 length,
@@ -579,7 +585,9 @@ class Attention(nn.Module):
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(Lq, Lk)
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def _sdpa_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
         """Softmax with a window: each block of queries over its own keys, with a mask of theirs."""
@@ -592,14 +600,24 @@ class Attention(nn.Module):
             some = k[:, :, keys]
             mask = self._rows(queries, some, slice(None), length).sees(some.shape[2])
             out.append(
-                F.scaled_dot_product_attention(queries, some, v[:, :, keys], mask, scale=scale)
-            )
+                F.scaled_dot_product_attention(
+                    queries, some, v[:, :, keys], mask, scale=scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+            )  # fmt: skip
         return torch.cat(out, dim=2)
 
 
 def first_key(position: int, window: int | None) -> int:
     """The first key that the query at a position sees."""
     return 0 if window is None else max(0, position + 1 - window)
+
+
+def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of x [B, H, n, m] and y [B, Hk, m, l], each of its heads serving H / Hk of x's."""
+    if x.shape[1] == y.shape[1]:
+        return x @ y
+    return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
 
 
 def l2_normalise(x: Tensor) -> Tensor:

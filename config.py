@@ -80,9 +80,24 @@ class Config:
     window: int | None = setting(
         None, "keys that each row sees, its own the last; None: all", at_least=1
     )
+    positions: str = setting(
+        "rope",
+        "'rope', 'none', or 'learned' (GPT-2's own, which end at block_size)",
+        choices=("rope", "none", "learned"),
+    )
+    nope_every: int = setting(
+        0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4); 0: all have it", at_least=0
+    )
+    rope_theta: float = setting(10000.0, "base of the rotary position embedding", at_least=1)
     # model
     n_layer: int = setting(12, "transformer blocks", at_least=1)
     n_head: int = setting(12, "attention heads per block", at_least=1)
+    n_kv_head: int | None = setting(
+        None,
+        "heads of keys and values, each for n_head / n_kv_head queries; None: n_head",
+        at_least=1,
+    )
+    head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
@@ -96,7 +111,6 @@ class Config:
     mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd", at_least=1)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
-    rope_theta: float = setting(10000.0, "base of the rotary position embedding", at_least=1)
     # data
     data_dir: str = setting(
         "data/fineweb10B",
@@ -235,6 +249,16 @@ class Config:
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
+
+    @property
+    def d_head(self) -> int:
+        """The width of a head."""
+        return self.n_embd // self.n_head if self.head_size is None else self.head_size
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
     def variant_name(self) -> str:
@@ -473,12 +497,17 @@ def check_choice(key: str, value: str, allowed: Collection[str]) -> None:
 
 def check_sizes(config: Config) -> None:
     """Raise UserError where the model's sizes do not fit each other."""
-    if config.n_embd % config.n_head:
+    if config.head_size is None and config.n_embd % config.n_head:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
-    if config.n_embd // config.n_head % 2:
+    if config.d_head % 2 and config.positions == "rope":
+        name = "n_embd / n_head" if config.head_size is None else "head_size"
+        raise UserError(f"{name} = {config.d_head} must be even: RoPE rotates pairs")
+    if config.n_head % config.kv_heads:
         raise UserError(
-            f"n_embd / n_head = {config.n_embd // config.n_head} must be even: RoPE rotates pairs"
+            f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
         )
+    if config.nope_every and config.positions != "rope":
+        raise UserError(f"nope_every is for positions = 'rope', not {config.positions!r}")
     if config.gamma <= 0:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
@@ -502,7 +531,7 @@ def check_attention(config: Config) -> None:
             f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
             f"l1 and weights that are never negative, as in {able}"
         )
-    obstacle = kernel_obstacle(variant, config.n_embd // config.n_head)
+    obstacle = kernel_obstacle(variant, config.d_head)
     if config.attention_impl == "triton" and obstacle:
         raise UserError(
             f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "

@@ -65,7 +65,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 NO_SCORE = tl.constexpr(-1e30)
 # Arguments that Triton would otherwise compile separate kernels for when they are 1 or divisible by
 # 16.
-UNSPECIALISED = ["H"]
+UNSPECIALISED = ["H", "GROUP"]
 
 
 # ---- block shapes, and the assembler ----
@@ -624,15 +624,15 @@ def _arguments(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
-    Q, K, V, OUT, ROWS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr, SHIFT: tl.constexpr,
-    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
-    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
@@ -679,14 +679,14 @@ def _forward_one_stage(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
-    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr, SHIFT: tl.constexpr,
-    TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
-    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
@@ -877,7 +877,7 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
-    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, Lq, Lk,
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, GROUP, Lq, Lk,
     PHI: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr, SIGNED: tl.constexpr,
     P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
     UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -889,8 +889,8 @@ def _backward_keys(
     Q, DOUT = _own(Q, b, h, H, Lq, D), _own(DOUT, b, h, H, Lq, D)
     DQ = _own(DQ, b, h, H, Lq, D)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = _load(_at(K, k_strides, b, h), k_strides[2], keys, Lk, D, BLOCK_D)
-    v = _load(_at(V, v_strides, b, h), v_strides[2], keys, Lk, D, BLOCK_D)
+    k = _load(_at(K, k_strides, b, h // GROUP), k_strides[2], keys, Lk, D, BLOCK_D)
+    v = _load(_at(V, v_strides, b, h // GROUP), v_strides[2], keys, Lk, D, BLOCK_D)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
@@ -924,7 +924,7 @@ def _backward_keys(
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
     dk *= STEP
     if UNIT:
-        inverse = _saved(INVERSE, 0, bh, keys, Lk)
+        inverse = _saved(INVERSE, 0, bh // GROUP, keys, Lk)
         dk = _project(dk, k, inverse) * inverse[:, None]
     if P:
         dv *= 1 / P
@@ -934,16 +934,16 @@ def _backward_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_queries(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, Lq, Lk, PHI: tl.constexpr,
-    SLOPE: tl.constexpr, VALUE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr,
-    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, LEARNT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, VALUE: tl.constexpr, SIGNED: tl.constexpr,
+    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
+    LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What the atomics would sum for dq, for a block of rows; if LEARNT, the bias's gradient."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
-    K, V = _at(K, k_strides, b, h), _at(V, v_strides, b, h)
+    K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     dout = _load(_own(DOUT, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
@@ -1014,14 +1014,14 @@ def _number(X, h, EACH: tl.constexpr):
 
 @triton.jit
 def _decode_scores(
-    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, Lk, chunk, PHI: tl.constexpr,
+    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
     SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
-    K, Y = _at(K, k_strides, b, h), Y + bh.to(tl.int64) * Lk
+    K, Y = _at(K, k_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
     alpha = ARGUMENT * _number(scale, h, SCALES)
@@ -1055,14 +1055,15 @@ def _decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Y, PARTS, norm, SUMS, v_strides, H, Lk, chunk, PHI: tl.constexpr, SHIFT: tl.constexpr,
-    VALUE: tl.constexpr, NORMS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, VALUE: tl.constexpr, NORMS: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
-    V, Y = _at(V, v_strides, b, h), Y + bh.to(tl.int64) * Lk
+    V, Y = _at(V, v_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     parts = tl.arange(0, SPLITS)
     exists = parts < tl.num_programs(1)
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
@@ -1196,15 +1197,15 @@ def _forward(
             BIASED=biased, UNIT=unit, EXACT=exact, M=64, **head,
         )  # fmt: skip
         if unit:
-            _normalise_keys[B * H, triton.cdiv(Lk, 64)](
-                k, unit_k, inverse, _strides(k), H, Lk, M=64, **head
+            _normalise_keys[B * k.shape[1], triton.cdiv(Lk, 64)](
+                k, unit_k, inverse, _strides(k), k.shape[1], Lk, M=64, **head
             )
             k = unit_k
         constants = dict(
             PHI=function.function, SHIFT=shift, EXACT=exact, BIASED=biased, SAVE=save,
             PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
-        sizes = _strides(k), _strides(v), H, Lq, Lk
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
         if p:
             shape = block_shape(TWO_STAGES, q, phi, p)
             _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -1232,7 +1233,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, where they are learnt, the gradients of scale and bias, [B, H, Lq].
 
-    q is q', and k is k / |k| if `unit`; the scale is learnt if the original q is given.
+    dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`; the
+    scale is learnt if the original q is given.
     """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     dout, k, v = map(_rows_contiguous, (dout, k, v))
@@ -1253,7 +1255,7 @@ def _backward(
         )
         if atomic:
             summed.zero_()
-        sizes = _strides(k), _strides(v), H, Lq, Lk
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
         shape = block_shape(KEYS, q, phi, p)
         _backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
             q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, *sizes, **constants,
@@ -1288,7 +1290,8 @@ def _gradients_like(
         q.new_empty(q.shape[:3] if learnt else (0,), dtype=torch.float32)
         for learnt in (learnt_scale, learnt_bias)
     )
-    return _like(q), _like(k), _like(k), dscale, dbias
+    dk, dv = (k.new_empty(len(k), k.shape[2], q.shape[1], k.shape[3]) for _ in range(2))
+    return _like(q), dk.transpose(1, 2), dv.transpose(1, 2), dscale, dbias
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -1305,6 +1308,9 @@ def _save_for_backward(ctx, inputs, output):
 def _call_backward(ctx, dout, *_):
     learnt_bias = ctx.needs_input_grad[4]
     dq, dk, dv, dscale, dbias = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt_bias)
+    heads = ctx.saved_tensors[3].shape[1]
+    if heads < dk.shape[1]:
+        dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
     dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
     dbias = dbias.sum(0) if learnt_bias else None
     return dq, dk, dv, dscale, dbias, *(None,) * 8
@@ -1319,7 +1325,7 @@ def _decode(
     phi: str, shifted: bool, p: float, unit: bool,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
-    (B, H, _, d), Lk = q.shape, k.shape[2]
+    (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     q, k, v = map(_rows_contiguous, (q, k, v))
     function, head = _phi(phi, q.dtype), _head(d)
     block_n = 16 if INTERPRETED else 64
@@ -1337,12 +1343,12 @@ def _decode(
     scales, biases, norms = (_one_row(x) for x in (scale, bias, norm))
     with _device(q):
         _decode_scores[B * H, splits](
-            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, Lk, chunk,
+            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk,
             ARGUMENT=function.argument, SCALES=isinstance(scales, Tensor),
             BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, sums, _strides(v), H, Lk, chunk, VALUE=function.value,
+            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, VALUE=function.value,
             NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
         )  # fmt: skip
         _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
@@ -1373,14 +1379,14 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, H, Lk, d], Lq <= Lk.
+    """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
-    The queries are the last Lq positions. scale, bias and norm are float32 [H, Lq] of any strides;
-    without norm it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of
-    stage 2, or None; `unit` normalises q and k to unit length; `signed` means that phi may be
-    negative; `window` is the number of keys that each row sees, or None. A single query sees all k,
-    and its scale, bias and norm may be on the CPU, one for all heads. Gradients flow to q, k, v,
-    scale and bias.
+    Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
+    positions. scale, bias and norm are float32 [H, Lq] of any strides; without norm it is l1. phi
+    is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None; `unit`
+    normalises q and k to unit length; `signed` means that phi may be negative; `window` is the
+    number of keys that each row sees, or None. A single query sees all k, and its scale, bias and
+    norm may be on the CPU, one for all heads. Gradients flow to q, k, v, scale and bias.
     """
     p = 0.0 if p is None else float(p)
     learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))

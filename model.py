@@ -1,4 +1,4 @@
-"""GPT-2 with rotary positions and any variant of attention.py: trunk, head, cache, generation."""
+"""GPT-2 with any variant of attention.py: trunk, head, cache, generation."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from errors import UserError
 TRAINED_ROWS = 1024
 EVALUATED_ROWS = 256
 
-# cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
+# RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
 
 
@@ -104,10 +104,10 @@ class KVCache:
     def append(
         self, layer: int, k: Tensor, v: Tensor, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, H, new, d]; returns the keys and values that the new positions see.
+        """Append k, v [B, Hk, new, d]; returns the keys and values that the new positions see.
 
-        They are [B, H, length + new, d] or, with a window, at most [B, H, window - 1 + new, d]: in
-        order, but for a single new position, which attends to them all, in the ring's order.
+        They are [B, Hk, length + new, d] or, with a window, at most [B, Hk, window - 1 + new, d]:
+        in order, but for a single new position, which attends to them all, in the ring's order.
         """
         B, H, new, d = k.shape
         if layer not in self.keys:
@@ -140,7 +140,7 @@ def build_attention(config: Config) -> Attention:
         VARIANTS[config.attention],
         p=config.p,
         n_head=config.n_head,
-        head_size=config.n_embd // config.n_head,
+        head_size=config.d_head,
         trained_length=config.block_size,
         follow_length=config.attention_length == "current",
         impl=config.attention_impl,
@@ -156,20 +156,25 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
+        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.d_head, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=config.bias)
         self.attention = build_attention(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None, layer: int) -> Tensor:
-        B, L, C = x.shape
-        cos, sin, score_scale = rotation
-        q, k, v = self.c_attn(x).view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # [B, H, L, d]
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        B, L, _ = x.shape
+        heads = self.c_attn(x).view(B, L, sum(self.heads), -1).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)  # [B, H, L, d], [B, Hk, L, d]
+        score_scale = 1.0
+        if rotation is not None:
+            cos, sin, score_scale = rotation
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(layer, k, v, self.attention.window)
         y = self.attention(q, k, v, score_scale, cache.size if cache else None)
-        return self.c_proj(y.transpose(1, 2).reshape(B, L, C))
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -198,27 +203,34 @@ class Block(nn.Module):
         self.ln_1, self.attn = build_norm(config), SelfAttention(config)
         self.ln_2, self.mlp = build_norm(config), MLP(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache, layer)
         return x + self.mlp(self.ln_2(x))
 
 
 class Trunk(nn.Module):
-    """Blocks and the final norm: embeddings [B, L, n_embd] to hidden states of the same shape."""
+    """Positions, blocks and the final norm: embeddings [B, L, n_embd] to hidden states."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.config = config
+        learned = config.positions == "learned"
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
         blocks = [Block(config) for _ in range(config.n_layer)]
         share_parameters([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
-        head_size = config.n_embd // config.n_head
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.set_rope(Rope(head_size, config.block_size, config.rope_theta), config.block_size)
+        if config.positions == "rope":
+            self.set_rope(
+                Rope(config.d_head, config.block_size, config.rope_theta), config.block_size
+            )
 
     def set_rope(self, rope: Rope, length: int) -> None:
         """Compute the rotations of positions 0 to length - 1, scaled for this length."""
@@ -233,21 +245,35 @@ class Trunk(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
         # called by .to(): rotations are computed again in the new dtype, not cast from the old one
         super()._apply(fn, recurse)
-        self.set_rope(self.rope, self.rope_length)
+        if self.config.positions == "rope":
+            self.set_rope(self.rope, self.rope_length)
         return self
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         start = cache.length if cache else 0
         length = cache.size if cache else x.shape[1]
-        if length != self.rope_length:
-            self.set_rope(self.rope, length)
         end = start + x.shape[1]
-        rotation = self.cos[start:end], self.sin[start:end], self.score_scale
+        rotation = None
+        if self.config.positions == "rope":
+            if length != self.rope_length:
+                self.set_rope(self.rope, length)
+            rotation = self.cos[start:end], self.sin[start:end], self.score_scale
+        if self.wpe is not None:
+            if length > len(self.wpe.weight):
+                raise UserError(
+                    f"a length of {length} is beyond the {len(self.wpe.weight)} learned positions "
+                    "of this model (block_size)"
+                )
+            x = x + self.wpe.weight[start:end]
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, cache, layer)
+            x = block(x, rotation if self._rotates(layer) else None, cache, layer)
         if cache:
             cache.length = end
         return self.ln_f(x)
+
+    def _rotates(self, layer: int) -> bool:
+        every = self.config.nope_every
+        return every == 0 or (layer + 1) % every != 0
 
 
 class GPT(nn.Module):
@@ -277,6 +303,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(depth))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.trunk.wpe is not None:
+            nn.init.normal_(self.trunk.wpe.weight, std=0.02)
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight[self.n_vocab :])
@@ -354,7 +382,14 @@ class GPT(nn.Module):
     def scale_rope(
         self, scaling: str, factor: float | None = None, theta: float | None = None
     ) -> "GPT":
-        """Switch to another RoPE scaling for evaluation (see Rope) and return self."""
+        """Switch to another RoPE scaling for evaluation (see Rope) and return self.
+
+        A model without RoPE stays as it is. Raises UserError if it was to be scaled.
+        """
+        if self.config.positions != "rope":
+            if scaling != "none" or theta is not None:
+                raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
+            return self
         theta = self.config.rope_theta if theta is None else theta
         rope = replace(self.trunk.rope, scaling=scaling, factor=factor, theta=theta)
         self.trunk.set_rope(rope, self.trunk.rope_length)
@@ -385,5 +420,5 @@ class GPT(nn.Module):
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
         L = c.block_size
         W = L if c.window is None else min(c.window, L)
-        attention = 6 * c.n_layer * c.n_embd * W * (2 * L - W) // L  # 3 x 2 products x 2 keys C
+        attention = 6 * c.n_layer * c.n_head * c.d_head * W * (2 * L - W) // L  # 3 x 2 products
         return 6 * (matrices - padding) + attention

@@ -9,11 +9,11 @@ from model import GPT
 
 
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
-    """AdamW over all parameters, or Muon over the trunk's matrices and AdamW over the rest."""
+    """AdamW over all parameters, or Muon over the blocks' matrices and AdamW over the rest."""
     groups = model.parameter_groups()
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
-        matrices = [p for p in model.trunk.parameters() if p.dim() == 2]
+        matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
         ids = {id(p) for p in matrices}
         groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]
         # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both

@@ -90,7 +90,7 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
     ids = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     settings = checkpoint.settings_of(config) | {"vocab_size": config.n_vocab}
     rope = {
-        "scaling": arguments.rope,
+        "scaling": run.facts["rope"],
         "factor": arguments.rope_factor,
         "theta": arguments.rope_theta,
     }
@@ -106,6 +106,8 @@ def write_config(folder: Path, run: LoadedRun, arguments: argparse.Namespace) ->
         "hidden_size": config.n_embd,
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.d_head,
         "max_position_embeddings": config.block_size,
         "tie_word_embeddings": config.tie_embeddings,
         "settings": {key: value for key, value in settings.items() if key not in PATHS},

@@ -207,7 +207,8 @@ def build(case, *more):
     attn = build_attention(small_config(case, *more))
     values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
     for name, parameter in attn.named_parameters():
-        parameter.data = torch.tensor(values[name])
+        value = torch.tensor(values[name])
+        parameter.data = value.repeat(len(parameter) // len(value))
     return attn
 
 
@@ -441,6 +442,44 @@ def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
     for one, other in zip(ours, theirs, strict=True):
         assert_near(one, other)
     assert len(rows) == (1 if keep else 2) * (24 if Lq == 10 else 2)
+
+
+# ---- grouped queries ----
+
+
+@pytest.mark.parametrize("path", ["auto", "blocked", "reference", "triton"])
+@pytest.mark.parametrize(
+    "case", ["softmax.py", "softmax.py --window=5", "ssmax_bias.py", "lssar_p3.py"]
+)
+def test_grouped_queries_are_repeated_keys_and_values(case, path, monkeypatch):
+    """Heads 1 and 2, and 3 and 4, share keys; blocks of a head, a group and more."""
+    triton = path == "triton"
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 4)
+    attn = build(case, "--n_head=4", "--n_embd=64", f"--attention_impl={path}")
+    dtype = torch.float32 if triton else torch.float64
+    attn, tolerance = attn.to(dtype), 1e-4 if triton else 1e-9
+    for Lq, Lk in ((9, 9), (3, 11), (1, 9)):
+        g = torch.Generator().manual_seed(Lk)
+        shapes = ((2, 4, Lq, 16), (2, 2, Lk, 16), (2, 2, Lk, 16))
+        q, k, v = leaves(*(torch.randn(*shape, dtype=dtype, generator=g) for shape in shapes))
+        repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+        expected = build(case, "--n_head=4", "--n_embd=64", "--attention_impl=reference").to(dtype)(
+            q, *repeated
+        )
+        for scores in (1, 2 * min(Lq, 4) * Lk, 2**20):
+            monkeypatch.setattr(attention, "BLOCK_SCORES_CPU", scores)
+            out = attn(q, k, v)
+            torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+            ours, theirs = (
+                torch.autograd.grad(x.sin().sum(), (q, k, v), retain_graph=True)
+                for x in (out, expected)
+            )
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        with torch.no_grad():
+            out = attn(q, k, v)
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        assert_near(attn.weights(q, k), attn.weights(q, repeated[0]), tolerance)
 
 
 # ---- windows ----

@@ -392,6 +392,73 @@ def test_refused_rope_scalings(arguments, message):
         small_model("softmax.py").scale_rope(**arguments)
 
 
+# ---- positions and heads ----
+
+
+def test_learned_positions_are_added_and_end():
+    model, ids = small_model("lssa.py", "--positions=learned"), tokens(2, 16)
+    plain = small_model("lssa.py", "--positions=none")
+    plain.load_state_dict(model.state_dict(), strict=False)
+    x = model.wte(ids)
+    assert_near(model.trunk(x), plain.trunk(x + model.trunk.wpe.weight))
+    with pytest.raises(UserError, match="a length of 17 is beyond the 16 learned positions"):
+        model(tokens(2, 17))
+    with pytest.raises(UserError, match="beyond the 16 learned positions"):
+        model.generate(tokens(1, 6), 11)
+    std = GPT(small_config("softmax.py", "--positions=learned")).trunk.wpe.weight.std()
+    assert 0.015 < std < 0.025
+
+
+def test_without_positions_the_order_of_earlier_tokens_is_unknown():
+    """Row 16 sees the same tokens in another order; only the rows' masks know of the order."""
+    model = small_model("softmax.py", "--positions=none", "--n_layer=1")
+    ids = tokens(1, 16)
+    other = torch.cat((ids[:, :15].flip(1), ids[:, 15:]), dim=1)
+    assert_near(model(ids)[:, -1], model(other)[:, -1])
+    rope = small_model("softmax.py", "--n_layer=1")
+    assert not torch.allclose(rope(ids)[:, -1], rope(other)[:, -1])
+
+
+def test_every_nth_layer_has_no_rope():
+    def rotated(*settings):
+        model = small_model("softmax.py", "--n_layer=4", *settings)
+        seen = []
+        for block in model.trunk.blocks:
+            block.attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+        model(tokens(1, 5))
+        return [rotation is not None for rotation in seen]
+
+    assert rotated() == [True] * 4
+    assert rotated("--nope_every=2") == [True, False, True, False]
+    assert rotated("--nope_every=4") == [True, True, True, False]
+    assert rotated("--nope_every=1") == rotated("--positions=none") == [False] * 4
+
+
+def test_a_model_without_rope_has_none_to_scale():
+    model = small_model("softmax.py", "--positions=none").scale_rope("none")
+    with pytest.raises(UserError, match="positions = 'none': there is no RoPE to scale"):
+        model.scale_rope("yarn")
+
+
+def test_heads_of_another_width_and_grouped():
+    """Four heads of 10 on a width of 16, two of keys and values: counted by hand."""
+    settings = ("--n_head=4", "--head_size=10", "--n_kv_head=2", "--n_layer=1", "--bias=False")
+    model, ids = small_model("lssar_p3.py", *settings), tokens(2, 16)
+    attn = model.trunk.blocks[0].attn
+    assert attn.c_attn.weight.shape == (4 * 10 + 2 * 2 * 10, 16)
+    assert attn.c_proj.weight.shape == (16, 40)
+    assert model.count_parameters() == 257 * 16 + 80 * 16 + 40 * 16 + 8 * 16 * 16 + 3 * 16
+    weights = 257 * 16 + 80 * 16 + 40 * 16 + 8 * 16 * 16
+    assert model.flops_per_token() == 6 * weights + 6 * 4 * 10 * 16
+    # as many heads of keys and values, each pair of them the same
+    full = small_model("lssar_p3.py", *settings, "--n_kv_head=4")
+    state = model.state_dict()
+    q, k, v = state["trunk.blocks.0.attn.c_attn.weight"].split((40, 20, 20))
+    k, v = (x.view(2, 10, 16).repeat_interleave(2, dim=0).view(40, 16) for x in (k, v))
+    full.load_state_dict(state | {"trunk.blocks.0.attn.c_attn.weight": torch.cat((q, k, v))})
+    assert_near(model(ids), full(ids))
+
+
 # ---- cache and generation ----
 
 
@@ -409,6 +476,26 @@ def test_a_cache_changes_nothing(case, window):
         assert cache.length == 24
         for stored in (*cache.keys.values(), *cache.values.values()):
             assert stored.shape[2] == min(24, window or 24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "--positions=none",
+        "--positions=learned",
+        "--n_kv_head=1",
+        "--n_head=4 --n_kv_head=2 --head_size=6",
+    ],
+)
+def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
+    for window in (None, 4):
+        model = small_model("lssar_p3.py", *settings.split(), f"--window={window}")
+        x = model.wte(tokens(2, 16))
+        cache = KVCache(16)
+        pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 3], dim=1)]
+        assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-12)
+        assert {len(stored[0]) for stored in cache.keys.values()} == {model.config.kv_heads}
 
 
 def greedy(model, ids, new):

@@ -60,7 +60,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gpt = GPT(Config(**config.settings)).scale_rope(**config.rope)
         # No positions yet: the first call computes them on the weights' device.
-        self.gpt.trunk.set_rope(self.gpt.trunk.rope, 0)
+        if self.gpt.config.positions == "rope":
+            self.gpt.trunk.set_rope(self.gpt.trunk.rope, 0)
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from config import Config, choices
+from errors import UserError
 from model import GPT, Rope
 from runtime import checkpoint
 from runtime.device import pick_device, pick_dtype
@@ -55,6 +56,19 @@ class RunOptions:
         given = {"window": self.window, "p": self.p}
         changes = {name: value for name, value in given.items() if value is not None}
         return config.replace(attention_impl=self.attention_impl, **changes)
+
+    def rope_for(self, config: Config) -> str:
+        """The RoPE scaling of a run with this config: that of a run without RoPE is "none".
+
+        Raises UserError where such a run was to have another than the default.
+        """
+        if config.positions == "rope":
+            return self.rope
+        if self.rope not in ("none", RunOptions.rope) or self.rope_theta is not None:
+            raise UserError(
+                f"--rope {self.rope}: this run has positions = {config.positions!r}, and no RoPE"
+            )
+        return "none"
 
     def check_rope(self) -> None:
         """Raise UserError for an unknown RoPE scaling, or an invalid factor or base."""
@@ -152,7 +166,7 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: RunOptions) -
         "checkpoint": options.checkpoint,
         **weights.id,
         "trained_length": config.block_size,
-        "rope": options.rope,
+        "rope": options.rope_for(config),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
         "window": config.window,
@@ -168,7 +182,8 @@ def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     dtype = options.torch_dtype
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
-    model = GPT(config).scale_rope(options.rope, options.rope_factor, options.rope_theta)
+    rope = options.rope_for(config)
+    model = GPT(config).scale_rope(rope, options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     facts = run_facts(trained, weights, options)
     folder = checkpoint.folder_of(path)
@@ -184,6 +199,8 @@ def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
         checkpoint.find(path, request.checkpoint, quiet=True)  # open_run reports damaged ones
         read_results(request.file(checkpoint.folder_of(path)))
     check_output_folders(paths)
+    for config in configs:
+        request.rope_for(config)
     for config in configs:  # last, as it may take a download
         request.check(config)
 
