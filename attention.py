@@ -54,6 +54,41 @@ KEEP_SCORES = 2**22
 
 
 @dataclass(frozen=True)
+class Factors:
+    """Keys or values x_hj = sum_r a_rjh b_rj of all heads h, with b_rj [d] shared by the heads.
+
+    a is [B, R, Lk, H] and b [B, R, Lk, d]. What follows for a single query is computed from them
+    without x [B, H, Lk, d], which takes fewer operations and reads less memory.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def expand(self) -> Tensor:
+        """x, [B, H, Lk, d]."""
+        return torch.einsum("brlh,brld->bhld", self.a, self.b)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """The products [B, H, 1, Lk] of a single query of each head, [B, H, 1, d], with its x."""
+        a, b = self.a.to(q.dtype), self.b.to(q.dtype)
+        return (a * (b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
+
+    def squared_norms(self, dtype: torch.dtype) -> Tensor:
+        """|x|^2, [B, H, 1, Lk]: sum over r and s of a_r a_s b_r . b_s."""
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        products = [
+            a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
+            for r in range(a.shape[1])
+        ]
+        return sum(products[1:], products[0]).mT[:, :, None]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
+        a = (weights.transpose(1, 2).mT * self.a).to(self.b.dtype)  # [B, R, Lk, H]
+        return (a.mT @ self.b).sum(1)[:, :, None]
+
+
+@dataclass(frozen=True)
 class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
@@ -313,8 +348,8 @@ class Attention(nn.Module):
     Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, Hk, Lk, d] after RoPE, Lq <= Lk: the
     queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
     window has. With Hk < H, each head of keys and values serves H / Hk consecutive heads of
-    queries. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64
-    for float64 inputs), with autocast off.
+    queries. For a single query k and v may be Factors. Returns [B, H, Lq, d] in v's dtype. Scores
+    and weights are computed in float32 (float64 for float64 inputs), with autocast off.
     """
 
     s: nn.Parameter | None
@@ -354,13 +389,23 @@ class Attention(nn.Module):
             self.register_parameter(name, nn.Parameter(value) if learnable else None)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0, length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor | Factors,
+        v: Tensor | Factors,
+        score_scale: float = 1.0,
+        length: int | None = None,
     ) -> Tensor:
         """The output [B, H, Lq, d] in v's dtype, with every score multiplied by `score_scale`.
 
         That factor is the square of YaRN's attention factor. `length` is the current length if k
         does not have it yet: the final length of a cache.
         """
+        if isinstance(k, Factors) and isinstance(v, Factors):
+            if self.impl in ("auto", "blocked"):
+                return self._factored(q, k, v, score_scale, length)
+            k, v = k.expand(), v.expand()
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
         length = self._length(k.shape[2] if length is None else length)
         first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
         k, v = k[:, :, first:], v[:, :, first:]
@@ -448,9 +493,14 @@ class Attention(nn.Module):
         z = grouped_product(q * (score_scale * variant.scale(rows)), k.mT)  # [B, H, Lq, Lk]
         if inv_key_norm is not None:
             z = z * inv_key_norm
+        return self._weights_of(z, rows)
+
+    def _weights_of(self, z: Tensor, rows: RowContext) -> Tensor:
+        """The weights [B, H, Lq, Lk] of scores without the bias."""
+        variant = self.variant
         if variant.bias is not None:
             z = z + variant.bias(rows)
-        z = z.masked_fill(~rows.sees(k.shape[2]), variant.phi.zero)
+        z = z.masked_fill(~rows.sees(z.shape[-1]), variant.phi.zero)
         if variant.shift is not None:
             z = z + variant.shift(z.detach().amax(-1, keepdim=True))
         A = variant.phi.function(z)
@@ -489,6 +539,19 @@ class Attention(nn.Module):
     ) -> Tensor:
         A = self._weights(q, k, inv_key_norm, heads, length, score_scale)
         return grouped_product(A.to(v.dtype), v)
+
+    def _factored(
+        self, q: Tensor, k: Factors, v: Factors, score_scale: float, length: int | None
+    ) -> Tensor:
+        """A single query's output, from the factors of all keys and values."""
+        with torch.autocast(q.device.type, enabled=False):
+            length = self._length(k.b.shape[2] if length is None else length)
+            rows = self._rows(q, k.b, slice(None), length)
+            q = l2_normalise(q) if self.variant.l2_normalise else q.to(rows.n.dtype)
+            z = k.dot(q * (score_scale * self.variant.scale(rows)))
+            if self.variant.l2_normalise:
+                z = z * torch.rsqrt(k.squared_norms(rows.n.dtype) + 1e-12)
+            return v.mix(self._weights_of(z, rows))
 
     def _blocked(
         self,

@@ -99,6 +99,13 @@ class Config:
     )
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
+    projections: str = setting(
+        "linear",
+        "how q, k and v come from the input: 'linear', or 'tpa' (Tensor Product Attention, T6)",
+        choices=("linear", "tpa"),
+    )
+    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1)
+    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
         "gpt2",
@@ -505,6 +512,11 @@ def check_sizes(config: Config) -> None:
     if config.n_head % config.kv_heads:
         raise UserError(
             f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
+        )
+    if config.projections == "tpa" and config.n_kv_head is not None:
+        raise UserError(
+            f"n_kv_head = {config.n_kv_head} is for projections = 'linear': with 'tpa' all heads "
+            "share factors of rank kv_rank"
         )
     if config.nope_every and config.positions != "rope":
         raise UserError(f"nope_every is for positions = 'rope', not {config.positions!r}")

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, share_parameters
+from attention import VARIANTS, Attention, Factors, share_parameters
 from config import Config
 from errors import UserError
 
@@ -20,6 +20,7 @@ EVALUATED_ROWS = 256
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
+Turn = Callable[[Tensor], Tensor]  # RoPE, or nothing, of x [B, .., L, d]
 
 
 @dataclass(frozen=True)
@@ -91,42 +92,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys (after RoPE) and values of up to `size` positions, for every layer.
+    """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
 
     A layer with a window keeps a ring of them: position i is at i modulo the window.
     """
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.layers: dict[int, list[Tensor]] = {}
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, Hk, new, d]; returns the keys and values that the new positions see.
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for layer in self.layers.values() for kept in layer)
 
-        They are [B, Hk, length + new, d] or, with a window, at most [B, Hk, window - 1 + new, d]:
-        in order, but for a single new position, which attends to them all, in the ring's order.
+    def append(self, layer: int, new: list[Tensor], window: int | None = None) -> list[Tensor]:
+        """Append tensors [B, .., new, ..] of new positions; returns what these positions see.
+
+        That is [B, .., length + new, ..] or, with a window, at most window - 1 + new positions: in
+        order, but for a single new position, which attends to them all, in the ring's order.
         """
-        B, H, new, d = k.shape
-        if layer not in self.keys:
+        if layer not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.keys[layer] = k.new_empty(B, H, room, d)
-            self.values[layer] = v.new_empty(B, H, room, d)
-        keys, values = self.keys[layer], self.values[layer]
-        start, end = self.length, self.length + new
+            self.layers[layer] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+        return [self._extend(*pair, window) for pair in zip(self.layers[layer], new, strict=True)]
+
+    def _extend(self, kept: Tensor, x: Tensor, window: int | None) -> Tensor:
+        new, start = x.shape[2], self.length
+        end = start + new
         if window is not None and end > window:
             if new > 1:
-                past = torch.arange(max(0, start - window + 1), start, device=k.device) % window
-                k = torch.cat((keys[:, :, past], k), dim=2)
-                v = torch.cat((values[:, :, past], v), dim=2)
-                kept = torch.arange(end - window, end, device=k.device) % window
-                keys[:, :, kept], values[:, :, kept] = k[:, :, -window:], v[:, :, -window:]
-                return k, v
+                past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
+                x = torch.cat((kept[:, :, past], x), dim=2)
+                ring = torch.arange(end - window, end, device=x.device) % window
+                kept[:, :, ring] = x[:, :, -window:]
+                return x
             start %= window
-        keys[:, :, start : start + new], values[:, :, start : start + new] = k, v
-        return keys[:, :, :end], values[:, :, :end]
+        kept[:, :, start : start + new] = x
+        return kept[:, :, :end]
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -151,28 +153,106 @@ def build_attention(config: Config) -> Attention:
     )
 
 
+class LinearProjections:
+    """q, k and v are linear in the input; the cache keeps k, after RoPE, and v."""
+
+    def __init__(self, config: Config) -> None:
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
+        self.columns = sum(self.heads) * config.d_head
+        self.products = 0  # multiplications for a token beyond those with weights
+
+    def split(self, u: Tensor, turn: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
+        heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        return turn(q), [turn(k), v]
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Tensor]:
+        return kept
+
+
+class TensorProductProjections:
+    """Tensor Product Attention (Zhang et al. 2025): q, k and v are means of R outer products.
+
+    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
+    is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) numbers a position.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.n_head, self.head_size = config.n_head, config.d_head
+        self.q_rank, self.kv_rank = config.q_rank, config.kv_rank
+        kv = [self.kv_rank * self.n_head, self.kv_rank * self.head_size]
+        if self.q_rank is None:  # the paper's KVonly: q is linear in the input
+            q = [self.n_head * self.head_size]
+        else:
+            q = [self.q_rank * self.n_head, self.q_rank * self.head_size]
+        self.sizes = q + kv + kv
+        self.columns = sum(self.sizes)
+        ranks = (self.q_rank or 0) + 2 * self.kv_rank
+        self.products = ranks * self.n_head * self.head_size
+
+    @torch.no_grad()
+    def initialise(self, weight: Tensor) -> None:
+        """Xavier's uniform weights in place, [columns, n_embd].
+
+        As in the authors' code, torch counts the inputs and outputs of a as a tensor [n_embd, H, R]
+        and of b as [n_embd, R, d]: R (n_embd + H) and d (n_embd + R) of them.
+        """
+        H, d, n = self.n_head, self.head_size, weight.shape[1]
+        fans = [n + H * d] if self.q_rank is None else []
+        for R in (self.q_rank, self.kv_rank, self.kv_rank):
+            fans += [] if R is None else [R * (n + H), d * (n + R)]
+        for part, fan in zip(weight.split(self.sizes), fans, strict=True):
+            nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
+
+    def split(self, u: Tensor, turn: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
+        *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
+
+        def by_rank(part: Tensor, rank: int) -> Tensor:
+            return part.unflatten(-1, (rank, -1)).transpose(1, 2)
+
+        if self.q_rank is None:
+            q = turn(by_rank(q_parts[0], self.n_head))
+        else:
+            a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
+            q = Factors(a_q / self.q_rank, turn(b_q)).expand()
+        a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
+        return q, [a_k / self.kv_rank, turn(b_k), a_v / self.kv_rank, b_v]
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Factors] | list[Tensor]:
+        """k and v [B, H, Lk, d], or, for the single query of `decoding`, their factors as such."""
+        a_k, b_k, a_v, b_v = kept
+        factors = [Factors(a_k, b_k), Factors(a_v, b_v)]
+        return factors if decoding else [x.expand() for x in factors]
+
+
 class SelfAttention(nn.Module):
     """Attention between its two projections."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
-        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.d_head, bias=config.bias)
+        self.projections: LinearProjections | TensorProductProjections
+        if config.projections == "tpa":
+            self.projections = TensorProductProjections(config)
+        else:
+            self.projections = LinearProjections(config)
+        self.c_attn = nn.Linear(config.n_embd, self.projections.columns, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=config.bias)
         self.attention = build_attention(config)
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        B, L, _ = x.shape
-        heads = self.c_attn(x).view(B, L, sum(self.heads), -1).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)  # [B, H, L, d], [B, Hk, L, d]
-        score_scale = 1.0
-        if rotation is not None:
-            cos, sin, score_scale = rotation
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        def turn(x: Tensor) -> Tensor:
+            return x if rotation is None else rotate(x, *rotation[:2])
+
+        q, kept = self.projections.split(self.c_attn(x), turn)
         if cache is not None:
-            k, v = cache.append(layer, k, v, self.attention.window)
+            kept = cache.append(layer, kept, self.attention.window)
+        decoding = cache is not None and x.shape[1] == 1
+        k, v = self.projections.keys_and_values(kept, decoding)
+        score_scale = 1.0 if rotation is None else rotation[2]
         y = self.attention(q, k, v, score_scale, cache.size if cache else None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -295,19 +375,28 @@ class GPT(nn.Module):
     def _initialise(self) -> None:
         """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
 
-        The deviation is smaller where a projection adds to the residual stream.
+        The deviation is smaller where a projection adds to the residual stream. With projections =
+        'tpa' such a projection is 0 at first and factors have their own, as its authors have it.
         """
+        tpa = self.config.projections == "tpa"
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(depth))
+                std = 0.0 if tpa and depth > 1 else 0.02 / math.sqrt(depth)
+                nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if self.trunk.wpe is not None:
             nn.init.normal_(self.trunk.wpe.weight, std=0.02)
+        for layer in self.attention_layers():
+            if isinstance(layer.projections, TensorProductProjections):
+                layer.projections.initialise(layer.c_attn.weight)
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight[self.n_vocab :])
+
+    def attention_layers(self) -> list[SelfAttention]:
+        return [module for module in self.modules() if isinstance(module, SelfAttention)]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -348,19 +437,21 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         never: int | None = None,
         stop: Callable[[Tensor], bool] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
         `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
-        the final length from the start, so that cached keys stay valid. Raises UserError for an
-        empty prompt, a negative temperature, and top_k below 1.
+        the final length from the start, so that cached keys stay valid. `cache` is an empty one of
+        that size, to be looked at afterwards. Raises UserError for an empty prompt, a negative
+        temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
-        cache, new = KVCache(idx.shape[1] + max_new_tokens), idx
+        new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
         for _ in range(max_new_tokens):
             x = self.trunk(self.wte(new), cache)
             logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
@@ -411,12 +502,14 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and softmax attention's products
-        with the keys that rows see, for every variant, so that runs can be compared: the causal
-        half of L keys or, with a window of W, W - W^2 / 2 L of them on average.
+        6 per weight of a matrix product (2 forward, 4 backward), and per product of the factors of
+        'tpa'; and softmax attention's products with the keys that rows see, for every variant, so
+        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
+        of them on average.
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        matrices += sum(layer.projections.products for layer in self.attention_layers())
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
         L = c.block_size
         W = L if c.window is None else min(c.window, L)
