@@ -216,7 +216,7 @@ def blocks(table: dict) -> dict[str, Figure]:
     groups: dict[str, dict[str, str]] = {}
     for name in table["rows"]:
         t6, swiglu = name.startswith("t6"), name.endswith("_swiglu")
-        kind = "T6" if t6 else "its blocks, linear projections" if swiglu else "GPT-2"
+        kind = "T6" if t6 else "T6's blocks, linear projections" if swiglu else "GPT-2"
         label = name.removesuffix("_swiglu").removeprefix("t6").strip("_") or "softmax"
         groups.setdefault(kind, {})[name] = label
     return grouped(table, groups)
