@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, share_parameters
+from attention import VARIANTS, Attention, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
@@ -84,8 +84,13 @@ class Rope:
         return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
+
+    The heads before `first` are left as they are.
+    """
+    if first:
+        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -98,35 +103,36 @@ class KVCache:
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.layers: dict[tuple[int, int], list[Tensor]] = {}
 
     def append(
-        self, layer: int, k: Tensor, v: Tensor, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, Hk, new, d]; returns the keys and values that the new positions see.
+        self, key: tuple[int, int], new: list[Tensor], window: int | None, ordered: bool
+    ) -> list[Tensor]:
+        """Append tensors [B, .., new, ..] of new positions; returns what these positions see.
 
-        They are [B, Hk, length + new, d] or, with a window, at most [B, Hk, window - 1 + new, d]:
-        in order, but for a single new position, which attends to them all, in the ring's order.
+        `key` is the layer and the part of its heads. What is returned is [B, .., length + new, ..]
+        or, with a window, at most window - 1 + new positions: in order, but for a single new
+        position without `ordered`, which attends to them all, in the ring's order.
         """
-        B, H, new, d = k.shape
-        if layer not in self.keys:
+        if key not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.keys[layer] = k.new_empty(B, H, room, d)
-            self.values[layer] = v.new_empty(B, H, room, d)
-        keys, values = self.keys[layer], self.values[layer]
-        start, end = self.length, self.length + new
-        if window is not None and end > window:
-            if new > 1:
-                past = torch.arange(max(0, start - window + 1), start, device=k.device) % window
-                k = torch.cat((keys[:, :, past], k), dim=2)
-                v = torch.cat((values[:, :, past], v), dim=2)
-                kept = torch.arange(end - window, end, device=k.device) % window
-                keys[:, :, kept], values[:, :, kept] = k[:, :, -window:], v[:, :, -window:]
-                return k, v
-            start %= window
-        keys[:, :, start : start + new], values[:, :, start : start + new] = k, v
-        return keys[:, :, :end], values[:, :, :end]
+            self.layers[key] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+        pairs = zip(self.layers[key], new, strict=True)
+        return [self._extend(kept, x, window, ordered) for kept, x in pairs]
+
+    def _extend(self, kept: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
+        new, start = x.shape[2], self.length
+        end = start + new
+        if window is None or end <= window:
+            kept[:, :, start:end] = x
+            return kept[:, :, :end]
+        if new == 1 and not ordered:
+            kept[:, :, start % window] = x[:, :, 0]
+            return kept
+        past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
+        x = torch.cat((kept[:, :, past], x), dim=2)
+        kept[:, :, torch.arange(end - window, end, device=x.device) % window] = x[:, :, -window:]
+        return x
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -135,11 +141,14 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def build_attention(config: Config) -> Attention:
+def build_attention(config: Config, heads: range | None = None) -> Attention:
+    """The attention of a layer's heads, or of some of them."""
+    heads = range(config.n_head) if heads is None else heads
+    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
     return Attention(
         VARIANTS[config.attention],
         p=config.p,
-        n_head=config.n_head,
+        n_head=len(heads),
         head_size=config.d_head,
         trained_length=config.block_size,
         follow_length=config.attention_length == "current",
@@ -148,18 +157,44 @@ def build_attention(config: Config) -> Attention:
         b_init=config.b_init,
         gamma=config.gamma,
         window=config.window,
+        p_law=config.p_law,
+        softcap=config.softcap,
+        alibi_heads=len(alibi),
+        sink=config.sink,
     )
 
 
 class SelfAttention(nn.Module):
-    """Attention between its two projections."""
+    """Attention between its two projections.
+
+    The first heads, `nope_share` of them, have no positions. With a local_window the others are
+    softmax over that many keys, whatever the first are.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
-        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.d_head, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=config.bias)
-        self.attention = build_attention(config)
+        n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
+        self.heads = H, config.kv_heads, config.kv_heads  # of q, k and v
+        self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
+        self.c_attn = nn.Linear(n, sum(self.heads) * d, bias=bias)
+        self.c_proj = nn.Linear(H * d, n, bias=bias)
+        self.local: Attention | None = None
+        if config.local_window is None:
+            self.attention = build_attention(config)
+        else:
+            local = config.replace(
+                attention="softmax", p=None, p_law="constant", window=config.local_window
+            )
+            self.attention = build_attention(config, range(config.nope_heads))
+            self.local = build_attention(local, range(config.nope_heads, H))
+        self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        gates = {"none": 0, "head": H, "element": H * d}[config.gate]
+        self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
+        # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
+        self.c_forget = nn.Linear(n, H) if config.forget else None
+        self.row_numbers = names = VARIANTS[config.attention].from_input
+        self.c_rows = nn.Linear(n, len(names) * H, bias=False) if names else None
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
@@ -167,14 +202,50 @@ class SelfAttention(nn.Module):
         B, L, _ = x.shape
         heads = self.c_attn(x).view(B, L, sum(self.heads), -1).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)  # [B, H, L, d], [B, Hk, L, d]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         score_scale = 1.0
         if rotation is not None:
             cos, sin, score_scale = rotation
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(layer, k, v, self.attention.window)
-        y = self.attention(q, k, v, score_scale, cache.size if cache else None)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+            q = rotate(q, cos, sin, self.nope_heads)
+            k = rotate(k, cos, sin, self.nope_heads // self.group)
+        numbers = self.from_input(x)
+        out = []
+        for part, (attention, mine) in enumerate(self.parts()):
+            theirs = slice(mine.start // self.group, mine.stop // self.group)
+            queries, kept, given = q[:, mine], [k[:, theirs], v[:, theirs]], numbers.heads(mine)
+            if cache is not None:
+                gates = [] if given.log_forget is None else [given.log_forget]
+                ordered = attention.ordered or gates != []
+                kept = cache.append((layer, part), kept + gates, attention.window, ordered)
+                if gates:
+                    given = replace(given, log_forget=kept.pop())
+            length = cache.size if cache else None
+            out.append(attention(queries, *kept, score_scale, length, from_input=given))
+        y = torch.cat(out, dim=1).transpose(1, 2).flatten(2)  # [B, L, H d]
+        if self.c_gate is not None:
+            gate = self.c_gate(x).sigmoid()
+            y = (
+                y.unflatten(2, (self.heads[0], -1)) * gate.unflatten(2, (self.heads[0], -1))
+            ).flatten(2)
+        return self.c_proj(y)
+
+    def parts(self) -> list[tuple[Attention, slice]]:
+        """The attention of each part of the heads."""
+        H, split = self.heads[0], self.nope_heads
+        if self.local is None:
+            return [(self.attention, slice(0, H))]
+        return [(self.attention, slice(0, split)), (self.local, slice(split, H))]
+
+    def from_input(self, x: Tensor) -> FromInput:
+        """The numbers of rows and the logarithms of forget gates, [B, H, L] of x [B, L, n_embd]."""
+        rows, gates = {}, None
+        if self.c_rows is not None:
+            numbers = self.c_rows(x).unflatten(2, (len(self.row_numbers), -1)).permute(2, 0, 3, 1)
+            rows = dict(zip(self.row_numbers, numbers.unbind(), strict=True))
+        if self.c_forget is not None:
+            gates = F.logsigmoid(self.c_forget(x).float()).transpose(1, 2)
+        return FromInput(rows, gates)
 
 
 class MLP(nn.Module):
@@ -290,6 +361,9 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise()
+
+    def attention_layers(self) -> list[SelfAttention]:
+        return [module for module in self.modules() if isinstance(module, SelfAttention)]
 
     @torch.no_grad()
     def _initialise(self) -> None:
