@@ -384,7 +384,8 @@ def check_variant(variant: Variant) -> None:
     Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
     """
     name = next((name for name, row in VARIANTS.items() if row is variant), "the variant")
-    with torch.device("cpu"):  # transformers builds models on the meta device
+    # transformers builds models on the meta device, and evaluations without gradients
+    with torch.device("cpu"), torch.enable_grad():
         check_phi(name, variant.phi)
         check_causality(name, variant)
 

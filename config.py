@@ -239,7 +239,7 @@ class Config:
     )
     init_from: str = setting(
         "",
-        "a run's folder, or a checkpoint's file, to take the initial weights from",
+        "a run's folder, a checkpoint's file, or hf:gpt2, to take the initial weights from",
         may_change_on_resume=True,
     )
     device: str = setting(
