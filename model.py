@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, Factors, share_parameters
+from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
@@ -85,8 +85,13 @@ class Rope:
         return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
+
+    The heads before `first` are left as they are.
+    """
+    if first:
+        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -99,36 +104,40 @@ class KVCache:
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
-        self.layers: dict[int, list[Tensor]] = {}
+        self.layers: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(kept.nbytes for layer in self.layers.values() for kept in layer)
 
-    def append(self, layer: int, new: list[Tensor], window: int | None = None) -> list[Tensor]:
+    def append(
+        self, key: tuple[int, int], new: list[Tensor], window: int | None, ordered: bool
+    ) -> list[Tensor]:
         """Append tensors [B, .., new, ..] of new positions; returns what these positions see.
 
-        That is [B, .., length + new, ..] or, with a window, at most window - 1 + new positions: in
-        order, but for a single new position, which attends to them all, in the ring's order.
+        `key` is the layer and the part of its heads. What is returned is [B, .., length + new, ..]
+        or, with a window, at most window - 1 + new positions: in order, but for a single new
+        position without `ordered`, which attends to them all, in the ring's order.
         """
-        if layer not in self.layers:
+        if key not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.layers[layer] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
-        return [self._extend(*pair, window) for pair in zip(self.layers[layer], new, strict=True)]
+            self.layers[key] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+        pairs = zip(self.layers[key], new, strict=True)
+        return [self._extend(kept, x, window, ordered) for kept, x in pairs]
 
-    def _extend(self, kept: Tensor, x: Tensor, window: int | None) -> Tensor:
+    def _extend(self, kept: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
         new, start = x.shape[2], self.length
         end = start + new
-        if window is not None and end > window:
-            if new > 1:
-                past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
-                x = torch.cat((kept[:, :, past], x), dim=2)
-                ring = torch.arange(end - window, end, device=x.device) % window
-                kept[:, :, ring] = x[:, :, -window:]
-                return x
-            start %= window
-        kept[:, :, start : start + new] = x
-        return kept[:, :, :end]
+        if window is None or end <= window:
+            kept[:, :, start:end] = x
+            return kept[:, :, :end]
+        if new == 1 and not ordered:
+            kept[:, :, start % window] = x[:, :, 0]
+            return kept
+        past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
+        x = torch.cat((kept[:, :, past], x), dim=2)
+        kept[:, :, torch.arange(end - window, end, device=x.device) % window] = x[:, :, -window:]
+        return x
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -137,11 +146,14 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def build_attention(config: Config) -> Attention:
+def build_attention(config: Config, heads: range | None = None) -> Attention:
+    """The attention of a layer's heads, or of some of them."""
+    heads = range(config.n_head) if heads is None else heads
+    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
     return Attention(
         VARIANTS[config.attention],
         p=config.p,
-        n_head=config.n_head,
+        n_head=len(heads),
         head_size=config.d_head,
         trained_length=config.block_size,
         follow_length=config.attention_length == "current",
@@ -150,6 +162,10 @@ def build_attention(config: Config) -> Attention:
         b_init=config.b_init,
         gamma=config.gamma,
         window=config.window,
+        p_law=config.p_law,
+        softcap=config.softcap,
+        alibi_heads=len(alibi),
+        sink=config.sink,
     )
 
 
@@ -161,11 +177,15 @@ class LinearProjections:
         self.columns = sum(self.heads) * config.d_head
         self.products = 0  # multiplications for a token beyond those with weights
 
-    def split(self, u: Tensor, turn: Turn) -> tuple[Tensor, list[Tensor]]:
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
         heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
-        return turn(q), [turn(k), v]
+        return turn_q(q), [turn_k(k), v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """What is cached of some heads of k and v."""
+        return [x[:, heads] for x in kept]
 
     def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Tensor]:
         return kept
@@ -205,7 +225,7 @@ class TensorProductProjections:
         for part, fan in zip(weight.split(self.sizes), fans, strict=True):
             nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
 
-    def split(self, u: Tensor, turn: Turn) -> tuple[Tensor, list[Tensor]]:
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
         *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
 
@@ -213,12 +233,16 @@ class TensorProductProjections:
             return part.unflatten(-1, (rank, -1)).transpose(1, 2)
 
         if self.q_rank is None:
-            q = turn(by_rank(q_parts[0], self.n_head))
+            q = turn_q(by_rank(q_parts[0], self.n_head))
         else:
             a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
-            q = Factors(a_q / self.q_rank, turn(b_q)).expand()
+            q = Factors(a_q / self.q_rank, turn_q(b_q)).expand()
         a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
-        return q, [a_k / self.kv_rank, turn(b_k), a_v / self.kv_rank, b_v]
+        return q, [a_k / self.kv_rank, turn_k(b_k), a_v / self.kv_rank, b_v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """All of it: heads without positions of their own, and local ones, are refused."""
+        return kept
 
     def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Factors] | list[Tensor]:
         """k and v [B, H, Lk, d], or, for the single query of `decoding`, their factors as such."""
@@ -228,33 +252,95 @@ class TensorProductProjections:
 
 
 class SelfAttention(nn.Module):
-    """Attention between its two projections."""
+    """Attention between its two projections.
+
+    The first heads, `nope_share` of them, have no positions. With a local_window the others are
+    softmax over that many keys, whatever the first are.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
+        self.heads = H, config.kv_heads, config.kv_heads  # of q, k and v
+        self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
         self.projections: LinearProjections | TensorProductProjections
         if config.projections == "tpa":
             self.projections = TensorProductProjections(config)
         else:
             self.projections = LinearProjections(config)
-        self.c_attn = nn.Linear(config.n_embd, self.projections.columns, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=config.bias)
-        self.attention = build_attention(config)
+        self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
+        self.c_proj = nn.Linear(H * d, n, bias=bias)
+        self.local: Attention | None = None
+        if config.local_window is None:
+            self.attention = build_attention(config)
+        else:
+            local = config.replace(
+                attention="softmax", p=None, p_law="constant", window=config.local_window
+            )
+            self.attention = build_attention(config, range(config.nope_heads))
+            self.local = build_attention(local, range(config.nope_heads, H))
+        self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        gates = {"none": 0, "head": H, "element": H * d}[config.gate]
+        self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
+        # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
+        self.c_forget = nn.Linear(n, H) if config.forget else None
+        self.row_numbers = names = VARIANTS[config.attention].from_input
+        self.c_rows = nn.Linear(n, len(names) * H, bias=False) if names else None
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        def turn(x: Tensor) -> Tensor:
-            return x if rotation is None else rotate(x, *rotation[:2])
+        def turn(norm: nn.Module | None, first: int) -> Turn:
+            def turned(x: Tensor) -> Tensor:
+                x = x if norm is None else norm(x)
+                return x if rotation is None else rotate(x, *rotation[:2], first)
 
-        q, kept = self.projections.split(self.c_attn(x), turn)
-        if cache is not None:
-            kept = cache.append(layer, kept, self.attention.window)
-        decoding = cache is not None and x.shape[1] == 1
-        k, v = self.projections.keys_and_values(kept, decoding)
+            return turned
+
+        q_first, k_first = self.nope_heads, self.nope_heads // self.group
+        turns = turn(self.q_norm, q_first), turn(self.k_norm, k_first)
+        q, kv = self.projections.split(self.c_attn(x), *turns)
         score_scale = 1.0 if rotation is None else rotation[2]
-        y = self.attention(q, k, v, score_scale, cache.size if cache else None)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        decoding = cache is not None and x.shape[1] == 1
+        numbers = self.from_input(x)
+        out = []
+        for part, (attention, mine) in enumerate(self.parts()):
+            theirs = slice(mine.start // self.group, mine.stop // self.group)
+            kept, given = self.projections.of_heads(kv, theirs), numbers.heads(mine)
+            if cache is not None:
+                gates = [] if given.log_forget is None else [given.log_forget]
+                ordered = attention.ordered or gates != []
+                kept = cache.append((layer, part), kept + gates, attention.window, ordered)
+                if gates:
+                    given = replace(given, log_forget=kept.pop())
+            k, v = self.projections.keys_and_values(kept, decoding)
+            length = cache.size if cache else None
+            out.append(attention(q[:, mine], k, v, score_scale, length, from_input=given))
+        y = torch.cat(out, dim=1).transpose(1, 2).flatten(2)  # [B, L, H d]
+        if self.c_gate is not None:
+            gate = self.c_gate(x).sigmoid()
+            y = (
+                y.unflatten(2, (self.heads[0], -1)) * gate.unflatten(2, (self.heads[0], -1))
+            ).flatten(2)
+        return self.c_proj(y)
+
+    def parts(self) -> list[tuple[Attention, slice]]:
+        """The attention of each part of the heads."""
+        H, split = self.heads[0], self.nope_heads
+        if self.local is None:
+            return [(self.attention, slice(0, H))]
+        return [(self.attention, slice(0, split)), (self.local, slice(split, H))]
+
+    def from_input(self, x: Tensor) -> FromInput:
+        """The numbers of rows and the logarithms of forget gates, [B, H, L] of x [B, L, n_embd]."""
+        rows, gates = {}, None
+        if self.c_rows is not None:
+            numbers = self.c_rows(x).unflatten(2, (len(self.row_numbers), -1)).permute(2, 0, 3, 1)
+            rows = dict(zip(self.row_numbers, numbers.unbind(), strict=True))
+        if self.c_forget is not None:
+            gates = F.logsigmoid(self.c_forget(x).float()).transpose(1, 2)
+        return FromInput(rows, gates)
 
 
 class MLP(nn.Module):
@@ -371,6 +457,9 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         self._initialise()
 
+    def attention_layers(self) -> list[SelfAttention]:
+        return [module for module in self.modules() if isinstance(module, SelfAttention)]
+
     @torch.no_grad()
     def _initialise(self) -> None:
         """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
@@ -394,9 +483,6 @@ class GPT(nn.Module):
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight[self.n_vocab :])
-
-    def attention_layers(self) -> list[SelfAttention]:
-        return [module for module in self.modules() if isinstance(module, SelfAttention)]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

@@ -55,6 +55,10 @@ NAME = r"^(step|best)_\d{6,}\.pt$"
 Settings = dict[str, None | bool | int | float | str]
 
 
+# Learnable scalars of attention, which another variant may not have.
+SCALARS = ("s", "b", "p_n", "sink", "log_power")
+
+
 class Entry(msgspec.Struct):
     """What the index knows of a checkpoint."""
 
@@ -626,7 +630,7 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     """
     found, state = find_and_load(run, which, Weights)
     own, saved = model.state_dict(), state.model
-    scalars = {name for name in own | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
+    scalars = {name for name in own | saved if name.rpartition(".")[2] in SCALARS}
     missing = [name for name in own if name not in saved and name not in scalars]
     unknown = [name for name in saved if name not in own and name not in scalars]
     for name in sorted(own.keys() & saved.keys()):

@@ -21,6 +21,13 @@ ROWS = [
     for path in sorted(folder.glob("*.py"))
     if not path.name.startswith("t6")
 ]
+# Those whose attention is not another row's: the others differ from one in the rest of the model.
+ATTENTIONS = [
+    row
+    for row in ROWS
+    if row not in ("softmax_nope.py", "swa.py", "qk_norm.py", "gated.py", "fox.py")
+    and not row.startswith("hybrid")
+]
 # A run of a second.
 SMALL = [
     "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
@@ -86,7 +93,9 @@ def first_layer(model, idx):
         part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
         for part in x.split(model.config.n_embd, dim=-1)
     )
-    return rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin), v
+    if model.config.positions == "rope":
+        q, k = rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin)
+    return q, k, v
 
 
 class Reader:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import model as model_module
 from config import Config, load_config
 from errors import UserError
+from evaluation import attention_weights
 from model import GPT, MLP, KVCache, Rope, rotate
 from tests.helpers import CONFIGS, ROWS, SMALL, small_config, small_model
 
@@ -365,7 +366,7 @@ def test_yarns_factor_is_not_lost_in_the_norm_of_unit_vectors():
     assert not torch.allclose(model(x), ours)
     for block in model.trunk.blocks:
         inner = block.attn.attention.forward
-        block.attn.attention.forward = lambda q, k, v, *_, inner=inner: inner(q, k, v, f * f)
+        block.attn.attention.forward = lambda q, k, v, *_, inner=inner, **__: inner(q, k, v, f * f)
     assert_near(model(x), ours)
 
 
@@ -482,6 +483,107 @@ def test_heads_of_another_width_and_grouped():
     assert_near(model(ids), full(ids))
 
 
+@torch.no_grad()
+def layer_weights(model, ids):
+    """The weights [B, H, L, L] of the first layer, and its input."""
+    inputs = []
+    layer = model.trunk.blocks[0].attn
+    hook = layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    weights = attention_weights(model, ids, slice(None))[0]
+    hook.remove()
+    return weights, inputs[0]
+
+
+def raw_heads(layer, x):
+    """q, k and v [B, H, L, d] of a layer with as many of each, before RoPE."""
+    heads = layer.c_attn(x).unflatten(-1, (3, layer.heads[0], -1))
+    return heads.permute(2, 0, 3, 1, 4).unbind()
+
+
+@torch.no_grad()
+def test_forget_gates_are_those_of_fox():
+    model, ids = small_model("fox.py"), tokens(2, 9)
+    weights, x = layer_weights(model, ids)
+    layer = model.trunk.blocks[0].attn
+    q, k, _ = raw_heads(layer, x)
+    gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)  # [B, L, H]
+    for b, h, i in ((0, 0, 0), (0, 1, 5), (1, 0, 8)):
+        z = q[b, h, i] @ k[b, h, : i + 1].T / math.sqrt(8)
+        for j in range(i + 1):
+            z[j] += gates[b, j + 1 : i + 1, h].log().sum()
+        assert_near(weights[b, h, i, : i + 1], z.softmax(0), 1e-6)  # the gates are float32
+
+
+@torch.no_grad()
+def test_asentmax_takes_its_scale_from_the_rows_input():
+    model, ids = small_model("asentmax.py", "--positions=none", "--nope_share=0"), tokens(1, 9)
+    weights, x = layer_weights(model, ids)
+    layer = model.trunk.blocks[0].attn
+    q, k, _ = raw_heads(layer, x)
+    u, w = (x @ layer.c_rows.weight.T).unflatten(-1, (2, 2)).unbind(2)  # [B, L, H]
+    n = torch.arange(1.0, 10, dtype=torch.float64)[:, None]
+    scale = 1 + F.softplus(u[0]) * (n + 1).log() ** (2 * w[0].tanh())
+    q = q * scale.T[None, ..., None]
+    plain = small_model("entmax15.py").trunk.blocks[0].attn.attention
+    assert_near(weights, plain.weights(q, k))
+
+
+@torch.no_grad()
+def test_q_and_k_have_norms_of_their_own():
+    model, ids = small_model("qk_norm.py"), tokens(1, 9)
+    layer, trunk = model.trunk.blocks[0].attn, model.trunk
+    layer.q_norm.weight.copy_(torch.rand(8))
+    weights, x = layer_weights(model, ids)
+    q, k, _ = raw_heads(layer, x)
+    q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
+    q = q * layer.q_norm.weight
+    q, k = rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    z = (q @ k.mT / math.sqrt(8)).masked_fill(~causal, -math.inf)
+    assert_near(weights, z.softmax(-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate, width", [("head", 2), ("element", 16)])
+def test_a_gate_scales_the_output_of_heads_or_elements(gate, width):
+    model, plain = (small_model("lssar_p3.py", f"--gate={name}") for name in (gate, "none"))
+    layer, other = model.trunk.blocks[0].attn, plain.trunk.blocks[0].attn
+    assert layer.c_gate.weight.shape == (width, 16)
+    other.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    seen = []
+    for one in (layer, other):
+        one.c_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        one(x, None, None, 0)
+    gates = torch.sigmoid(x @ layer.c_gate.weight.T + layer.c_gate.bias)
+    assert_near(seen[0], seen[1] * gates.repeat_interleave(16 // width, dim=-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["hybrid.py", "hybrid_ssmax.py", "hybrid_lssar_p5.py"])
+def test_half_of_the_heads_are_local_softmax_and_half_without_positions(case):
+    model, ids = small_model(case, "--n_head=4", "--local_window=3"), tokens(1, 9)
+    layer, trunk = model.trunk.blocks[0].attn, model.trunk
+    weights, x = layer_weights(model, ids)
+    q, k, _ = raw_heads(layer, x)
+    assert_near(weights[:, :2], layer.attention.weights(q[:, :2], k[:, :2]))
+    q, k = (rotate(y[:, 2:], trunk.cos, trunk.sin) for y in (q, k))
+    band = torch.ones(9, 9, dtype=torch.bool).tril().triu(-2)
+    z = (q @ k.mT / math.sqrt(4)).masked_fill(~band, -math.inf)
+    assert_near(weights[:, 2:], z.softmax(-1))
+
+
+def test_a_share_of_heads_without_positions_goes_with_rope_or_alibi():
+    """The positions of earlier tokens change nothing there."""
+    for positions in ("rope", "alibi"):
+        model = small_model("softmax.py", f"--positions={positions}", "--nope_share=0.5")
+        ids = tokens(1, 16)
+        other = torch.cat((ids[:, :15].flip(1), ids[:, 15:]), dim=1)
+        (ours, _), (theirs, _) = layer_weights(model, ids), layer_weights(model, other)
+        assert_near(ours[:, 0, -1, :15], theirs[:, 0, -1, :15].flip(-1))
+        assert not torch.allclose(ours[:, 1, -1, :15], theirs[:, 1, -1, :15].flip(-1))
+
+
 # ---- cache and generation ----
 
 
@@ -489,7 +591,8 @@ def test_heads_of_another_width_and_grouped():
 @pytest.mark.parametrize("window", [None, 1, 4, 18, 30])
 @pytest.mark.parametrize("case", [*ROWS, *TPA])
 def test_a_cache_changes_nothing(case, window):
-    model = small_model(case, f"--window={window}").scale_rope("yarn")
+    model = small_model(case, f"--window={window}")
+    model.scale_rope("yarn" if model.config.positions == "rope" else "none")
     x = model.wte(tokens(2, 24))  # beyond the training length
     whole = model.trunk(x)
     for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
@@ -497,8 +600,8 @@ def test_a_cache_changes_nothing(case, window):
         pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
         assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
         assert cache.length == 24
-        for kept in sum(cache.layers.values(), []):
-            assert kept.shape[2] == min(24, window or 24)
+        for key, value, *_ in cache.layers.values():
+            assert {24, min(24, window or 24)} >= {key.shape[2], value.shape[2]}
 
 
 @torch.no_grad()
@@ -506,6 +609,16 @@ def test_a_cache_changes_nothing(case, window):
     "settings",
     [
         "--positions=none",
+        "--positions=alibi --sink=learned --gate=head --softcap=3",
+        "--nope_share=0.5 --gate=element --p_law=log_n",
+        "--n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --qk_norm=True",
+        "--forget=True --positions=none",
+        "--forget=True --nope_share=0.5 --local_window=3",
+        "--attention=asentmax --p=None",
+        "--attention=stick_breaking --p=None",
+        "--projections=tpa --attention=stick_breaking --p=None",
+        "--projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
+        "--projections=tpa --positions=alibi --p_law=learned",
         "--positions=learned",
         "--n_kv_head=1",
         "--n_head=4 --n_kv_head=2 --head_size=6",
@@ -518,7 +631,8 @@ def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
         cache = KVCache(16)
         pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 3], dim=1)]
         assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-12)
-        assert {len(kept[0]) for kept in sum(cache.layers.values(), [])} == {model.config.kv_heads}
+        heads = sum(stored[0].shape[1] for (layer, _), stored in cache.layers.items() if layer == 0)
+        assert heads == (2 if model.config.projections == "tpa" else model.config.kv_heads)
 
 
 def greedy(model, ids, new):
