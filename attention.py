@@ -64,6 +64,49 @@ KEEP_SCORES = 2**22
 
 
 @dataclass(frozen=True)
+class Factors:
+    """Keys or values x_hj = sum_r a_rjh b_rj of all heads h, with b_rj [d] shared by the heads.
+
+    a is [B, R, Lk, H] and b [B, R, Lk, d]. What follows for a single query is computed from them
+    without x [B, H, Lk, d], which takes fewer operations and reads less memory.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of x."""
+        B, _, Lk, H = self.a.shape
+        return B, H, Lk, self.b.shape[3]
+
+    def to(self, dtype: torch.dtype) -> "Factors":
+        return Factors(self.a.to(dtype), self.b.to(dtype))
+
+    def expand(self) -> Tensor:
+        """x, [B, H, Lk, d]."""
+        return torch.einsum("brlh,brld->bhld", self.a, self.b)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """The products [B, H, 1, Lk] of a single query of each head, [B, H, 1, d], with its x."""
+        return (self.a * (self.b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
+
+    def squared_norms(self) -> Tensor:
+        """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s."""
+        a, b = self.a, self.b
+        products = [
+            a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
+            for r in range(a.shape[1])
+        ]
+        return sum(products[1:], products[0]).mT[:, :, None]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
+        a = (weights.transpose(1, 2).mT * self.a).to(self.b.dtype)  # [B, R, Lk, H]
+        return (a.mT @ self.b).sum(1)[:, :, None]
+
+
+@dataclass(frozen=True)
 class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
@@ -449,8 +492,8 @@ class Attention(nn.Module):
     Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, Hk, Lk, d] after RoPE, Lq <= Lk: the
     queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
     window has. With Hk < H, each head of keys and values serves H / Hk consecutive heads of
-    queries. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64
-    for float64 inputs), with autocast off.
+    queries. For a single query k and v may be Factors. Returns [B, H, Lq, d] in v's dtype. Scores
+    and weights are computed in float32 (float64 for float64 inputs), with autocast off.
     """
 
     s: nn.Parameter | None
@@ -510,8 +553,8 @@ class Attention(nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | Factors,
+        v: Tensor | Factors,
         score_scale: float = 1.0,
         length: int | None = None,
         from_input: FromInput = FromInput(),
@@ -522,6 +565,11 @@ class Attention(nn.Module):
         does not have it yet: the final length of a cache.
         """
         length = self._length(k.shape[2] if length is None else length)
+        if isinstance(k, Factors) and isinstance(v, Factors):
+            if self.impl in ("auto", "blocked"):
+                return self._factored(q, k, v, length, score_scale, from_input)
+            k, v = k.expand(), v.expand()
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
         first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
         k, v = k[:, :, first:], v[:, :, first:]
         from_input = from_input.part(ALL, slice(None), slice(first, None))
@@ -610,11 +658,11 @@ class Attention(nn.Module):
         inverse = torch.rsqrt(squared + 1e-12).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return l2_normalise(q), k, inverse[:, :, None]
 
-    def _weights(self, q: Tensor, k: Tensor, call: "Call") -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor | Factors, call: "Call") -> Tensor:
         variant, phi = self.variant, self.variant.phi
         rows = self._rows(q, k, call.heads, call.length, call.from_input)
-        q, k = q.to(rows.n.dtype), k.to(rows.n.dtype)
-        z = grouped_product(q * (call.score_scale * variant.scale(rows)), k.mT)  # [B, H, Lq, Lk]
+        q, k = q.to(rows.n.dtype) * (call.score_scale * variant.scale(rows)), k.to(rows.n.dtype)
+        z = k.dot(q) if isinstance(k, Factors) else grouped_product(q, k.mT)  # [B, H, Lq, Lk]
         if call.inv_key_norm is not None:
             z = z * call.inv_key_norm
         if self.softcap is not None:
@@ -664,7 +712,7 @@ class Attention(nn.Module):
     def _rows(
         self,
         q: Tensor,
-        k: Tensor,
+        k: Tensor | Factors,
         heads: slice,
         length: int,
         from_input: FromInput = FromInput(),
@@ -696,6 +744,17 @@ class Attention(nn.Module):
 
     def _reference(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
         return grouped_product(self._weights(q, k, call).to(v.dtype), v)
+
+    def _factored(
+        self, q: Tensor, k: Factors, v: Factors, length: int, score_scale: float, given: FromInput
+    ) -> Tensor:
+        """The reference for a single query, with the factors of keys and values."""
+        with torch.autocast(q.device.type, enabled=False):
+            k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
+            if self.variant.l2_normalise:
+                q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
+            call = Call(inverse, slice(None), length, score_scale, given)
+            return v.mix(self._weights(q, k, call))
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
         """The reference in blocks, so that only the weights of one block are in memory.

@@ -125,6 +125,13 @@ class Config:
     )
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
+    projections: str = setting(
+        "linear",
+        "how q, k and v come from the input: 'linear', or 'tpa' (Tensor Product Attention, T6)",
+        choices=("linear", "tpa"),
+    )
+    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1)
+    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
         "gpt2",
@@ -537,6 +544,12 @@ def check_sizes(config: Config) -> None:
         raise UserError(
             f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
         )
+    for key in ("n_kv_head", "qk_norm", "nope_share"):
+        if config.projections == "tpa" and getattr(config, key):
+            raise UserError(
+                f"{key} = {getattr(config, key)} is for projections = 'linear': with 'tpa' all "
+                "heads share the factors that RoPE turns"
+            )
     if config.nope_every and config.positions != "rope":
         raise UserError(f"nope_every is for positions = 'rope', not {config.positions!r}")
     if config.nope_share and config.positions not in ("rope", "alibi"):

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, FromInput, share_parameters
+from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
@@ -20,6 +20,7 @@ EVALUATED_ROWS = 256
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
+Turn = Callable[[Tensor], Tensor]  # RoPE, or nothing, of x [B, .., L, d]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
 
 
 class KVCache:
-    """Keys (after RoPE) and values of up to `size` positions, for every layer.
+    """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
 
     A layer with a window keeps a ring of them: position i is at i modulo the window.
     """
@@ -104,6 +105,10 @@ class KVCache:
     def __init__(self, size: int):
         self.size, self.length = size, 0
         self.layers: dict[tuple[int, int], list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for layer in self.layers.values() for kept in layer)
 
     def append(
         self, key: tuple[int, int], new: list[Tensor], window: int | None, ordered: bool
@@ -164,6 +169,88 @@ def build_attention(config: Config, heads: range | None = None) -> Attention:
     )
 
 
+class LinearProjections:
+    """q, k and v are linear in the input; the cache keeps k, after RoPE, and v."""
+
+    def __init__(self, config: Config) -> None:
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
+        self.columns = sum(self.heads) * config.d_head
+        self.products = 0  # multiplications for a token beyond those with weights
+
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
+        heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        return turn_q(q), [turn_k(k), v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """What is cached of some heads of k and v."""
+        return [x[:, heads] for x in kept]
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Tensor]:
+        return kept
+
+
+class TensorProductProjections:
+    """Tensor Product Attention (Zhang et al. 2025): q, k and v are means of R outer products.
+
+    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
+    is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) numbers a position.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.n_head, self.head_size = config.n_head, config.d_head
+        self.q_rank, self.kv_rank = config.q_rank, config.kv_rank
+        kv = [self.kv_rank * self.n_head, self.kv_rank * self.head_size]
+        if self.q_rank is None:  # the paper's KVonly: q is linear in the input
+            q = [self.n_head * self.head_size]
+        else:
+            q = [self.q_rank * self.n_head, self.q_rank * self.head_size]
+        self.sizes = q + kv + kv
+        self.columns = sum(self.sizes)
+        ranks = (self.q_rank or 0) + 2 * self.kv_rank
+        self.products = ranks * self.n_head * self.head_size
+
+    @torch.no_grad()
+    def initialise(self, weight: Tensor) -> None:
+        """Xavier's uniform weights in place, [columns, n_embd].
+
+        As in the authors' code, torch counts the inputs and outputs of a as a tensor [n_embd, H, R]
+        and of b as [n_embd, R, d]: R (n_embd + H) and d (n_embd + R) of them.
+        """
+        H, d, n = self.n_head, self.head_size, weight.shape[1]
+        fans = [n + H * d] if self.q_rank is None else []
+        for R in (self.q_rank, self.kv_rank, self.kv_rank):
+            fans += [] if R is None else [R * (n + H), d * (n + R)]
+        for part, fan in zip(weight.split(self.sizes), fans, strict=True):
+            nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
+
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
+        *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
+
+        def by_rank(part: Tensor, rank: int) -> Tensor:
+            return part.unflatten(-1, (rank, -1)).transpose(1, 2)
+
+        if self.q_rank is None:
+            q = turn_q(by_rank(q_parts[0], self.n_head))
+        else:
+            a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
+            q = Factors(a_q / self.q_rank, turn_q(b_q)).expand()
+        a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
+        return q, [a_k / self.kv_rank, turn_k(b_k), a_v / self.kv_rank, b_v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """All of it: heads without positions of their own, and local ones, are refused."""
+        return kept
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Factors] | list[Tensor]:
+        """k and v [B, H, Lk, d], or, for the single query of `decoding`, their factors as such."""
+        a_k, b_k, a_v, b_v = kept
+        factors = [Factors(a_k, b_k), Factors(a_v, b_v)]
+        return factors if decoding else [x.expand() for x in factors]
+
+
 class SelfAttention(nn.Module):
     """Attention between its two projections.
 
@@ -176,7 +263,12 @@ class SelfAttention(nn.Module):
         n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
         self.heads = H, config.kv_heads, config.kv_heads  # of q, k and v
         self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
-        self.c_attn = nn.Linear(n, sum(self.heads) * d, bias=bias)
+        self.projections: LinearProjections | TensorProductProjections
+        if config.projections == "tpa":
+            self.projections = TensorProductProjections(config)
+        else:
+            self.projections = LinearProjections(config)
+        self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
         self.c_proj = nn.Linear(H * d, n, bias=bias)
         self.local: Attention | None = None
         if config.local_window is None:
@@ -199,29 +291,32 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        B, L, _ = x.shape
-        heads = self.c_attn(x).view(B, L, sum(self.heads), -1).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)  # [B, H, L, d], [B, Hk, L, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        score_scale = 1.0
-        if rotation is not None:
-            cos, sin, score_scale = rotation
-            q = rotate(q, cos, sin, self.nope_heads)
-            k = rotate(k, cos, sin, self.nope_heads // self.group)
+        def turn(norm: nn.Module | None, first: int) -> Turn:
+            def turned(x: Tensor) -> Tensor:
+                x = x if norm is None else norm(x)
+                return x if rotation is None else rotate(x, *rotation[:2], first)
+
+            return turned
+
+        q_first, k_first = self.nope_heads, self.nope_heads // self.group
+        turns = turn(self.q_norm, q_first), turn(self.k_norm, k_first)
+        q, kv = self.projections.split(self.c_attn(x), *turns)
+        score_scale = 1.0 if rotation is None else rotation[2]
+        decoding = cache is not None and x.shape[1] == 1
         numbers = self.from_input(x)
         out = []
         for part, (attention, mine) in enumerate(self.parts()):
             theirs = slice(mine.start // self.group, mine.stop // self.group)
-            queries, kept, given = q[:, mine], [k[:, theirs], v[:, theirs]], numbers.heads(mine)
+            kept, given = self.projections.of_heads(kv, theirs), numbers.heads(mine)
             if cache is not None:
                 gates = [] if given.log_forget is None else [given.log_forget]
                 ordered = attention.ordered or gates != []
                 kept = cache.append((layer, part), kept + gates, attention.window, ordered)
                 if gates:
                     given = replace(given, log_forget=kept.pop())
+            k, v = self.projections.keys_and_values(kept, decoding)
             length = cache.size if cache else None
-            out.append(attention(queries, *kept, score_scale, length, from_input=given))
+            out.append(attention(q[:, mine], k, v, score_scale, length, from_input=given))
         y = torch.cat(out, dim=1).transpose(1, 2).flatten(2)  # [B, L, H d]
         if self.c_gate is not None:
             gate = self.c_gate(x).sigmoid()
@@ -369,16 +464,22 @@ class GPT(nn.Module):
     def _initialise(self) -> None:
         """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
 
-        The deviation is smaller where a projection adds to the residual stream.
+        The deviation is smaller where a projection adds to the residual stream. With projections =
+        'tpa' such a projection is 0 at first and factors have their own, as its authors have it.
         """
+        tpa = self.config.projections == "tpa"
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(depth))
+                std = 0.0 if tpa and depth > 1 else 0.02 / math.sqrt(depth)
+                nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if self.trunk.wpe is not None:
             nn.init.normal_(self.trunk.wpe.weight, std=0.02)
+        for layer in self.attention_layers():
+            if isinstance(layer.projections, TensorProductProjections):
+                layer.projections.initialise(layer.c_attn.weight)
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight[self.n_vocab :])
@@ -422,19 +523,21 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         never: int | None = None,
         stop: Callable[[Tensor], bool] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
         `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
-        the final length from the start, so that cached keys stay valid. Raises UserError for an
-        empty prompt, a negative temperature, and top_k below 1.
+        the final length from the start, so that cached keys stay valid. `cache` is an empty one of
+        that size, to be looked at afterwards. Raises UserError for an empty prompt, a negative
+        temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
-        cache, new = KVCache(idx.shape[1] + max_new_tokens), idx
+        new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
         for _ in range(max_new_tokens):
             x = self.trunk(self.wte(new), cache)
             logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
@@ -485,12 +588,14 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and softmax attention's products
-        with the keys that rows see, for every variant, so that runs can be compared: the causal
-        half of L keys or, with a window of W, W - W^2 / 2 L of them on average.
+        6 per weight of a matrix product (2 forward, 4 backward), and per product of the factors of
+        'tpa'; and softmax attention's products with the keys that rows see, for every variant, so
+        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
+        of them on average.
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        matrices += sum(layer.projections.products for layer in self.attention_layers())
         padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
         L = c.block_size
         W = L if c.window is None else min(c.window, L)

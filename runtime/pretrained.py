@@ -73,7 +73,8 @@ def check_settings(model: GPT, name: str, theirs: Any) -> None:
             f"block_size = {c.block_size} is beyond the {theirs.n_positions} positions of hf:{name}"
         )
     wanted = {
-        "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True,
+        "positions": "learned", "projections": "linear", "norm": "layernorm", "mlp": "gelu",
+        "bias": True,
         "tie_embeddings": True, "n_layer": theirs.n_layer, "n_head": theirs.n_head,
         "n_embd": theirs.n_embd, "n_vocab": theirs.vocab_size,
         "d_head": theirs.n_embd // theirs.n_head, "kv_heads": theirs.n_head, "qk_norm": False,

@@ -13,11 +13,13 @@ from runtime.checkpoint import Saver, training_state, write_header
 from scripts.common.runs import LoadedRun
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# Each row of the papers' tables, as a path within configs/. The scales are not attention variants.
+# Each row of the papers' tables, as a path within configs/. Neither scales nor T6, whose attention
+# is that of softmax.py and lssar_p15.py, are attention variants.
 ROWS = [
     path.relative_to(CONFIGS).as_posix()
     for folder in (CONFIGS, CONFIGS / "ablations")
     for path in sorted(folder.glob("*.py"))
+    if not path.name.startswith("t6")
 ]
 # Those whose attention is not another row's: the others differ from one in the rest of the model.
 ATTENTIONS = [
@@ -49,8 +51,10 @@ def small_model(case: str, *more: str) -> GPT:
     model = GPT(small_config(case, *more)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and parameter.any():
                 parameter.mul_(10)
+            elif parameter.dim() >= 2:
+                parameter.normal_(std=0.2)  # the output projections of 'tpa'
             elif name.endswith((".s", ".b", ".p_n")):
                 parameter.add_(torch.rand_like(parameter))
     return model

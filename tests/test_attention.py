@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import attention
-from attention import VARIANTS, Attention, Phi, Variant
+from attention import VARIANTS, Attention, Factors, Phi, Variant
 from errors import UserError
 from model import build_attention
 from tests.helpers import ATTENTIONS as ROWS
@@ -382,6 +382,22 @@ def test_equals_the_formula(case):
         expected = reference(case, attn, q, k)
         assert_near(attn.weights(q, k), expected)
         assert_near(attn(q, k, v), expected @ v)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_from_factors_equals_decoding_from_expanded_keys(case):
+    for window in (None, 3):
+        attn = build(case, f"--window={window}").double()
+        for Lk in (1, 2, 4, 9, 33):
+            q, _, _ = draw(1, 1, seed=Lk)
+            _, a_k, a_v = draw(1, Lk, seed=Lk, H=3, d=2)  # two heads, three ranks
+            _, b_k, b_v = draw(1, Lk, seed=-Lk, H=3)
+            k, v = Factors(a_k, b_k), Factors(a_v, b_v)
+            expanded = [(x.a[..., None] * x.b[..., None, :]).sum(1).transpose(1, 2) for x in (k, v)]
+            assert_near(attn(q, k, v, 1.3, 40), attn(q, *expanded, 1.3, 40), 1e-12, 1e-12)
+            attn.impl = "reference"  # expands them
+            assert_near(attn(q, k, v), attn(q, *expanded), 1e-12, 1e-12)
+            attn.impl = "auto"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,6 +21,8 @@ from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
 SCALES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/*.py"))
+T6 = ["t6.py", "t6_lssar_p15.py"]
+T6_SCALES = [path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/t6/*.py")]
 
 
 def at(name):
@@ -56,17 +58,17 @@ def test_defaults_are_the_124m_recipe():
     assert accumulation_steps(config, world_size=1) == 8
 
 
-@pytest.mark.parametrize("name", [*ROWS, *SCALES])
+@pytest.mark.parametrize("name", [*ROWS, *T6, *SCALES, *T6_SCALES])
 def test_config_files_load_and_say_what_they_are(name):
     config = load_config([at(name)])
     comment = " ".join(re.findall(r"^# (.*)$", Path(at(name)).read_text(), re.MULTILINE))
     papers = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: "
     others = r".*\b(201|202)\d\b|As hybrid.py, "  # the year of the paper
-    assert re.match(f"({papers}|{others})" if name in ROWS else r"\w", comment)
+    assert re.match(f"({papers}|{others})" if name in ROWS + T6 else r"\w", comment)
     assert config.out_dir == "out/" + name.split("/")[-1].removesuffix(".py")
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [*ROWS, *T6])
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_row_goes_with_every_scale(row, scale):
     config, alone = load_config([at(row), at(scale)]), load_config([at(row)])
@@ -340,6 +342,9 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_kv_head=5", "n_head = 12 is not divisible by n_kv_head = 5"),
         ("--n_kv_head=24", "n_head = 12 is not divisible by n_kv_head = 24"),
         ("--nope_every=4 --positions=none", "nope_every is for positions = 'rope', not 'none'"),
+        ("--projections=tpa --n_kv_head=2", "n_kv_head = 2 is for projections = 'linear'"),
+        ("--projections=tpa --qk_norm=True", "qk_norm = True is for projections = 'linear'"),
+        ("--projections=tpa --nope_share=0.5", "nope_share = 0.5 is for projections = 'linear'"),
         ("--positions=rotary", "positions = 'rotary'; it is one of rope, alibi, none, learned"),
         ("--nope_share=0.5 --positions=none", "nope_share is for positions = 'rope' or 'alibi'"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
