@@ -277,7 +277,7 @@ class Trunk(nn.Module):
 
 
 class PairEmbedding(nn.Embedding):
-    """Pairs of tokens [.., 2] to [.., n_embd]: each coordinate's own table, concatenated, linear."""
+    """Pairs of tokens [.., 2] to [.., n_embd]: a table for each coordinate, and a linear layer."""
 
     def __init__(self, rows: int, n_embd: int) -> None:
         super().__init__(2 * rows, n_embd)  # the two tables, one below the other

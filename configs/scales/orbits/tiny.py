@@ -1,9 +1,10 @@
-# For a laptop: two-body systems, 0.9M parameters, 2.5M positions, minutes a run on one core
+# For a laptop: two-body systems in coarse bins, 0.7M parameters, 2.5M positions, two or three
+# minutes a run on one core
 task = "orbits"
 systems = 20000
 planets = 1
 bins = 500
-n_layer = 4
+n_layer = 2
 n_head = 4
 n_embd = 128
 block_size = 127
