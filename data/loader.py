@@ -109,12 +109,7 @@ class Loader(ABC):
     def _windows(self, step: int) -> NDArray[np.int64]:
         """The number of each window that is one of this rank's sequences of a step: [b]."""
         begin = step * self.batch_size + self.rank * self.local_batch_size
-        sequence = np.arange(begin, begin + self.local_batch_size)
-        epoch, index = np.divmod(sequence, self.n_windows)
-        window = np.empty_like(index)
-        for e in np.unique(epoch):
-            window[epoch == e] = shuffled(index[epoch == e], self.n_windows, self.seed, int(e))
-        return window
+        return epoch_order(begin, self.local_batch_size, self.n_windows, self.seed)
 
 
 class TrainLoader(Loader):
@@ -171,6 +166,18 @@ class TrainLoader(Loader):
             for shard, offset in zip(*self._locate(step), strict=True)
         ]
         return inputs_and_targets(np.stack(sequences), self.device)
+
+
+def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
+    """Entries begin to begin + count - 1 of epochs without end, each with 0..n-1 in its own order.
+
+    The order of an epoch is that of `shuffled`.
+    """
+    epoch, index = np.divmod(np.arange(begin, begin + count), n)
+    order = np.empty_like(index)
+    for e in np.unique(epoch):
+        order[epoch == e] = shuffled(index[epoch == e], n, seed, int(e))
+    return order
 
 
 def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArray[np.int64]:

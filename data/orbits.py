@@ -43,8 +43,8 @@ BINS = 7000
 # The last id is not used: the published vocabulary has it.
 EXTRA_TOKENS = len(TIME_STEPS) + 1
 
-# Seeds of the three sets; runs differ in the order in which they see the systems for training.
-TRAINING, VALIDATION, TEST = 0, 1, 2
+# Seeds of the sets, the last for `draw_pair`; the seed of a run is that of the order alone.
+TRAINING, VALIDATION, PAIRS = 0, 1, 2
 # Systems with as many planets that are computed at once: their arrays fit a core's cache.
 TOGETHER = 16
 

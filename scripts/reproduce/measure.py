@@ -48,7 +48,7 @@ class Evaluation:
     keys: tuple  # columns: multiples of the training length, or names
     request: Callable[[Config], Request]  # at this scale
     values: Callable[[dict, Config], list[float]]  # columns of what `Request.select` returns
-    better: str | tuple[str, ...] | None = "lower"  # a tuple: for each column
+    better: str | tuple[str | None, ...] | None = "lower"  # a tuple: for each column
     digits: int = 4
     finetuned: bool = False  # on SQuAD before measuring
     prompt: Callable[[Config], int] = lambda config: 1  # the shortest length that fits it
