@@ -12,16 +12,26 @@ min(i, W). The papers have no windows: every n in a formula is this n_i, that in
 of SSMax's p_n included, recentring subtracts the mean of the keys seen, and L stays a length of
 text, whatever the window.
 
+Settings of a layer go with any of these rows, in this order, where they are used:
+
+    softcap     scale_i s_ij becomes c tanh(scale_i s_ij / c)                          (Gemma 2)
+    ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
+    forget      z_ij gets log f_(j+1) + .. + log f_i, gates from the layer's input     (FoX)
+    sink        one more key, whose value is 0 and whose score is 0 or a learned logit of the head:
+                softmax's denominator gets 1 (off by one) or e^logit (gpt-oss)
+
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
-Nakanishi 2025). To add a variant, add a row to `VARIANTS`, and a `Phi` if its function is new; no
-code outside this table refers to a variant by name.
+Nakanishi 2025); the rows of others name theirs. To add a variant, add a row to `VARIANTS`, and a
+`Phi` if its function is new; no code outside this table refers to a variant by name. What cannot be
+said as a row (scores across heads, two maps as in differential attention) is a module with the call
+of `Attention`, which model.build_attention builds.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -51,6 +61,49 @@ BLOCK_SCORES = 2**25
 BLOCK_SCORES_CPU = 2**20
 # With more scores than this in a layer, the backward pass recomputes them instead of keeping them.
 KEEP_SCORES = 2**22
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Keys or values x_hj = sum_r a_rjh b_rj of all heads h, with b_rj [d] shared by the heads.
+
+    a is [B, R, Lk, H] and b [B, R, Lk, d]. What follows for a single query is computed from them
+    without x [B, H, Lk, d], which takes fewer operations and reads less memory.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of x."""
+        B, _, Lk, H = self.a.shape
+        return B, H, Lk, self.b.shape[3]
+
+    def to(self, dtype: torch.dtype) -> "Factors":
+        return Factors(self.a.to(dtype), self.b.to(dtype))
+
+    def expand(self) -> Tensor:
+        """x, [B, H, Lk, d]."""
+        return torch.einsum("brlh,brld->bhld", self.a, self.b)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """The products [B, H, 1, Lk] of a single query of each head, [B, H, 1, d], with its x."""
+        return (self.a * (self.b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
+
+    def squared_norms(self) -> Tensor:
+        """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s."""
+        a, b = self.a, self.b
+        products = [
+            a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
+            for r in range(a.shape[1])
+        ]
+        return sum(products[1:], products[0]).mT[:, :, None]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
+        a = (weights.transpose(1, 2).mT * self.a).to(self.b.dtype)  # [B, R, Lk, H]
+        return (a.mT @ self.b).sum(1)[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -86,6 +139,7 @@ RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
 GELU = Phi(F.gelu, zero=0.0, signed=True, kernel="gelu")
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
+EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
 
 
 @dataclass
@@ -93,7 +147,12 @@ class RowContext:
     """The quantities that a variant's formulas may use, for the rows (queries) of one call."""
 
     n: Tensor  # [Lq, 1] keys that each row sees
-    last: Tensor  # [Lq, 1] the last of them, counted from 0
+    # the last of them, [Lq, 1], and all keys, [Lk], counted from the first key of the call: only
+    # the distance last - keys is the same however a layer is computed
+    last: Tensor
+    keys: Tensor
+    head: Tensor  # [H, 1, 1] counted from 0
+    n_head: int
     window: int | None
     d: int  # head size
     L: int  # the training length, or the current one (setting `attention_length`)
@@ -102,6 +161,9 @@ class RowContext:
     s: Tensor = field(init=False)  # [H, 1, 1]
     b: Tensor = field(init=False)  # [H, 1, 1]
     p_n: Tensor = field(init=False)  # [Lq, 1]
+    # set only for a variant that names them in `from_input`
+    u: Tensor = field(init=False)  # [B, H, Lq, 1]
+    w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
     def sees(self, keys: int) -> Tensor:
         """Whether each row sees each of this many keys, [Lq, keys]."""
@@ -110,12 +172,33 @@ class RowContext:
         return seen if self.window is None else seen & (key > self.last - self.window)
 
 
-def relu_power(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+@dataclass(frozen=True)
+class FromInput:
+    """What a layer computes from its input besides q, k and v."""
+
+    rows: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq] by name: Variant.from_input
+    log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
+
+    def heads(self, heads: slice) -> "FromInput":
+        """That of some heads."""
+        return self.part((slice(None), heads), slice(None), slice(None))
+
+    def part(self, part: tuple[slice, slice], queries: slice, keys: slice) -> "FromInput":
+        """That of some sequences and heads, queries and keys."""
+        rows = {name: x[part][:, :, queries] for name, x in self.rows.items()}
+        gates = None if self.log_forget is None else self.log_forget[part][:, :, keys]
+        return FromInput(rows, gates)
+
+
+Power = float | Tensor | None
+
+
+def relu_power(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
 
-    A is [.., Lq, Lk], its row sums 1 or 0. The power is of x / max x, which l1 cancels, so that
-    nothing overflows at any p or n. A tied row gets no offset, as if n were at most 3, and stays
-    uniform.
+    A is [.., Lq, Lk], its row sums 1 or 0; p is a number, or one for each head or row. The power is
+    of x / max x, which l1 cancels, so that nothing overflows at any p or n. A tied row gets no
+    offset, as if n were at most 3, and stays uniform.
     """
     if p is None:
         return A
@@ -132,30 +215,38 @@ class Variant:
     phi: Phi
     scale: Callable[[RowContext], Tensor | float] = lambda rows: rows.d**-0.5
     bias: Callable[[RowContext], Tensor | float] | None = None
+    keyed: bool = False  # its bias differs between the keys of a row: [.., Lk]
     norm: Callable[[RowContext], Tensor | float] | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
+    # numbers of each row and head, u and w, that are linear functions of the layer's input
+    from_input: tuple[str, ...] = ()
+    # in place of phi and l1, where a weight depends on the whole row: from scores [.., Lq, Lk],
+    # -inf for hidden keys, to weights
+    row_weights: Callable[[Tensor, RowContext], Tensor] | None = None
     # stage 2, from the normalised weights, their rows and p to the weights
-    reweight: Callable[[Tensor, RowContext, float | None], Tensor] = relu_power
+    reweight: Callable[[Tensor, RowContext, Power], Tensor] = relu_power
     needs_p: bool = False
-
-    @property
-    def shift(self) -> Callable[[Tensor], Tensor] | None:
-        """phi.shift where rows need it: phi may underflow, and l1 cancels the shift."""
-        return self.phi.shift if self.norm is None and not self.bounded else None
 
     @property
     def takes_p(self) -> bool:
         """relu_power needs rows that are distributions: l1, and a phi that is never negative."""
         if self.reweight is not relu_power:
             return self.needs_p
-        return self.norm is None and not self.phi.signed
+        return self.norm is None and not self.phi.signed and self.row_weights is None
 
-    def is_softmax(self, p: float | None) -> bool:
+    @property
+    def takes_sink(self) -> bool:
+        """A sink needs l1, and a phi that is never 0: relu's gradient would be 0 at score 0."""
+        row = self.norm is None and self.row_weights is None and self.reweight is relu_power
+        return row and self.phi.zero == -math.inf
+
+    @property
+    def is_softmax(self) -> bool:
         """Whether it is softmax at some scale, which torch's own fused attention computes."""
         row = self.phi is EXP and self.norm is None and self.bias is None
-        return row and self.reweight is relu_power and p is None
+        return row and self.row_weights is None and self.reweight is relu_power
 
 
 def unnormalised(rows: RowContext) -> float:
@@ -166,27 +257,87 @@ def log_d_log_n(rows: RowContext) -> Tensor:
     return math.log(rows.d) * rows.n.log()
 
 
-def inverse(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+def inverse(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     return -A
 
 
-def recentre(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+def recentre(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     """A minus the mean of its row, except where n <= 3 (the footnote of LSSAR Table A4)."""
     return A - (rows.sees(A.shape[-1]) & (rows.n > 3)) / rows.n
 
 
-def recentre_l1(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+def recentre_l1(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     """Recentred, then l1. A tied row, which recentring would make 0, is left as it is too."""
     return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows, p)), signed=True)
 
 
-def threshold(A: Tensor, rows: RowContext, p: float | None) -> Tensor:
+def threshold(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     """The weights above their row's mean, then l1: what relu_power keeps, without the power.
 
     Rows with n <= 3 and tied ones are left as they are.
     """
     x = rows.n * A
     return l1_normalise(A * ((x > 1) | (rows.n <= 3) | tied(x)))
+
+
+def softpick(z: Tensor, rows: RowContext) -> Tensor:
+    """relu(e^z - 1) over the sum of |e^z - 1|: rows sum to at most 1, and may be 0."""
+    top = z.detach().amax(-1, keepdim=True)
+    x = torch.where(z == -math.inf, 0, torch.exp(z - top) - torch.exp(-top))
+    norm = x.abs().sum(-1, keepdim=True)
+    return x.relu() * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
+
+
+def entmax(z: Tensor, power: int) -> Tensor:
+    """relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
+
+    A power of 1 is sparsemax, 2 is 1.5-entmax. tau comes from the sorted scores, of which the
+    largest k are above it, and one step of Newton's method gives it its gradient.
+    """
+    z = z / power
+    z = (z - z.detach().amax(-1, keepdim=True)).clamp_min(-2)  # tau is within -1 to 0
+    with torch.no_grad():
+        largest = z.sort(-1, descending=True).values
+        k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+        mean = largest.cumsum(-1) / k
+        if power == 1:
+            tau = mean - 1 / k
+        else:
+            variance = largest.square().cumsum(-1) / k - mean.square()
+            tau = mean - (1 / k - variance).clamp_min(0).sqrt()
+        above = (tau < largest).sum(-1, keepdim=True)
+        tau = tau.gather(-1, above - 1)
+        slope = power * (z - tau).relu().pow(power - 1).where(z > tau, 0).sum(-1, keepdim=True)
+    excess = (z - tau).relu().pow(power).sum(-1, keepdim=True) - 1
+    return (z - (tau + excess / slope)).relu().pow(power)
+
+
+def sparsemax(z: Tensor, rows: RowContext) -> Tensor:
+    return entmax(z, 1)
+
+
+def entmax15(z: Tensor, rows: RowContext) -> Tensor:
+    return entmax(z, 2)
+
+
+def stick_breaking(z: Tensor, rows: RowContext) -> Tensor:
+    """sigmoid(z_ij) times the product of 1 - sigmoid(z_ik) over j < k < i; row i does not see i."""
+    hidden = (z == -math.inf) | (rows.keys == rows.last)
+    left = F.logsigmoid(-z).masked_fill(hidden, 0)  # the logarithm of what key k leaves
+    after = left.flip(-1).cumsum(-1).flip(-1) - left  # of what the keys between j and i leave
+    return (F.logsigmoid(z) + after).exp().masked_fill(hidden, 0)
+
+
+def adaptive_temperature(z: Tensor, rows: RowContext) -> Tensor:
+    """softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
+    hidden = z == -math.inf
+    log_A = z.log_softmax(-1).masked_fill(hidden, 0)
+    entropy = -(log_A.exp() * log_A).sum(-1, keepdim=True)
+    beta = torch.zeros_like(entropy)
+    for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):
+        beta = beta * entropy + coefficient
+    z = z.masked_fill(hidden, 0) * torch.where(entropy > 0.5, beta.clamp_min(1), 1)
+    return z.masked_fill(hidden, -math.inf).softmax(-1)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -237,6 +388,27 @@ VARIANTS: dict[str, Variant] = {
         scale=lambda rows: (rows.s * rows.p_n + rows.b) * rows.d**-0.5,
         learnable=("s", "b", "p_n"),
     ),
+    # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
+    "softmax_logn": Variant(EXP, scale=lambda rows: rows.n.log() / math.log(rows.L) * rows.d**-0.5),
+    # Zuhri et al. 2025 (arXiv 2504.20966)
+    "softpick": Variant(EXPM1, row_weights=softpick),
+    # Martins and Astudillo 2016; Peters et al. 2019
+    "sparsemax": Variant(EXP, row_weights=sparsemax),
+    "entmax15": Variant(EXP, row_weights=entmax15),
+    # ASEntmax (Vasylenko et al. 2025, arXiv 2506.16640): the scale 1 + beta (log n)^gamma comes
+    # from the row's input. n + 1 and the range of gamma, 2, are the authors' code's.
+    "asentmax": Variant(
+        EXP,
+        scale=lambda rows: (
+            (1 + F.softplus(rows.u) * (rows.n + 1).log() ** (2 * rows.w.tanh())) * rows.d**-0.5
+        ),
+        from_input=("u", "w"),
+        row_weights=entmax15,
+    ),
+    # Tan et al. 2024 (arXiv 2410.17980); without the remainder, as in their kernel's output
+    "stick_breaking": Variant(EXP, row_weights=stick_breaking),
+    # Velickovic et al. 2024 (arXiv 2410.01104): for the weights of a softmax model, at evaluation
+    "adaptive_temperature": Variant(EXP, row_weights=adaptive_temperature),
     # Ours: LSSAR taken apart. It differs from softmax in phi, in the scale and in stage 2; with
     # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The
     # last row keeps what stage 2 keeps, but without the power.
@@ -255,7 +427,8 @@ def check_variant(variant: Variant) -> None:
     Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
     """
     name = next((name for name, row in VARIANTS.items() if row is variant), "the variant")
-    with torch.device("cpu"):  # transformers builds models on the meta device
+    # transformers builds models on the meta device, and evaluations without gradients
+    with torch.device("cpu"), torch.enable_grad():
         check_phi(name, variant.phi)
         check_causality(name, variant)
 
@@ -298,6 +471,12 @@ def check_causality(name: str, variant: Variant) -> None:
             f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
             "row's context are tensors: rows.n.log(), not math.log(rows.n)"
         ) from error
+    if variant.bias is not None and not variant.keyed:
+        rows = attention._rows(q, k, slice(None), 6)
+        if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
+            raise UserError(
+                f"{name}: its bias differs between keys: declare Variant(..., keyed=True)"
+            )
     for row, weights in enumerate(all_weights, start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
         if weights[row:].any() or gradient[0, 0, row:].any():
@@ -313,13 +492,15 @@ class Attention(nn.Module):
     Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, Hk, Lk, d] after RoPE, Lq <= Lk: the
     queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
     window has. With Hk < H, each head of keys and values serves H / Hk consecutive heads of
-    queries. Returns [B, H, Lq, d] in v's dtype. Scores and weights are computed in float32 (float64
-    for float64 inputs), with autocast off.
+    queries. For a single query k and v may be Factors. Returns [B, H, Lq, d] in v's dtype. Scores
+    and weights are computed in float32 (float64 for float64 inputs), with autocast off.
     """
 
     s: nn.Parameter | None
     b: nn.Parameter | None
     p_n: nn.Parameter | None
+    sink: nn.Parameter | None
+    log_power: nn.Parameter | None
 
     def __init__(
         self,
@@ -335,26 +516,48 @@ class Attention(nn.Module):
         b_init: float,
         gamma: float,
         window: int | None = None,
+        p_law: str = "constant",
+        softcap: float | None = None,
+        alibi_heads: int = 0,
+        sink: str = "none",
     ) -> None:
         """The arguments are settings of config.py.
 
-        With `follow_length` L is the current length instead of `trained_length`.
+        With `follow_length` L is the current length instead of `trained_length`. The last
+        `alibi_heads` heads have ALiBi.
         """
         super().__init__()
         self.variant, self.p, self.impl = variant, p, impl
-        self.head_size, self.gamma, self.window = head_size, gamma, window
+        self.n_head, self.head_size, self.gamma, self.window = n_head, head_size, gamma, window
         self.trained_length, self.follow_length = trained_length, follow_length
+        self.p_law, self.softcap, self.alibi_heads = p_law, softcap, alibi_heads
+        self.has_sink = sink != "none"
         initial = {
             "s": torch.full((n_head,), s_init),
             "b": torch.full((n_head,), b_init),
             "p_n": torch.ones(trained_length),
+            "sink": torch.zeros(n_head),
+            "log_power": torch.zeros(n_head),
         }
+        learnable = {*variant.learnable}
+        learnable |= {"sink"} if sink == "learned" else set()
+        learnable |= {"log_power"} if p_law == "learned" else set()
         for name, value in initial.items():
-            learnable = name in variant.learnable
-            self.register_parameter(name, nn.Parameter(value) if learnable else None)
+            self.register_parameter(name, nn.Parameter(value) if name in learnable else None)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether keys must come in order, for it is not only which of them a row sees."""
+        return bool(self.alibi_heads or self.variant.row_weights or self.variant.keyed)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, score_scale: float = 1.0, length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor | Factors,
+        v: Tensor | Factors,
+        score_scale: float = 1.0,
+        length: int | None = None,
+        from_input: FromInput = FromInput(),
     ) -> Tensor:
         """The output [B, H, Lq, d] in v's dtype, with every score multiplied by `score_scale`.
 
@@ -362,32 +565,47 @@ class Attention(nn.Module):
         does not have it yet: the final length of a cache.
         """
         length = self._length(k.shape[2] if length is None else length)
+        if isinstance(k, Factors) and isinstance(v, Factors):
+            if self.impl in ("auto", "blocked"):
+                return self._factored(q, k, v, length, score_scale, from_input)
+            k, v = k.expand(), v.expand()
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
         first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
         k, v = k[:, :, first:], v[:, :, first:]
+        from_input = from_input.part(ALL, slice(None), slice(first, None))
         with torch.autocast(q.device.type, enabled=False):
-            path = self._path(q, self._cuts(k))
+            path = self._path(q, self._cuts(k), from_input)
             if path == "triton":
-                return self._triton(q, k, v, length, score_scale)
+                return self._triton(q, k, v, length, score_scale, from_input)
             if path == "sdpa":
                 return self._sdpa(q, k, v, length, score_scale)
             q, k, inv_key_norm = self._normalise_qk(q, k)
+            call = Call(inv_key_norm, slice(None), length, score_scale, from_input)
             if path == "reference":
-                return self._reference(q, k, v, inv_key_norm, slice(None), length, score_scale)
-            return self._blocked(q, k, v, inv_key_norm, length, score_scale)
+                return self._reference(q, k, v, call)
+            return self._blocked(q, k, v, call)
 
     def weights(
-        self, q: Tensor, k: Tensor, score_scale: float = 1.0, length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        score_scale: float = 1.0,
+        length: int | None = None,
+        from_input: FromInput = FromInput(),
     ) -> Tensor:
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
         length = self._length(k.shape[2] if length is None else length)
         with torch.autocast(q.device.type, enabled=False):
-            return self._weights(*self._normalise_qk(q, k), slice(None), length, score_scale)
+            q, k, inv_key_norm = self._normalise_qk(q, k)
+            return self._weights(
+                q, k, Call(inv_key_norm, slice(None), length, score_scale, from_input)
+            )
 
     def _cuts(self, k: Tensor) -> bool:
         """Whether the window is shorter than these keys."""
         return self.window is not None and self.window < k.shape[2]
 
-    def _path(self, q: Tensor, windowed: bool = False) -> str:
+    def _path(self, q: Tensor, windowed: bool = False, from_input: FromInput = FromInput()) -> str:
         """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
         It follows from `impl` and from what the variant, q's device and its dtype allow. On a GPU
@@ -396,21 +614,27 @@ class Attention(nn.Module):
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
-        softmax = self.impl == "auto" and self.variant.is_softmax(self.p)
+        plain = self.p is None and self.softcap is None and not (self.alibi_heads or self.has_sink)
+        plain = plain and from_input.log_forget is None
+        softmax = self.impl == "auto" and self.variant.is_softmax and plain
         if softmax and not (windowed and q.is_cuda):
             return "sdpa"
-        obstacle = self._triton_obstacle(q)
+        obstacle = self._triton_obstacle(q, from_input)
         if obstacle is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
         return "sdpa" if softmax else "blocked"
 
-    def _triton_obstacle(self, q: Tensor) -> str | None:
+    def _triton_obstacle(self, q: Tensor, from_input: FromInput = FromInput()) -> str | None:
         """Why the fused kernels cannot take these queries; None if they can."""
         obstacle = kernel_obstacle(self.variant, self.head_size)
         if obstacle is not None:
             return obstacle
+        if self.softcap or self.alibi_heads or self.has_sink or self.p_law != "constant":
+            return "they do not have its settings"
+        if from_input.rows or from_input.log_forget is not None:
+            return "they take nothing from the layer's input"
         if kernels is None:
             return "Triton is not installed"
         if not (q.is_cuda or kernels.INTERPRETED):
@@ -434,38 +658,79 @@ class Attention(nn.Module):
         inverse = torch.rsqrt(squared + 1e-12).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return l2_normalise(q), k, inverse[:, :, None]
 
-    def _weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inv_key_norm: Tensor | None,
-        heads: slice,
-        length: int,
-        score_scale: float,
-    ) -> Tensor:
-        variant, rows = self.variant, self._rows(q, k, heads, length)
-        q, k = q.to(rows.n.dtype), k.to(rows.n.dtype)
-        z = grouped_product(q * (score_scale * variant.scale(rows)), k.mT)  # [B, H, Lq, Lk]
-        if inv_key_norm is not None:
-            z = z * inv_key_norm
+    def _weights(self, q: Tensor, k: Tensor | Factors, call: "Call") -> Tensor:
+        variant, phi = self.variant, self.variant.phi
+        rows = self._rows(q, k, call.heads, call.length, call.from_input)
+        q, k = q.to(rows.n.dtype) * (call.score_scale * variant.scale(rows)), k.to(rows.n.dtype)
+        z = k.dot(q) if isinstance(k, Factors) else grouped_product(q, k.mT)  # [B, H, Lq, Lk]
+        if call.inv_key_norm is not None:
+            z = z * call.inv_key_norm
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
         if variant.bias is not None:
             z = z + variant.bias(rows)
-        z = z.masked_fill(~rows.sees(k.shape[2]), variant.phi.zero)
-        if variant.shift is not None:
-            z = z + variant.shift(z.detach().amax(-1, keepdim=True))
-        A = variant.phi.function(z)
-        A = l1_normalise(A, variant.phi.signed) if variant.norm is None else A / variant.norm(rows)
-        return variant.reweight(A, rows, self.p)
+        if self.alibi_heads:
+            z = z - self._slopes(rows) * (rows.last - rows.keys)
+        if call.from_input.log_forget is not None:
+            kept = call.from_input.log_forget.to(z.dtype).cumsum(-1)
+            z = z + (kept[:, :, -q.shape[2] :, None] - kept[:, :, None])
+        z = z.masked_fill(~rows.sees(k.shape[2]), phi.zero)
+        if variant.row_weights is not None:
+            return variant.row_weights(z.masked_fill(~rows.sees(k.shape[2]), -math.inf), rows)
+        if self.has_sink:  # the last column
+            z = torch.cat((z, self._sink(rows).expand(*z.shape[:3], 1)), dim=-1)
+        if (shift := self._shift(call.from_input)) is not None:
+            z = z + shift(z.detach().amax(-1, keepdim=True))
+        A = phi.function(z)
+        A = l1_normalise(A, phi.signed) if variant.norm is None else A / variant.norm(rows)
+        return variant.reweight(A, rows, self._power(rows))[..., : k.shape[2]]
 
-    def _rows(self, q: Tensor, k: Tensor, heads: slice, length: int) -> RowContext:
+    def _shift(self, from_input: FromInput) -> Callable[[Tensor], Tensor] | None:
+        """phi.shift where rows need it: phi may underflow, and l1 cancels the shift."""
+        bounded = self.variant.bounded and not self.alibi_heads and from_input.log_forget is None
+        return self.variant.phi.shift if self.variant.norm is None and not bounded else None
+
+    def _slopes(self, rows: RowContext) -> Tensor:
+        """ALiBi's slope of each head, [H, 1, 1], 0 for the heads before the last `alibi_heads`."""
+        h = (rows.head - (self.n_head - self.alibi_heads) + 1).to(rows.n.dtype)
+        return torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
+
+    def _sink(self, rows: RowContext) -> Tensor:
+        """The sink's score in each head, [H, 1, 1]."""
+        if self.sink is None:
+            return rows.n.new_zeros(len(rows.head), 1, 1)
+        return self.sink[rows.head].to(rows.n.dtype)
+
+    def _power(self, rows: RowContext) -> Power:
+        """p, or by `p_law` one for each head, [H, 1, 1], or row, [Lq, 1]; never below 1."""
+        if self.p is None or self.p_law == "constant":
+            return self.p
+        if self.log_power is not None:
+            return (self.p * self.log_power[rows.head].exp()).clamp_min(1)
+        return (self.p * rows.n.log() / math.log(self.trained_length)).clamp_min(1)
+
+    def _rows(
+        self,
+        q: Tensor,
+        k: Tensor | Factors,
+        heads: slice,
+        length: int,
+        from_input: FromInput = FromInput(),
+    ) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
-        last = torch.arange(Lk - Lq, Lk, device=q.device)[:, None]  # [Lq, 1]
+        keys = torch.arange(Lk, device=q.device)
+        last = keys[Lk - Lq :, None]  # [Lq, 1]
         n = (last + 1).clamp_max(Lk if self.window is None else self.window)
         # float32 at least: bfloat16 cannot count past 256
         dtype = torch.promote_types(q.dtype, torch.float32)
+        head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = RowContext(
-            n.to(dtype), last, self.window, d=self.head_size, L=length, gamma=self.gamma
-        )
+            n.to(dtype), last, keys, head, self.n_head, self.window, d=self.head_size, L=length,
+            gamma=self.gamma,
+        )  # fmt: skip
+        for name in self.variant.from_input:
+            numbers = from_input.rows.get(name, n.new_zeros(1, 1, 1))  # 0 without an input
+            setattr(rows, name, numbers[..., None].to(dtype))
         if self.s is not None:
             rows.s = self.s[heads, None, None]
         if self.b is not None:
@@ -477,28 +742,21 @@ class Attention(nn.Module):
     def _length(self, current: int) -> int:
         return current if self.follow_length else self.trained_length
 
-    def _reference(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inv_key_norm: Tensor | None,
-        heads: slice,
-        length: int,
-        score_scale: float,
-    ) -> Tensor:
-        A = self._weights(q, k, inv_key_norm, heads, length, score_scale)
-        return grouped_product(A.to(v.dtype), v)
+    def _reference(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
+        return grouped_product(self._weights(q, k, call).to(v.dtype), v)
 
-    def _blocked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inv_key_norm: Tensor | None,
-        length: int,
-        score_scale: float,
+    def _factored(
+        self, q: Tensor, k: Factors, v: Factors, length: int, score_scale: float, given: FromInput
     ) -> Tensor:
+        """The reference for a single query, with the factors of keys and values."""
+        with torch.autocast(q.device.type, enabled=False):
+            k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
+            if self.variant.l2_normalise:
+                q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
+            call = Call(inverse, slice(None), length, score_scale, given)
+            return v.mix(self._weights(q, k, call))
+
+    def _blocked(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
         """The reference in blocks, so that only the weights of one block are in memory.
 
         A block is some queries of some heads of some sequences. It reads no keys beyond its last
@@ -520,10 +778,7 @@ class Attention(nn.Module):
                 q[part][:, :, start:end],
                 k[theirs][:, :, keys],
                 v[theirs][:, :, keys],
-                None if inv_key_norm is None else inv_key_norm[part],
-                part[1],
-                length,
-                score_scale,
+                call.part(part, slice(start, end), keys),
             )
             if recompute:
                 return checkpoint(self._reference, *args, use_reentrant=False)
@@ -541,7 +796,9 @@ class Attention(nn.Module):
             out.append(torch.cat(head_outputs, dim=1))
         return torch.cat(out)
 
-    def _triton(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
+    def _triton(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float, given: FromInput
+    ) -> Tensor:
         assert kernels is not None
         variant = self.variant
         # The numbers of a single row are computed on the CPU, where no operation is a launch.
@@ -561,7 +818,7 @@ class Attention(nn.Module):
             bias=None if variant.bias is None else per_row(variant.bias(rows)),
             norm=None if variant.norm is None else per_row(variant.norm(rows)),
             phi=variant.phi.kernel,
-            shifted=variant.shift is not None,
+            shifted=self._shift(given) is not None,
             p=self.p,
             unit=variant.l2_normalise,
             signed=variant.phi.signed,
@@ -608,6 +865,26 @@ class Attention(nn.Module):
         return torch.cat(out, dim=2)
 
 
+ALL = slice(None), slice(None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the reference needs besides q, k and v, for some heads."""
+
+    inv_key_norm: Tensor | None  # [B, H, 1, Lk], where the keys are not normalised yet
+    heads: slice
+    length: int
+    score_scale: float
+    from_input: FromInput
+
+    def part(self, part: tuple[slice, slice], queries: slice, keys: slice) -> "Call":
+        """That of some sequences and heads, queries and keys."""
+        inverse = None if self.inv_key_norm is None else self.inv_key_norm[part]
+        given = self.from_input.part(part, queries, keys)
+        return replace(self, inv_key_norm=inverse, heads=part[1], from_input=given)
+
+
 def first_key(position: int, window: int | None) -> int:
     """The first key that the query at a position sees."""
     return 0 if window is None else max(0, position + 1 - window)
@@ -643,10 +920,14 @@ def tied(x: Tensor) -> Tensor:
 
 def kernel_obstacle(variant: Variant, head_size: int) -> str | None:
     """Why kernels.py cannot compute a variant at this head size; None if it can."""
+    if variant.row_weights is not None and variant.phi is not EXPM1:
+        return "its weights are functions of whole rows"
     if variant.phi.kernel is None or (kernels and variant.phi.kernel not in kernels.PHIS):
         return "its phi names no entry of kernels.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"
+    if variant.keyed:
+        return "its bias differs between keys"
     if head_size > 128:
         return f"head size {head_size} is above 128"
     return None

@@ -63,6 +63,26 @@ class Config:
     p: float | None = setting(
         None, "power of the re-weighting stage, >= 1; None: no such stage", at_least=1
     )
+    p_law: str = setting(
+        "constant",
+        "'constant' p, 'learned' for each head from p on, or 'log_n': p log n / log block_size",
+        choices=("constant", "learned", "log_n"),
+    )
+    softcap: float | None = setting(
+        None, "scores become c tanh(score / c), c = 50 in Gemma 2; None: they do not"
+    )
+    sink: str = setting(
+        "none",
+        "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score per head",
+        choices=("none", "one", "learned"),
+    )
+    forget: bool = setting(False, "scores decay by forget gates from the layer's input (FoX)")
+    qk_norm: bool = setting(False, "RMSNorm, with gains, of q and k before RoPE (Qwen3)")
+    gate: str = setting(
+        "none",
+        "sigmoid gate on attention's output: one per 'head' or per 'element' (Qiu et al. 2025)",
+        choices=("none", "head", "element"),
+    )
     attention_impl: str = setting(
         "auto",
         "'auto', or one path only: 'triton' (kernels.py), 'blocked' or 'reference'",
@@ -82,11 +102,17 @@ class Config:
     )
     positions: str = setting(
         "rope",
-        "'rope', 'none', or 'learned' (GPT-2's own, which end at block_size)",
-        choices=("rope", "none", "learned"),
+        "'rope', 'alibi', 'none', or 'learned' (GPT-2's own, which end at block_size)",
+        choices=("rope", "alibi", "none", "learned"),
     )
     nope_every: int = setting(
         0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4); 0: all have it", at_least=0
+    )
+    nope_share: float = setting(
+        0.0, "share of each layer's heads, the first ones, without RoPE or ALiBi", at_least=0
+    )
+    local_window: int | None = setting(
+        None, "the other heads are softmax over this many keys; None: like the first", at_least=1
     )
     rope_theta: float = setting(10000.0, "base of the rotary position embedding", at_least=1)
     # model
@@ -99,6 +125,13 @@ class Config:
     )
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
+    projections: str = setting(
+        "linear",
+        "how q, k and v come from the input: 'linear', or 'tpa' (Tensor Product Attention, T6)",
+        choices=("linear", "tpa"),
+    )
+    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1)
+    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     tokenizer: str = setting(
         "gpt2",
@@ -221,7 +254,7 @@ class Config:
     )
     init_from: str = setting(
         "",
-        "a run's folder, or a checkpoint's file, to take the initial weights from",
+        "a run's folder, a checkpoint's file, or hf:gpt2, to take the initial weights from",
         may_change_on_resume=True,
     )
     device: str = setting(
@@ -269,6 +302,11 @@ class Config:
     def kv_heads(self) -> int:
         """The number of heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def nope_heads(self) -> int:
+        """The number of heads without positions, in a layer where others have them."""
+        return round(self.n_head * self.nope_share)
 
     @property
     def variant_name(self) -> str:
@@ -521,14 +559,49 @@ def check_sizes(config: Config) -> None:
         raise UserError(
             f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
         )
+    for key in ("n_kv_head", "qk_norm", "nope_share"):
+        if config.projections == "tpa" and getattr(config, key):
+            raise UserError(
+                f"{key} = {getattr(config, key)} is for projections = 'linear': with 'tpa' all "
+                "heads share the factors that RoPE turns"
+            )
     if config.nope_every and config.positions != "rope":
         raise UserError(f"nope_every is for positions = 'rope', not {config.positions!r}")
+    if config.nope_share and config.positions not in ("rope", "alibi"):
+        raise UserError(
+            f"nope_share is for positions = 'rope' or 'alibi', not {config.positions!r}"
+        )
+    group = config.n_head // config.kv_heads
+    heads = config.nope_share * config.n_head
+    if config.nope_share >= 1 or heads != config.nope_heads or config.nope_heads % group:
+        raise UserError(
+            f"nope_share = {config.nope_share:g} of n_head = {config.n_head} is {heads:g} heads; "
+            f"it must be below 1 and a multiple of n_head / n_kv_head = {group} heads"
+        )
+    if config.local_window is not None and not config.nope_heads:
+        raise UserError("local_window is for the heads beyond nope_share, which is 0")
     if config.gamma <= 0:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
 
+def variants_in_source() -> list[str]:
+    """The names in attention.VARIANTS without importing torch; none where it is not one literal."""
+    tree = ast.parse((Path(__file__).parent / "attention.py").read_text(encoding="utf-8"))
+    definitions = ast.FunctionDef | ast.ClassDef
+    code = [node for node in tree.body if not isinstance(node, definitions)]
+    uses = [x for node in code for x in ast.walk(node) if getattr(x, "id", "") == "VARIANTS"]
+    for node in code:
+        if isinstance(node, ast.AnnAssign) and node.target in uses and len(uses) == 1:
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
+            names = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+            return names if len(names) == len(keys) else []
+    return []
+
+
 def check_attention(config: Config) -> None:
     """Raise UserError where the settings of attention contradict the table of variants."""
+    if "attention" not in sys.modules and (names := variants_in_source()):
+        check_choice("attention", config.attention, names)
     # imports torch, which takes a second or more
     from attention import VARIANTS, check_variant, kernel_obstacle
 
@@ -545,6 +618,16 @@ def check_attention(config: Config) -> None:
         raise UserError(
             f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
             f"l1 and weights that are never negative, as in {able}"
+        )
+    if config.p_law != "constant" and config.p is None:
+        raise UserError(f"p_law = {config.p_law!r} needs p, the power that it changes")
+    if config.softcap is not None and config.softcap <= 0:
+        raise UserError(f"softcap = {config.softcap:g} must be above 0: no score is beyond it")
+    if config.sink != "none" and not variant.takes_sink:
+        able = ", ".join(name for name, row in VARIANTS.items() if row.takes_sink)
+        raise UserError(
+            f"attention = {config.attention!r} takes no sink: a sink shares l1 with keys whose "
+            f"weights are never 0, as in {able}"
         )
     obstacle = kernel_obstacle(variant, config.d_head)
     if config.attention_impl == "triton" and obstacle:

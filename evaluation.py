@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import BLOCK_QUERIES, Attention
+from attention import ALL, BLOCK_QUERIES, Attention
 from model import GPT
 from runtime.device import autocast
 
@@ -47,9 +47,9 @@ def attention_weights(
     `rows` selects queries: slice(-1, None) is the last one. `reduce` is applied to each layer's
     weights, a block of rows at a time so that memory is O(L); rows must stay the third dimension.
     """
-    reduced = []
+    reduced: dict[Attention, Tensor] = {}
 
-    def record(attention: Attention, inputs: tuple, output: Tensor) -> None:
+    def record(attention: Attention, inputs: tuple, named: dict, output: Tensor) -> None:
         q, k, _, score_scale, _ = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
@@ -57,15 +57,20 @@ def attention_weights(
         for begin in range(start, stop, BLOCK_QUERIES):
             end = min(stop, begin + BLOCK_QUERIES)
             # queries must be the last positions: later keys are cut off and get weight 0
-            A = attention.weights(q[:, :, begin:end], k[:, :, :end], score_scale, L)
+            given = named["from_input"].part(ALL, slice(begin, end), slice(end))
+            A = attention.weights(q[:, :, begin:end], k[:, :, :end], score_scale, L, given)
             parts.append(reduce(F.pad(A, (0, L - end))))
-        reduced.append(torch.cat(parts, dim=2))
+        reduced[attention] = torch.cat(parts, dim=2)
 
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [attention.register_forward_hook(record) for attention in attentions[layers]]
+    by_layer = [[part for part, _ in layer.parts()] for layer in model.attention_layers()][layers]
+    hooks = [
+        attention.register_forward_hook(record, with_kwargs=True)
+        for attentions in by_layer
+        for attention in attentions
+    ]
     try:
         model.trunk(model.wte(idx))
     finally:
         for hook in hooks:
             hook.remove()
-    return reduced
+    return [torch.cat([reduced[part] for part in attentions], dim=1) for attentions in by_layer]

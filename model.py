@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, share_parameters
+from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
@@ -20,6 +20,7 @@ EVALUATED_ROWS = 256
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
+Turn = Callable[[Tensor], Tensor]  # RoPE, or nothing, of x [B, .., L, d]
 
 
 @dataclass(frozen=True)
@@ -84,49 +85,59 @@ class Rope:
         return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
+
+    The heads before `first` are left as they are.
+    """
+    if first:
+        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class KVCache:
-    """Keys (after RoPE) and values of up to `size` positions, for every layer.
+    """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
 
     A layer with a window keeps a ring of them: position i is at i modulo the window.
     """
 
     def __init__(self, size: int):
         self.size, self.length = size, 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.layers: dict[tuple[int, int], list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for layer in self.layers.values() for kept in layer)
 
     def append(
-        self, layer: int, k: Tensor, v: Tensor, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, Hk, new, d]; returns the keys and values that the new positions see.
+        self, key: tuple[int, int], new: list[Tensor], window: int | None, ordered: bool
+    ) -> list[Tensor]:
+        """Append tensors [B, .., new, ..] of new positions; returns what these positions see.
 
-        They are [B, Hk, length + new, d] or, with a window, at most [B, Hk, window - 1 + new, d]:
-        in order, but for a single new position, which attends to them all, in the ring's order.
+        `key` is the layer and the part of its heads. What is returned is [B, .., length + new, ..]
+        or, with a window, at most window - 1 + new positions: in order, but for a single new
+        position without `ordered`, which attends to them all, in the ring's order.
         """
-        B, H, new, d = k.shape
-        if layer not in self.keys:
+        if key not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.keys[layer] = k.new_empty(B, H, room, d)
-            self.values[layer] = v.new_empty(B, H, room, d)
-        keys, values = self.keys[layer], self.values[layer]
-        start, end = self.length, self.length + new
-        if window is not None and end > window:
-            if new > 1:
-                past = torch.arange(max(0, start - window + 1), start, device=k.device) % window
-                k = torch.cat((keys[:, :, past], k), dim=2)
-                v = torch.cat((values[:, :, past], v), dim=2)
-                kept = torch.arange(end - window, end, device=k.device) % window
-                keys[:, :, kept], values[:, :, kept] = k[:, :, -window:], v[:, :, -window:]
-                return k, v
-            start %= window
-        keys[:, :, start : start + new], values[:, :, start : start + new] = k, v
-        return keys[:, :, :end], values[:, :, :end]
+            self.layers[key] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+        pairs = zip(self.layers[key], new, strict=True)
+        return [self._extend(kept, x, window, ordered) for kept, x in pairs]
+
+    def _extend(self, kept: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
+        new, start = x.shape[2], self.length
+        end = start + new
+        if window is None or end <= window:
+            kept[:, :, start:end] = x
+            return kept[:, :, :end]
+        if new == 1 and not ordered:
+            kept[:, :, start % window] = x[:, :, 0]
+            return kept
+        past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
+        x = torch.cat((kept[:, :, past], x), dim=2)
+        kept[:, :, torch.arange(end - window, end, device=x.device) % window] = x[:, :, -window:]
+        return x
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -135,11 +146,14 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def build_attention(config: Config) -> Attention:
+def build_attention(config: Config, heads: range | None = None) -> Attention:
+    """The attention of a layer's heads, or of some of them."""
+    heads = range(config.n_head) if heads is None else heads
+    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
     return Attention(
         VARIANTS[config.attention],
         p=config.p,
-        n_head=config.n_head,
+        n_head=len(heads),
         head_size=config.d_head,
         trained_length=config.block_size,
         follow_length=config.attention_length == "current",
@@ -148,33 +162,185 @@ def build_attention(config: Config) -> Attention:
         b_init=config.b_init,
         gamma=config.gamma,
         window=config.window,
+        p_law=config.p_law,
+        softcap=config.softcap,
+        alibi_heads=len(alibi),
+        sink=config.sink,
     )
 
 
+class LinearProjections:
+    """q, k and v are linear in the input; the cache keeps k, after RoPE, and v."""
+
+    def __init__(self, config: Config) -> None:
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
+        self.columns = sum(self.heads) * config.d_head
+        self.products = 0  # multiplications for a token beyond those with weights
+
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
+        heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        return turn_q(q), [turn_k(k), v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """What is cached of some heads of k and v."""
+        return [x[:, heads] for x in kept]
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Tensor]:
+        return kept
+
+
+class TensorProductProjections:
+    """Tensor Product Attention (Zhang et al. 2025): q, k and v are means of R outer products.
+
+    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
+    is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) numbers a position.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.n_head, self.head_size = config.n_head, config.d_head
+        self.q_rank, self.kv_rank = config.q_rank, config.kv_rank
+        kv = [self.kv_rank * self.n_head, self.kv_rank * self.head_size]
+        if self.q_rank is None:  # the paper's KVonly: q is linear in the input
+            q = [self.n_head * self.head_size]
+        else:
+            q = [self.q_rank * self.n_head, self.q_rank * self.head_size]
+        self.sizes = q + kv + kv
+        self.columns = sum(self.sizes)
+        ranks = (self.q_rank or 0) + 2 * self.kv_rank
+        self.products = ranks * self.n_head * self.head_size
+
+    @torch.no_grad()
+    def initialise(self, weight: Tensor) -> None:
+        """Xavier's uniform weights in place, [columns, n_embd].
+
+        As in the authors' code, torch counts the inputs and outputs of a as a tensor [n_embd, H, R]
+        and of b as [n_embd, R, d]: R (n_embd + H) and d (n_embd + R) of them.
+        """
+        H, d, n = self.n_head, self.head_size, weight.shape[1]
+        fans = [n + H * d] if self.q_rank is None else []
+        for R in (self.q_rank, self.kv_rank, self.kv_rank):
+            fans += [] if R is None else [R * (n + H), d * (n + R)]
+        for part, fan in zip(weight.split(self.sizes), fans, strict=True):
+            nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
+
+    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+        """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
+        *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
+
+        def by_rank(part: Tensor, rank: int) -> Tensor:
+            return part.unflatten(-1, (rank, -1)).transpose(1, 2)
+
+        if self.q_rank is None:
+            q = turn_q(by_rank(q_parts[0], self.n_head))
+        else:
+            a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
+            q = Factors(a_q / self.q_rank, turn_q(b_q)).expand()
+        a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
+        return q, [a_k / self.kv_rank, turn_k(b_k), a_v / self.kv_rank, b_v]
+
+    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
+        """All of it: heads without positions of their own, and local ones, are refused."""
+        return kept
+
+    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Factors] | list[Tensor]:
+        """k and v [B, H, Lk, d], or, for the single query of `decoding`, their factors as such."""
+        a_k, b_k, a_v, b_v = kept
+        factors = [Factors(a_k, b_k), Factors(a_v, b_v)]
+        return factors if decoding else [x.expand() for x in factors]
+
+
 class SelfAttention(nn.Module):
-    """Attention between its two projections."""
+    """Attention between its two projections.
+
+    The first heads, `nope_share` of them, have no positions. With a local_window the others are
+    softmax over that many keys, whatever the first are.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
-        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.d_head, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.d_head, config.n_embd, bias=config.bias)
-        self.attention = build_attention(config)
+        n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
+        self.heads = H, config.kv_heads, config.kv_heads  # of q, k and v
+        self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
+        self.projections: LinearProjections | TensorProductProjections
+        if config.projections == "tpa":
+            self.projections = TensorProductProjections(config)
+        else:
+            self.projections = LinearProjections(config)
+        self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
+        self.c_proj = nn.Linear(H * d, n, bias=bias)
+        self.local: Attention | None = None
+        if config.local_window is None:
+            self.attention = build_attention(config)
+        else:
+            local = config.replace(
+                attention="softmax", p=None, p_law="constant", window=config.local_window
+            )
+            self.attention = build_attention(config, range(config.nope_heads))
+            self.local = build_attention(local, range(config.nope_heads, H))
+        self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
+        gates = {"none": 0, "head": H, "element": H * d}[config.gate]
+        self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
+        # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
+        self.c_forget = nn.Linear(n, H) if config.forget else None
+        self.row_numbers = names = VARIANTS[config.attention].from_input
+        self.c_rows = nn.Linear(n, len(names) * H, bias=False) if names else None
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        B, L, _ = x.shape
-        heads = self.c_attn(x).view(B, L, sum(self.heads), -1).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)  # [B, H, L, d], [B, Hk, L, d]
-        score_scale = 1.0
-        if rotation is not None:
-            cos, sin, score_scale = rotation
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(layer, k, v, self.attention.window)
-        y = self.attention(q, k, v, score_scale, cache.size if cache else None)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        def turn(norm: nn.Module | None, first: int) -> Turn:
+            def turned(x: Tensor) -> Tensor:
+                x = x if norm is None else norm(x)
+                return x if rotation is None else rotate(x, *rotation[:2], first)
+
+            return turned
+
+        q_first, k_first = self.nope_heads, self.nope_heads // self.group
+        turns = turn(self.q_norm, q_first), turn(self.k_norm, k_first)
+        q, kv = self.projections.split(self.c_attn(x), *turns)
+        score_scale = 1.0 if rotation is None else rotation[2]
+        decoding = cache is not None and x.shape[1] == 1
+        numbers = self.from_input(x)
+        out = []
+        for part, (attention, mine) in enumerate(self.parts()):
+            theirs = slice(mine.start // self.group, mine.stop // self.group)
+            kept, given = self.projections.of_heads(kv, theirs), numbers.heads(mine)
+            if cache is not None:
+                gates = [] if given.log_forget is None else [given.log_forget]
+                ordered = attention.ordered or gates != []
+                kept = cache.append((layer, part), kept + gates, attention.window, ordered)
+                if gates:
+                    given = replace(given, log_forget=kept.pop())
+            k, v = self.projections.keys_and_values(kept, decoding)
+            length = cache.size if cache else None
+            out.append(attention(q[:, mine], k, v, score_scale, length, from_input=given))
+        y = torch.cat(out, dim=1).transpose(1, 2).flatten(2)  # [B, L, H d]
+        if self.c_gate is not None:
+            gate = self.c_gate(x).sigmoid()
+            y = (
+                y.unflatten(2, (self.heads[0], -1)) * gate.unflatten(2, (self.heads[0], -1))
+            ).flatten(2)
+        return self.c_proj(y)
+
+    def parts(self) -> list[tuple[Attention, slice]]:
+        """The attention of each part of the heads."""
+        H, split = self.heads[0], self.nope_heads
+        if self.local is None:
+            return [(self.attention, slice(0, H))]
+        return [(self.attention, slice(0, split)), (self.local, slice(split, H))]
+
+    def from_input(self, x: Tensor) -> FromInput:
+        """The numbers of rows and the logarithms of forget gates, [B, H, L] of x [B, L, n_embd]."""
+        rows, gates = {}, None
+        if self.c_rows is not None:
+            numbers = self.c_rows(x).unflatten(2, (len(self.row_numbers), -1)).permute(2, 0, 3, 1)
+            rows = dict(zip(self.row_numbers, numbers.unbind(), strict=True))
+        if self.c_forget is not None:
+            gates = F.logsigmoid(self.c_forget(x).float()).transpose(1, 2)
+        return FromInput(rows, gates)
 
 
 class MLP(nn.Module):
@@ -316,20 +482,29 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         self._initialise()
 
+    def attention_layers(self) -> list[SelfAttention]:
+        return [module for module in self.modules() if isinstance(module, SelfAttention)]
+
     @torch.no_grad()
     def _initialise(self) -> None:
         """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
 
-        The deviation is smaller where a projection adds to the residual stream.
+        The deviation is smaller where a projection adds to the residual stream. With projections =
+        'tpa' such a projection is 0 at first and factors have their own, as its authors have it.
         """
+        tpa = self.config.projections == "tpa"
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(depth))
+                std = 0.0 if tpa and depth > 1 else 0.02 / math.sqrt(depth)
+                nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if self.trunk.wpe is not None:
             nn.init.normal_(self.trunk.wpe.weight, std=0.02)
+        for layer in self.attention_layers():
+            if isinstance(layer.projections, TensorProductProjections):
+                layer.projections.initialise(layer.c_attn.weight)
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight.unflatten(0, (self.tables, -1))[:, self.n_vocab :])
@@ -379,19 +554,21 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         never: int | None = None,
         stop: Callable[[Tensor], bool] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
         `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
-        the final length from the start, so that cached keys stay valid. Raises UserError for an
-        empty prompt, a negative temperature, and top_k below 1.
+        the final length from the start, so that cached keys stay valid. `cache` is an empty one of
+        that size, to be looked at afterwards. Raises UserError for an empty prompt, a negative
+        temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
-        cache, new = KVCache(idx.shape[1] + max_new_tokens), idx
+        new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
         for _ in range(max_new_tokens):
             x = self.trunk(self.wte(new), cache)
             logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
@@ -446,12 +623,14 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and softmax attention's products
-        with the keys that rows see, for every variant, so that runs can be compared: the causal
-        half of L keys or, with a window of W, W - W^2 / 2 L of them on average.
+        6 per weight of a matrix product (2 forward, 4 backward), and per product of the factors of
+        'tpa'; and softmax attention's products with the keys that rows see, for every variant, so
+        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
+        of them on average.
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        matrices += sum(layer.projections.products for layer in self.attention_layers())
         L = c.block_size
         W = L if c.window is None else min(c.window, L)
         attention = 6 * c.n_layer * c.n_head * c.d_head * W * (2 * L - W) // L  # 3 x 2 products

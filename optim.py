@@ -13,6 +13,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     groups = model.parameter_groups()
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
+        # c_attn is one matrix: q, k and v side by side or, with projections = 'tpa', their factors
         matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
         ids = {id(p) for p in matrices}
         groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]

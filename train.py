@@ -54,6 +54,7 @@ from runtime.distributed import (
 from runtime.divergence import check_weights, stop_diverged
 from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log, best_effort_output
+from runtime.pretrained import load_initial
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -125,7 +126,7 @@ def train(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     model = GPT(config)
-    began_with = checkpoint.load_weights(model, config.init_from) if config.init_from else None
+    began_with = load_initial(model, config.init_from) if config.init_from else None
     model.to(device)
 
     # ---- optimizers ----

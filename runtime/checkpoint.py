@@ -55,6 +55,10 @@ NAME = r"^(step|best)_\d{6,}\.pt$"
 Settings = dict[str, None | bool | int | float | str]
 
 
+# Learnable scalars of attention, which another variant may not have.
+SCALARS = ("s", "b", "p_n", "sink", "log_power")
+
+
 class Entry(msgspec.Struct):
     """What the index knows of a checkpoint."""
 
@@ -626,22 +630,25 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     """
     found, state = find_and_load(run, which, Weights)
     own, saved = model.state_dict(), state.model
-    scalars = {name for name in own | saved if name.rpartition(".")[2] in ("s", "b", "p_n")}
+    scalars = {name for name in own | saved if name.rpartition(".")[2] in SCALARS}
     missing = [name for name in own if name not in saved and name not in scalars]
     unknown = [name for name in saved if name not in own and name not in scalars]
     for name in sorted(own.keys() & saved.keys()):
         if not isinstance(saved[name], Tensor) or own[name].shape != saved[name].shape:
             theirs = list(getattr(saved[name], "shape", ()))
             missing.append(f"{name} {theirs} for {list(own[name].shape)}")
-    settings = settings_of(model.config)
-    for key in ("n_head", "norm", "tie_embeddings", "tokenizer"):  # which shapes do not reveal
-        other, ours = state.config.get(key), settings[key]
-        if other != ours:
-            missing.append(f"{key} {other} for {ours}")
-    if missing or unknown:
+    if different := differing_settings(settings_of(model.config), state.config) + missing + unknown:
         raise UserError(
-            f"{found.path}: its model differs: {', '.join((missing + unknown)[:3])} "
-            "do not fit; n_layer, n_head, n_embd, norm, mlp, bias, ties and tokenizer must agree"
+            f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; n_layer, "
+            "n_head, n_embd, projections, norm, mlp, bias, ties and tokenizer must agree"
         )
     model.load_state_dict(saved, strict=False)
     return found
+
+
+def differing_settings(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The settings of two models that differ and that the shapes of weights do not reveal."""
+    keys = ["projections", "n_head", "norm", "tie_embeddings", "tokenizer"]
+    keys += ["q_rank", "kv_rank"] if ours["projections"] == "tpa" else []
+    theirs = {key: getattr(Config, key) for key in keys} | theirs  # older ones lack some
+    return [f"{key} {theirs[key]} for {ours[key]}" for key in keys if theirs[key] != ours[key]]

@@ -1,14 +1,16 @@
-"""The cost of a training step and of an evaluation step, as ratios to softmax in the same run.
+"""The cost of a training step, an evaluation step or a generated token, as ratios to softmax.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused --lengths 1024,4096
 python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
+python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --lengths 1024,16384
 
 The columns are those of the LSSAR paper's Table A7, whose figures are printed below each row. The
 paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
 `reference` without torch.compile, and all logits at once, in training and in evaluation. Every row
 runs in its own process, to measure its own peak memory; the rows take turns, round by round, so
-that drift in the machine's speed affects all equally. Times are the median over rounds.
+that drift in the machine's speed affects all equally. Times are the median over rounds. The phase
+`decode` is one more token in each of batch_size sequences of which block_size - 1 are cached.
 """
 
 import argparse
@@ -31,7 +33,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config, load_config
 from errors import UserError, command
-from model import GPT
+from model import GPT, KVCache
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
@@ -40,6 +42,8 @@ from scripts.common.papers import LSSAR
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
+PHASES = ("train", "eval", "decode")
+DECODING = ("decode_ms", "decode_mb")
 UNFUSED = ["--attention_impl=reference", "--compile=False"]
 
 
@@ -58,6 +62,9 @@ def main() -> None:
         default="auto",
         help="attention paths: auto,triton,blocked,reference, or unfused, which is the paper's",
     )
+    parser.add_argument(
+        "--phases", default="train,eval", help="what to measure, of train,eval,decode (%(default)s)"
+    )
     parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
     parser.add_argument("--rounds", action=AtLeast, at_least=1, default=5)
@@ -67,10 +74,15 @@ def main() -> None:
         if "=" not in pair:
             raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
     check_paths(arguments.out, arguments.nanogpt)
+    phases = tuple(arguments.phases.split(","))
+    if not set(phases) <= set(PHASES):
+        raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(PHASES)}")
+    if "decode" in phases and arguments.nanogpt:
+        raise UserError("--phases decode: nanoGPT has no cache to decode with")
     if not arguments.configs:
         raise UserError("no configs given; for example: configs/softmax.py configs/lssar_p15.py")
     rows, baselines = parse_rows(arguments)
-    figures = measure(rows, arguments.rounds, arguments.nanogpt)
+    figures = measure(rows, arguments.rounds, arguments.nanogpt, phases)
     config = next(iter(rows.values()))
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
@@ -108,10 +120,13 @@ def parse_rows(arguments: argparse.Namespace) -> tuple[dict[str, Config], dict[s
     common += ["--batch_size=4"] + [f"--{pair}" for pair in arguments.set]
     rows: dict[str, Config] = {}
     baselines: dict[str, str] = {}
+    labels = [load_config([path, *common]).variant_name for path in arguments.configs]
+    if len(set(labels)) < len(labels):
+        labels = [Path(path).stem for path in arguments.configs]
     for length in lengths:
         size = [f"--block_size={length}"] if length else []
         names: list[str] = []
-        for path in arguments.configs:
+        for path, label in zip(arguments.configs, labels, strict=True):
             for impl in impls:
                 chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
                 config = load_config([path, *common, *size, *chosen])
@@ -119,7 +134,7 @@ def parse_rows(arguments: argparse.Namespace) -> tuple[dict[str, Config], dict[s
                     tokens = config.batch_size * config.block_size
                     config = config.replace(total_batch_size=tokens)
                 name = " ".join(
-                    [config.variant_name]
+                    [label]
                     + ([impl] if len(impls) > 1 else [])
                     + ([f"at {length}"] if len(lengths) > 1 else [])
                 )
@@ -222,7 +237,7 @@ def serve(config: Config, phase: str, nanogpt: str | None, threads: int, pipe: C
 def build_step(
     config: Config, phase: str, nanogpt: str | None, device: torch.device
 ) -> Callable[[], None]:
-    """A function that takes one training or evaluation step of the config's model, or nanoGPT's."""
+    """A function that takes one step of a phase with the config's model, or nanoGPT's."""
     torch.manual_seed(config.seed)
     dtype = pick_dtype(config.dtype, device)
     shape = (config.batch_size, config.block_size + 1)
@@ -272,8 +287,21 @@ def build_step(
             else:
                 model(x, y) if nanogpt else model.token_losses(x, y)
 
+    cache = KVCache(config.block_size)
+
+    @torch.no_grad()
+    def decode() -> None:
+        if not cache.layers:  # any numbers will do, but for those that happen to be in memory
+            with autocast(device, dtype):
+                model.trunk(model.wte(x[:, :1]), cache)
+            for kept in sum(cache.layers.values(), []):
+                kept.normal_()
+        cache.length = config.block_size - 1
+        with autocast(device, dtype):
+            model.logits(model.trunk(model.wte(x[:, :1]), cache))
+
     model.train(phase == "train")
-    return train if phase == "train" else evaluate
+    return {"train": train, "eval": evaluate, "decode": decode}[phase]
 
 
 def synchronise(device: torch.device) -> None:
@@ -288,19 +316,23 @@ def print_figures(
     paper = {
         name: PAPER["rows"].get(config.variant_name)
         for name, config in rows.items()
-        if not name.startswith("nanoGPT")
+        if not name.startswith("nanoGPT") and config.projections == "linear"
     }
-    columns = [column for column in PAPER["columns"] if column in next(iter(figures.values()))]
+    measured = next(iter(figures.values()))
+    columns = [column for column in (*PAPER["columns"], *DECODING) if column in measured]
     table = [["", *columns]]
     for name, row in figures.items():
         base = baselines[name]
         cells = [f"{row[c]:.1f} ({row[c] / figures[base][c]:.2f})" for c in columns]
         table.append([name, *cells])
-        if paper.get(name) and paper[base]:
+        if paper.get(name) and paper[base] and columns[0] in PAPER["columns"]:
             theirs, their_base = (
                 dict(zip(PAPER["columns"], paper[n], strict=True)) for n in (name, base)
             )
-            cells = [f"{theirs[c]:.1f} ({theirs[c] / their_base[c]:.2f})" for c in columns]
+            cells = [
+                f"{theirs[c]:.1f} ({theirs[c] / their_base[c]:.2f})" if c in theirs else ""
+                for c in columns
+            ]
             table.append(["  paper, A100", *cells])
     print_table(table, width=18, remarks=["(ratio to the first row of that length)"])
 

@@ -14,6 +14,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
+from model import KVCache
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast
 from scripts.common.runs import RunOptions, add_options, open_run
@@ -41,14 +42,21 @@ def main() -> None:
     prompt = [tokenizer.eot, *tokenizer.encode(arguments.prompt)]
     idx = torch.tensor([prompt] * arguments.num_samples, device=run.device)
     generator = torch.Generator(run.device).manual_seed(arguments.seed)
+    cache = KVCache(idx.shape[1] + arguments.max_new_tokens)
     with autocast(run.device, run.dtype):
         out = run.model.generate(
-            idx, arguments.max_new_tokens, arguments.temperature, arguments.top_k, generator
+            idx,
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.top_k,
+            generator,
+            cache=cache,
         )
     for row in out[:, 1:].tolist():
         end = row.index(tokenizer.eot) if tokenizer.eot in row else len(row)
         print(tokenizer.decode(row[:end]))
         print("-" * 80)
+    print(f"cache: {cache.nbytes:,} bytes for {len(idx)} x {cache.size:,} positions")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-import attention
-from tests.helpers import ROWS, small_config
+from attention import FromInput
+from model import build_attention
+from tests.helpers import ATTENTIONS as ROWS
+from tests.helpers import small_config
 from tests.textbook import build
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
@@ -99,10 +101,10 @@ def launches(
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     triton.JITFunction.run = recorded
     try:
-        attn._triton(q, k, v, 256, 1.0).sum().backward()
+        attn._triton(q, k, v, 256, 1.0, FromInput()).sum().backward()
         with torch.no_grad():
-            attn._triton(q, k, v, 256, 1.0)
-            attn._triton(q[:, :, -1:], k, v, 256, 1.0)
+            attn._triton(q, k, v, 256, 1.0, FromInput())
+            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput())
     finally:
         triton.JITFunction.run = run
     return found
@@ -260,7 +262,7 @@ def launch_every_row() -> None:
     fused = [
         row
         for row in ROWS
-        if attention.kernel_obstacle(attention.VARIANTS[small_config(row).attention], 64) is None
+        if build_attention(small_config(row))._triton_obstacle(torch.empty(1)) is None
     ]
     for row in fused:
         for capability in (90, 80):

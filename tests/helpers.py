@@ -13,11 +13,20 @@ from runtime.checkpoint import Saver, training_state, write_header
 from scripts.common.runs import LoadedRun
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# Each row of the papers' tables, as a path within configs/. The scales are not attention variants.
+# Each row of the papers' tables, as a path within configs/. Neither scales nor T6, whose attention
+# is that of softmax.py and lssar_p15.py, are attention variants.
 ROWS = [
     path.relative_to(CONFIGS).as_posix()
     for folder in (CONFIGS, CONFIGS / "ablations")
     for path in sorted(folder.glob("*.py"))
+    if not path.name.startswith("t6")
+]
+# Those whose attention is not another row's: the others differ from one in the rest of the model.
+ATTENTIONS = [
+    row
+    for row in ROWS
+    if row not in ("softmax_nope.py", "swa.py", "qk_norm.py", "gated.py", "fox.py")
+    and not row.startswith("hybrid")
 ]
 # A run of a second.
 SMALL = [
@@ -42,8 +51,10 @@ def small_model(case: str, *more: str) -> GPT:
     model = GPT(small_config(case, *more)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and parameter.any():
                 parameter.mul_(10)
+            elif parameter.dim() >= 2:
+                parameter.normal_(std=0.2)  # the output projections of 'tpa'
             elif name.endswith((".s", ".b", ".p_n")):
                 parameter.add_(torch.rand_like(parameter))
     return model
@@ -79,10 +90,12 @@ def first_layer(model, idx):
     block, trunk = model.trunk.blocks[0], model.trunk
     x = block.attn.c_attn(block.ln_1(model.wte(idx)))
     q, k, v = (
-        part.unflatten(-1, (block.attn.n_head, -1)).transpose(1, 2)
+        part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
         for part in x.split(model.config.n_embd, dim=-1)
     )
-    return rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin), v
+    if model.config.positions == "rope":
+        q, k = rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin)
+    return q, k, v
 
 
 class Reader:

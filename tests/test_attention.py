@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import attention
-from attention import VARIANTS, Attention, Phi, Variant
+from attention import VARIANTS, Attention, Factors, Phi, Variant
 from errors import UserError
 from model import build_attention
-from tests.helpers import ROWS, small_config
+from tests.helpers import ATTENTIONS as ROWS
+from tests.helpers import small_config
 
 EPS = 2.0**-23  # float32
 
@@ -38,6 +39,12 @@ class Query:
     p_n: float  # at this n
     factor: float  # multiplies every score
     gamma: float = 1.0
+    head: int = 1  # counted from 1
+    heads: int = 2
+    sink: float = 0.0  # its score in this head
+    power: float = 1.0  # p_law = learned: the factor of p
+    u: float = 0.0  # numbers from the layer's input
+    w: float = 0.0
 
     @property
     def n(self):
@@ -138,6 +145,75 @@ def ssmax_probe(r):
     return softmax(r.z((r.s * r.p_n + r.b) / math.sqrt(r.d)))
 
 
+def alibi(r, z, head=None, heads=None):
+    slope = 2 ** (-8 * (head or r.head) / (heads or r.heads))
+    return [zj - slope * (r.n - 1 - j) for j, zj in enumerate(z)]
+
+
+def off_by_one(z):
+    top = max(0.0, *z)
+    total = math.exp(-top) + sum(math.exp(zj - top) for zj in z)
+    return [math.exp(zj - top) / total for zj in z]
+
+
+def reweighted_with_sink(weights, sink, p):
+    """Stage 2 of keys and a sink, which is not one of the n keys."""
+    *A, sink = l1([*weights, sink])
+    n = len(weights)
+    x = [n * a for a in (*A, sink)]
+    if n > 3 and max(x) - 1 > 16 * EPS:
+        x = [relu(xj - 1) for xj in x]
+    return l1([xj**p for xj in x])[:-1]
+
+
+def lssar_alibi_sink(r, p):
+    z = alibi(r, r.z(math.log(r.d) * math.log(r.n), unit=True))
+    return reweighted_with_sink([softplus(zj) for zj in z], softplus(r.sink), p)
+
+
+def softpick(z):
+    total = sum(abs(math.expm1(zj)) for zj in z)
+    return [relu(math.expm1(zj)) / total if total > 0 else 0.0 for zj in z]
+
+
+def projected(z, power):
+    """relu(z / power - tau)^power that sums to 1, by bisection."""
+    low, high = max(z) / power - 1, max(z) / power
+    for _ in range(200):
+        tau = (low + high) / 2
+        total = sum(relu(zj / power - tau) ** power for zj in z)
+        low, high = (tau, high) if total > 1 else (low, tau)
+    return [relu(zj / power - tau) ** power for zj in z]
+
+
+def asentmax(r):
+    """ALiBi in the second half of the heads, whose slopes are those of so many heads."""
+    beta, gamma = softplus(r.u), 2 * math.tanh(r.w)
+    z = r.z((1 + beta * math.log(r.n + 1) ** gamma) / math.sqrt(r.d))
+    first = r.heads // 2
+    return projected(z if r.head <= first else alibi(r, z, r.head - first, r.heads - first), 2)
+
+
+def stick_breaking(z):
+    weights = [0.0] * len(z)
+    left = 1.0
+    for j in range(len(z) - 2, -1, -1):  # the row itself is not seen
+        weights[j] = left * sigmoid(z[j])
+        left *= 1 - sigmoid(z[j])
+    return weights
+
+
+def adaptive_temperature(z):
+    entropy = -sum(a * math.log(a) for a in softmax(z))
+    x = entropy
+    beta = -0.037 * x**4 + 0.481 * x**3 - 2.3 * x**2 + 4.917 * x - 1.791
+    return softmax([max(beta, 1) * zj for zj in z]) if x > 0.5 else softmax(z)
+
+
+def capped(z, c):
+    return [c * math.tanh(zj / c) for zj in z]
+
+
 REFERENCE = {
     "softmax.py": lambda r: softmax(r.z()),
     "sigmoid.py": lambda r: [sigmoid(z) for z in r.z(bias=-math.log(r.L))],
@@ -172,7 +248,32 @@ REFERENCE = {
     "ablations/softmax_cosine.py": softmax_cosine,
     "ablations/softplus_logn.py": softplus_logn,
     "ablations/lssa_threshold.py": lambda r: thresholded(lssa(r)),
+    "softmax_logn.py": lambda r: softmax(r.z(math.log(r.n) / math.log(16) / math.sqrt(r.d))),
+    "softmax_alibi.py": lambda r: softmax(alibi(r, r.z())),
+    "softmax_off_by_one.py": lambda r: off_by_one(r.z()),
+    "softmax_sink.py": lambda r: softmax([*r.z(), r.sink])[:-1],
+    "softcap.py": lambda r: softmax(capped(r.z(), 50)),
+    "softpick.py": lambda r: softpick(r.z()),
+    "sparsemax.py": lambda r: projected(r.z(), 1),
+    "entmax15.py": lambda r: projected(r.z(), 2),
+    "asentmax.py": asentmax,
+    "stick_breaking.py": lambda r: stick_breaking(r.z()),
+    "adaptive_temperature.py": lambda r: adaptive_temperature(r.z()),
     # settings that no config file has
+    "lssar_p3.py --positions=alibi --sink=learned": lambda r: lssar_alibi_sink(r, 3),
+    "lssar_p3.py --p_law=learned": lambda r: reweighted(lssa(r), max(1, 3 * r.power)),
+    "lssar_p15.py --p_law=log_n": lambda r: reweighted(
+        lssa(r), max(1, 15 * math.log(r.n) / math.log(16))
+    ),
+    "sigmoid_logn_l1.py --softcap=2 --sink=one": lambda r: l1(
+        [sigmoid(z - math.log(r.n)) for z in capped(r.z(), 2)] + [0.5]
+    )[:-1],
+    "ssmax.py --positions=alibi --softcap=1": lambda r: softmax(
+        alibi(r, capped(r.z(r.s * math.log(r.n) / math.sqrt(r.d)), 1))
+    ),
+    "softmax.py --p=3 --sink=one": lambda r: reweighted_with_sink(
+        [math.exp(z) for z in r.z()], 1.0, 3
+    ),
     "sigmoid.py --attention_length=current": lambda r: REFERENCE["sigmoid.py"](r),
     "relu_wortsman.py --attention_length=current": lambda r: REFERENCE["relu_wortsman.py"](r),
     "relu_shen.py --gamma=3": lambda r: REFERENCE["relu_shen.py"](r),
@@ -185,11 +286,13 @@ REFERENCE = {
     "ablations/ssmax_probe.py --p=3": lambda r: reweighted(ssmax_probe(r), 3),
 }
 CASES = list(REFERENCE)
-P_CASES = [case for case in CASES if small_config(case).p is not None]
-SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py"]
+P_CASES = [case for case in CASES if (c := small_config(case)).p is not None and c.sink == "none"]
+SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py", "softmax_logn.py"]
 SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
 SIGNED = ("inverse", "recentred", "linear", "gelu", "mish")
 NO_L1 = ("sigmoid.py", "sigmoid_logn.py", "wortsman", "shen", "recentred.py", "linear.py", "exp.py")
+NO_L1 += ("sink", "off_by_one", "softpick", "stick_breaking")
+BY_DISTANCE = ("alibi", "asentmax", "stick_breaking")
 RELU = [case for case in CASES if "relu" in case]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -206,6 +309,7 @@ def build(case, *more):
     """An attention layer whose parameters are not at their initial values."""
     attn = build_attention(small_config(case, *more))
     values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
+    values |= {"sink": (-0.3, 1.1), "log_power": (0.4, -0.2)}
     for name, parameter in attn.named_parameters():
         value = torch.tensor(values[name])
         parameter.data = value.repeat(len(parameter) // len(value))
@@ -244,6 +348,10 @@ def reference(case, attn, q, k, factor=1.0, window=None):
                     p_n=0.0 if attn.p_n is None else attn.p_n[min(n, len(attn.p_n)) - 1].item(),
                     factor=factor,
                     gamma=settings.gamma,
+                    head=h + 1,
+                    heads=H,
+                    sink=0.0 if attn.sink is None else attn.sink[h].item(),
+                    power=1.0 if attn.log_power is None else math.exp(attn.log_power[h].item()),
                 )
                 weights = torch.tensor(REFERENCE[case](query), dtype=torch.float64)
                 A[b, h, i, end - n : end] = weights
@@ -274,6 +382,22 @@ def test_equals_the_formula(case):
         expected = reference(case, attn, q, k)
         assert_near(attn.weights(q, k), expected)
         assert_near(attn(q, k, v), expected @ v)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_from_factors_equals_decoding_from_expanded_keys(case):
+    for window in (None, 3):
+        attn = build(case, f"--window={window}").double()
+        for Lk in (1, 2, 4, 9, 33):
+            q, _, _ = draw(1, 1, seed=Lk)
+            _, a_k, a_v = draw(1, Lk, seed=Lk, H=3, d=2)  # two heads, three ranks
+            _, b_k, b_v = draw(1, Lk, seed=-Lk, H=3)
+            k, v = Factors(a_k, b_k), Factors(a_v, b_v)
+            expanded = [(x.a[..., None] * x.b[..., None, :]).sum(1).transpose(1, 2) for x in (k, v)]
+            assert_near(attn(q, k, v, 1.3, 40), attn(q, *expanded, 1.3, 40), 1e-12, 1e-12)
+            attn.impl = "reference"  # expands them
+            assert_near(attn(q, k, v), attn(q, *expanded), 1e-12, 1e-12)
+            attn.impl = "auto"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -317,8 +441,10 @@ def test_learnables_start_at_their_settings():
     assert attn.s.tolist() == pytest.approx([0.2, 0.2]) and attn.b.tolist() == [3, 3]
     assert attn.p_n.tolist() == [1] * 16
     assert {case for case in ROWS if [*build(case).parameters()]} == {
-        "ssmax.py", "ssmax_bias.py", "ablations/ssmax_probe.py"
+        "ssmax.py", "ssmax_bias.py", "softmax_sink.py", "ablations/ssmax_probe.py"
     }  # fmt: skip
+    attn = build_attention(small_config("lssar_p3.py", "--sink=learned", "--p_law=learned"))
+    assert attn.sink.tolist() == attn.log_power.tolist() == [0, 0]
 
 
 def test_lssar_rows_1_to_4_by_hand():
@@ -625,7 +751,8 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
     last = torch.tensor([[9]])
-    rows = attention.RowContext(last + 1.0, last, window=None, d=8, L=10, gamma=1.0)
+    keys, head = torch.arange(10), torch.zeros(1, 1, 1)
+    rows = attention.RowContext(last + 1.0, last, keys, head, 1, None, d=8, L=10, gamma=1.0)
     out = attention.relu_power(A, rows, 3)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)
@@ -746,6 +873,9 @@ def test_permuted_keys_have_permuted_weights(case, seed, L):
     q, k, v = draw(2, L + 1, seed)
     order = torch.randperm(L, generator=torch.Generator().manual_seed(seed))
     order = torch.cat((order, torch.tensor([L])))
+    assert attn.ordered >= among(case, BY_DISTANCE)
+    if among(case, BY_DISTANCE):
+        return
     assert_near(attn.weights(q, k[:, :, order]), attn.weights(q, k)[..., order])
     assert_near(attn(q, k[:, :, order], v[:, :, order]), attn(q, k, v))
 
@@ -810,6 +940,10 @@ SEES_TOO_MUCH = [
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
     ),
     (
+        Variant(attention.EXP, bias=lambda rows: rows.keys - rows.last),
+        r"own: its bias differs between keys: declare Variant\(..., keyed=True\)",
+    ),
+    (
         Variant(attention.EXP, reweight=lambda A, rows, p: A - 1 / rows.n),
         "own: row 1 depends on keys after it.*reweight",
     ),
@@ -825,6 +959,66 @@ def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
     use_variant(monkeypatch, row)
     with pytest.raises(UserError, match=message):
         small_config("softmax.py --attention=own")
+
+
+def test_a_bias_of_ones_own_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
+    """ALiBi as a row, in blocks of a head and 4 queries, against the setting."""
+    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)[:, None, None]
+
+    def bias(rows):
+        return -slopes[rows.head[:, 0, 0]] * (rows.last - rows.keys)
+
+    use_variant(monkeypatch, Variant(attention.EXP, bias=bias, keyed=True))
+    for window in (None, 3):
+        own, alibi = (
+            build("softmax.py", f"--window={window}", *more).double()
+            for more in (["--attention=own"], ["--positions=alibi"])
+        )
+        assert own.ordered and own._path(draw(1, 1)[0]) == "blocked"
+        for Lq, Lk in ((9, 9), (1, 9), (3, 7)):
+            q, k, v = draw(Lq, Lk)
+            assert_near(own(q, k, v), alibi(q, k, v))
+            assert_near(own.weights(q, k), alibi.weights(q, k))
+
+
+@few
+@given(
+    st.sampled_from(["softmax.py", "lssar_p3.py", "sigmoid_l1.py", "ssmax.py --p=2"]),
+    st.sampled_from(["none", "alibi"]),
+    st.sampled_from(["none", "one", "learned"]),
+    st.sampled_from([None, 2]),
+    st.sampled_from(["constant", "learned", "log_n"]),
+    st.sampled_from([None, 4]),
+    st.sampled_from([1, 2]),
+    seeds,
+)
+def test_settings_compose(case, positions, sink, softcap, p_law, window, kv_heads, seed):
+    """The blocked path against the reference, for values, gradients and a single query."""
+    settings = [f"--positions={positions}", f"--sink={sink}", f"--softcap={softcap}"]
+    settings += [f"--window={window}", "--n_head=2"]
+    if small_config(case).p is not None:
+        settings.append(f"--p_law={p_law}")
+    reference, blocked = (
+        build(case, *settings, f"--attention_impl={impl}").double()
+        for impl in ("reference", "blocked")
+    )
+    q, k, v = draw(5, 8, seed)
+    k, v = k[:, :kv_heads], v[:, :kv_heads]
+    log_forget = -torch.rand(2, 2, 8, dtype=torch.float64, generator=torch.Generator())
+    inputs = leaves(q, k, v, log_forget)
+    given = attention.FromInput(log_forget=inputs[3])
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "BLOCK_QUERIES", 2)
+        patch.setattr(attention, "BLOCK_SCORES_CPU", 1)
+        for attn in (reference, blocked):
+            out = attn(*inputs[:3], from_input=given)
+            gradients = torch.autograd.grad(out.sin().sum(), (*inputs, *attn.parameters()))
+            one = attn(inputs[0][:, :, -1:], *inputs[1:3], from_input=given)
+            assert_near(one, out[:, :, -1:])
+            found.append((out, *gradients))
+    for ours, theirs in zip(*found, strict=True):
+        assert_near(ours, theirs)
 
 
 def test_a_reweighting_of_ones_own(monkeypatch):

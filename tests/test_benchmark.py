@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config import load_config
-from model import GPT
+from model import GPT, Trunk
 from runtime.files import read_json
 from scripts import benchmark
 
@@ -85,3 +85,34 @@ def test_unfused_holds_all_logits(monkeypatch, phase):
         benchmark.build_step(config, phase, None, torch.device("cpu"))()
         assert seen == rows
         seen.clear()
+
+
+def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
+    seen, forward = [], Trunk.forward
+
+    def noted(self, x, cache):
+        seen.append((x.shape[:2], cache.length, cache.size))
+        return forward(self, x, cache)
+
+    monkeypatch.setattr(Trunk, "forward", noted)
+    small = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=2"]
+    config = load_config(["configs/lssar_p3.py", *small, "--projections=tpa", "--tokenizer=bytes"])
+    step = benchmark.build_step(config, "decode", None, torch.device("cpu"))
+    step()
+    step()
+    assert seen == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
+
+
+def test_rows_of_one_variant_are_named_after_their_configs(call, capsys, monkeypatch):
+    figures = {"decode_ms": 2.0, "decode_mb": 3.0}
+    monkeypatch.setattr(
+        benchmark, "measure", lambda rows, *_: {name: dict(figures) for name in rows}
+    )
+    call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode")
+    printed = capsys.readouterr().out
+    assert "softmax" in printed and "\nt6 " in printed and "decode_ms" in printed
+    assert "2.0 (1.00)" in printed and "paper" not in printed
+    for arguments in (["--phases", "decoding"], ["--phases", "decode", "--nanogpt", "."]):
+        with pytest.raises(SystemExit):
+            call(benchmark, "configs/softmax.py", *arguments)
+        assert "--phases decod" in capsys.readouterr().err

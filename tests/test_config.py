@@ -13,12 +13,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import config
+from attention import VARIANTS
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
 from errors import UserError, command
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
 SCALES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/*.py"))
+T6 = ["t6.py", "t6_lssar_p15.py"]
+T6_SCALES = [path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/t6/*.py")]
 
 
 def at(name):
@@ -54,17 +58,17 @@ def test_defaults_are_the_124m_recipe():
     assert accumulation_steps(config, world_size=1) == 8
 
 
-@pytest.mark.parametrize("name", [*ROWS, *SCALES])
+@pytest.mark.parametrize("name", [*ROWS, *T6, *SCALES, *T6_SCALES])
 def test_config_files_load_and_say_what_they_are(name):
     config = load_config([at(name)])
-    with open(at(name)) as file:
-        first_line = file.readline()
-    source = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: " if name in ROWS else r"\w"
-    assert re.match(f"# ({source})", first_line)
+    comment = " ".join(re.findall(r"^# (.*)$", Path(at(name)).read_text(), re.MULTILINE))
+    papers = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: "
+    others = r".*\b(201|202)\d\b|As hybrid.py, "  # the year of the paper
+    assert re.match(f"({papers}|{others})" if name in ROWS + T6 else r"\w", comment)
     assert config.out_dir == "out/" + name.split("/")[-1].removesuffix(".py")
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [*ROWS, *T6])
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_row_goes_with_every_scale(row, scale):
     config, alone = load_config([at(row), at(scale)]), load_config([at(row)])
@@ -224,7 +228,9 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
-@pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1", "--n_layer=two", "lsar.py"])
+@pytest.mark.parametrize(
+    "argument", ["--help", "--lerning_rate=1", "--n_layer=two", "lsar.py", "--attention=lsar"]
+)
 def test_help_and_refusals_do_not_wait_for_torch(argument):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "train.py", argument],
@@ -232,6 +238,15 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
     )  # fmt: skip
     assert done.returncode == (0 if argument == "--help" else 2)
     assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
+
+
+def test_names_of_variants_in_the_source_are_those_of_the_table(tmp_path, monkeypatch):
+    assert config.variants_in_source() == list(VARIANTS)
+    source = (CONFIGS.parent / "attention.py").read_text()
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
+    for more in ("VARIANTS['own'] = 1", "VARIANTS.update(own=1)", "for p in 1, 2: VARIANTS[p] = p"):
+        (tmp_path / "attention.py").write_text(f"{source}\n{more}\n")
+        assert config.variants_in_source() == []  # then the table itself is asked
 
 
 def test_a_config_is_frozen_checked_and_survives_as_dict():
@@ -331,7 +346,23 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_kv_head=5", "n_head = 12 is not divisible by n_kv_head = 5"),
         ("--n_kv_head=24", "n_head = 12 is not divisible by n_kv_head = 24"),
         ("--nope_every=4 --positions=none", "nope_every is for positions = 'rope', not 'none'"),
-        ("--positions=rotary", "positions = 'rotary'; it is one of rope, none, learned"),
+        ("--projections=tpa --n_kv_head=2", "n_kv_head = 2 is for projections = 'linear'"),
+        ("--projections=tpa --qk_norm=True", "qk_norm = True is for projections = 'linear'"),
+        ("--projections=tpa --nope_share=0.5", "nope_share = 0.5 is for projections = 'linear'"),
+        ("--positions=rotary", "positions = 'rotary'; it is one of rope, alibi, none, learned"),
+        ("--nope_share=0.5 --positions=none", "nope_share is for positions = 'rope' or 'alibi'"),
+        ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
+        ("--nope_share=0.25 --n_kv_head=3", "it must be below 1 and a multiple of n_head / n_kv_h"),
+        ("--nope_share=1", "nope_share = 1 of n_head = 12 is 12 heads"),
+        ("--local_window=9", "local_window is for the heads beyond nope_share, which is 0"),
+        ("--p_law=learned", "p_law = 'learned' needs p"),
+        ("--softcap=0", "softcap = 0 must be above 0"),
+        ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
+        ("--sink=learned --attention=relu_li", "attention = 'relu_li' takes no sink"),
+        ("--sink=learned --attention=entmax15", "attention = 'entmax15' takes no sink"),
+        ("--sink=two", "sink = 'two'; it is one of none, one, learned"),
+        ("--gate=row", "gate = 'row'; it is one of none, head, element"),
+        ("--attention=sparsemax --p=3", "attention = 'sparsemax' takes no p"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
         ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
         ("--resume --init_from=out/a", "resume and init_from exclude each other"),

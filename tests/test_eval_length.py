@@ -160,6 +160,16 @@ def test_other_attention_than_in_training(train, call, shards, capsys):
     call(eval_length, run, "--lengths", "16")
     (result, control) = json.loads((run / "eval_length.json").read_text())
     assert (result["window"], control["window"], control["rope"]) == (4, 4, "none")
+    # another row of the table, and a run without RoPE, which has none to scale
+    run = train("nope", "--positions=none")
+    call(eval_length, run, "--lengths", "16,64", "--attention", "adaptive_temperature")
+    result, *_ = json.loads((run / "eval_length.json").read_text())
+    assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
+    changes = {"attention": "adaptive_temperature"}
+    direct = [direct_losses(run, shards, n, changes=changes).mean().item() for n in (16, 64)]
+    assert result["loss"] == pytest.approx(direct, rel=1e-5)
+    call(eval_length, run, "--lengths", "16,64")  # the run's own is another measurement
+    assert len(json.loads((run / "eval_length.json").read_text())) > 2
 
 
 def test_runs_that_cannot_be_compared(train, call, shards, tmp_path, capsys):
@@ -255,6 +265,7 @@ def test_smoothed_is_a_mean_over_neighbours():
         (["--tokens", "9", "--samples", "8"], "--samples 8 and --tokens 9 exclude each other"),
         (["--window", "0"], "--window 0 must be at least 1"),
         (["--p", "0.5"], "p = 0.5 must be at least 1"),
+        (["--attention", "lsar"], "attention = 'lsar'; did you mean 'lssar'?"),
     ],
 )
 def test_eval_length_refuses(train, call, capsys, arguments, message):

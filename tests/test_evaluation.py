@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evaluation import attention_weights, mean_loss
-from tests.helpers import ROWS, first_layer, small_model
+from tests.helpers import ATTENTIONS, first_layer, small_model
 
 
 def test_mean_loss_is_over_tokens_not_over_batches():
@@ -37,10 +37,10 @@ def test_attention_weights_of_softmax_against_the_formula():
     torch.testing.assert_close(layers[0], expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("case", [*ROWS, "sigmoid.py --attention_length=current"])
+@pytest.mark.parametrize("case", [*ATTENTIONS, "sigmoid.py --attention_length=current"])
 def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
     model, length = small_model(case), 24  # beyond the training length
-    model.scale_rope("yarn")
+    model.scale_rope("yarn" if model.config.positions == "rope" else "none")
     idx = torch.randint(257, (2, length))
     outputs = []
     attention = model.trunk.blocks[0].attn.attention

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 CASES = {
     "lssar_p15.py": [],
     "softmax.py --tokenizer=gpt2 --vocab_size=50300": ["--rope", "none"],
-    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": ["--rope", "yarn"],
+    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": ["--rope", "yarn"],
     "ablations/ssmax_probe.py --tie_embeddings=False": ["--rope_theta", "5e5"],
 }
 LENGTHS = (5, 16, 40)  # the training length is 16

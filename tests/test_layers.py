@@ -19,7 +19,7 @@ LAYERS = (
     ("config",),
     ("model",),
     ("optim", "runtime.checkpoint", "evaluation"),
-    ("runtime.divergence", "runtime.log", "runtime.preview"),
+    ("runtime.divergence", "runtime.log", "runtime.pretrained", "runtime.preview"),
     ("train",),
     ("scripts.common",),
     ("scripts",),

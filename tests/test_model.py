@@ -9,8 +9,16 @@ import torch.nn.functional as F
 import model as model_module
 from config import Config, load_config
 from errors import UserError
+from evaluation import attention_weights
 from model import GPT, MLP, KVCache, Rope, rotate
 from tests.helpers import CONFIGS, ROWS, SMALL, small_config, small_model
+
+# Tensor Product Attention, with and without biases, and its variant with linear queries.
+TPA = [
+    "lssar_p3.py --projections=tpa",
+    "t6.py --n_head=3 --head_size=6 --mlp_hidden=24",
+    "softmax.py --projections=tpa --q_rank=None --kv_rank=3",
+]
 
 
 def assert_near(actual, expected, tolerance=1e-9):
@@ -49,6 +57,13 @@ def on_meta(config):
             768 * (4 * 7003 + 999 + 2 * 768 + 1) + 12 * (12 * 768**2 + 13 * 768) + 2 * 768,
         ),
         (["scales/355m.py"], 1024 * 50257 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024),
+        # T6: 10 ranks of factors, in all, of 34 (47) heads and of 64 numbers; 34 (47) heads of 64
+        # into the output projection; three matrices of SwiGLU; two norms in a layer and the last
+        (["t6.py"], 768 * (50257 + 12 * (10 * (34 + 64) + 34 * 64 + 3 * 2048 + 2) + 1)),
+        (
+            ["t6.py", "scales/355m.py", "scales/t6/355m.py"],
+            1024 * (50257 + 24 * (10 * (47 + 64) + 47 * 64 + 3 * 2730 + 2) + 1),
+        ),
     ],
 )
 def test_parameter_count(files, count):
@@ -97,6 +112,14 @@ def test_flops_of_the_124m_model():
         )
     untied = on_meta(Config(tie_embeddings=False))
     assert untied.flops_per_token() == on_meta(Config()).flops_per_token()
+
+
+def test_flops_of_t6():
+    matrices = 768 * (50257 + 12 * (10 * (34 + 64) + 34 * 64 + 3 * 2048))
+    products = 12 * 10 * 34 * 64  # a b^T of 10 ranks
+    causal_attention = 12 * 34 * 64 * 1024
+    t6 = on_meta(load_config([str(CONFIGS / "t6.py")]))
+    assert t6.flops_per_token() == 6 * (matrices + products + causal_attention)
 
 
 # ---- weights ----
@@ -189,7 +212,8 @@ def test_parameter_groups_cover_everything_once(case):
 
 
 @pytest.mark.parametrize(
-    "case", [*ROWS, "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False"]
+    "case",
+    [*ROWS, *TPA, "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False"],
 )
 def test_every_parameter_is_trained(case):
     model = small_model(case)
@@ -374,7 +398,7 @@ def test_yarns_factor_is_not_lost_in_the_norm_of_unit_vectors():
     assert not torch.allclose(model(x), ours)
     for block in model.trunk.blocks:
         inner = block.attn.attention.forward
-        block.attn.attention.forward = lambda q, k, v, *_, inner=inner: inner(q, k, v, f * f)
+        block.attn.attention.forward = lambda q, k, v, *_, inner=inner, **__: inner(q, k, v, f * f)
     assert_near(model(x), ours)
 
 
@@ -491,14 +515,116 @@ def test_heads_of_another_width_and_grouped():
     assert_near(model(ids), full(ids))
 
 
+@torch.no_grad()
+def layer_weights(model, ids):
+    """The weights [B, H, L, L] of the first layer, and its input."""
+    inputs = []
+    layer = model.trunk.blocks[0].attn
+    hook = layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    weights = attention_weights(model, ids, slice(None))[0]
+    hook.remove()
+    return weights, inputs[0]
+
+
+def raw_heads(layer, x):
+    """q, k and v [B, H, L, d] of a layer with as many of each, before RoPE."""
+    heads = layer.c_attn(x).unflatten(-1, (3, layer.heads[0], -1))
+    return heads.permute(2, 0, 3, 1, 4).unbind()
+
+
+@torch.no_grad()
+def test_forget_gates_are_those_of_fox():
+    model, ids = small_model("fox.py"), tokens(2, 9)
+    weights, x = layer_weights(model, ids)
+    layer = model.trunk.blocks[0].attn
+    q, k, _ = raw_heads(layer, x)
+    gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)  # [B, L, H]
+    for b, h, i in ((0, 0, 0), (0, 1, 5), (1, 0, 8)):
+        z = q[b, h, i] @ k[b, h, : i + 1].T / math.sqrt(8)
+        for j in range(i + 1):
+            z[j] += gates[b, j + 1 : i + 1, h].log().sum()
+        assert_near(weights[b, h, i, : i + 1], z.softmax(0), 1e-6)  # the gates are float32
+
+
+@torch.no_grad()
+def test_asentmax_takes_its_scale_from_the_rows_input():
+    model, ids = small_model("asentmax.py", "--positions=none", "--nope_share=0"), tokens(1, 9)
+    weights, x = layer_weights(model, ids)
+    layer = model.trunk.blocks[0].attn
+    q, k, _ = raw_heads(layer, x)
+    u, w = (x @ layer.c_rows.weight.T).unflatten(-1, (2, 2)).unbind(2)  # [B, L, H]
+    n = torch.arange(1.0, 10, dtype=torch.float64)[:, None]
+    scale = 1 + F.softplus(u[0]) * (n + 1).log() ** (2 * w[0].tanh())
+    q = q * scale.T[None, ..., None]
+    plain = small_model("entmax15.py").trunk.blocks[0].attn.attention
+    assert_near(weights, plain.weights(q, k))
+
+
+@torch.no_grad()
+def test_q_and_k_have_norms_of_their_own():
+    model, ids = small_model("qk_norm.py"), tokens(1, 9)
+    layer, trunk = model.trunk.blocks[0].attn, model.trunk
+    layer.q_norm.weight.copy_(torch.rand(8))
+    weights, x = layer_weights(model, ids)
+    q, k, _ = raw_heads(layer, x)
+    q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
+    q = q * layer.q_norm.weight
+    q, k = rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    z = (q @ k.mT / math.sqrt(8)).masked_fill(~causal, -math.inf)
+    assert_near(weights, z.softmax(-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate, width", [("head", 2), ("element", 16)])
+def test_a_gate_scales_the_output_of_heads_or_elements(gate, width):
+    model, plain = (small_model("lssar_p3.py", f"--gate={name}") for name in (gate, "none"))
+    layer, other = model.trunk.blocks[0].attn, plain.trunk.blocks[0].attn
+    assert layer.c_gate.weight.shape == (width, 16)
+    other.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    seen = []
+    for one in (layer, other):
+        one.c_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        one(x, None, None, 0)
+    gates = torch.sigmoid(x @ layer.c_gate.weight.T + layer.c_gate.bias)
+    assert_near(seen[0], seen[1] * gates.repeat_interleave(16 // width, dim=-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["hybrid.py", "hybrid_ssmax.py", "hybrid_lssar_p5.py"])
+def test_half_of_the_heads_are_local_softmax_and_half_without_positions(case):
+    model, ids = small_model(case, "--n_head=4", "--local_window=3"), tokens(1, 9)
+    layer, trunk = model.trunk.blocks[0].attn, model.trunk
+    weights, x = layer_weights(model, ids)
+    q, k, _ = raw_heads(layer, x)
+    assert_near(weights[:, :2], layer.attention.weights(q[:, :2], k[:, :2]))
+    q, k = (rotate(y[:, 2:], trunk.cos, trunk.sin) for y in (q, k))
+    band = torch.ones(9, 9, dtype=torch.bool).tril().triu(-2)
+    z = (q @ k.mT / math.sqrt(4)).masked_fill(~band, -math.inf)
+    assert_near(weights[:, 2:], z.softmax(-1))
+
+
+def test_a_share_of_heads_without_positions_goes_with_rope_or_alibi():
+    """The positions of earlier tokens change nothing there."""
+    for positions in ("rope", "alibi"):
+        model = small_model("softmax.py", f"--positions={positions}", "--nope_share=0.5")
+        ids = tokens(1, 16)
+        other = torch.cat((ids[:, :15].flip(1), ids[:, 15:]), dim=1)
+        (ours, _), (theirs, _) = layer_weights(model, ids), layer_weights(model, other)
+        assert_near(ours[:, 0, -1, :15], theirs[:, 0, -1, :15].flip(-1))
+        assert not torch.allclose(ours[:, 1, -1, :15], theirs[:, 1, -1, :15].flip(-1))
+
+
 # ---- cache and generation ----
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 1, 4, 18, 30])
-@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("case", [*ROWS, *TPA])
 def test_a_cache_changes_nothing(case, window):
-    model = small_model(case, f"--window={window}").scale_rope("yarn")
+    model = small_model(case, f"--window={window}")
+    model.scale_rope("yarn" if model.config.positions == "rope" else "none")
     x = model.wte(tokens(2, 24))  # beyond the training length
     whole = model.trunk(x)
     for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
@@ -506,8 +632,8 @@ def test_a_cache_changes_nothing(case, window):
         pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
         assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
         assert cache.length == 24
-        for stored in (*cache.keys.values(), *cache.values.values()):
-            assert stored.shape[2] == min(24, window or 24)
+        for key, value, *_ in cache.layers.values():
+            assert {24, min(24, window or 24)} >= {key.shape[2], value.shape[2]}
 
 
 @torch.no_grad()
@@ -515,6 +641,16 @@ def test_a_cache_changes_nothing(case, window):
     "settings",
     [
         "--positions=none",
+        "--positions=alibi --sink=learned --gate=head --softcap=3",
+        "--nope_share=0.5 --gate=element --p_law=log_n",
+        "--n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --qk_norm=True",
+        "--forget=True --positions=none",
+        "--forget=True --nope_share=0.5 --local_window=3",
+        "--attention=asentmax --p=None",
+        "--attention=stick_breaking --p=None",
+        "--projections=tpa --attention=stick_breaking --p=None",
+        "--projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
+        "--projections=tpa --positions=alibi --p_law=learned",
         "--positions=learned",
         "--n_kv_head=1",
         "--n_head=4 --n_kv_head=2 --head_size=6",
@@ -527,7 +663,8 @@ def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
         cache = KVCache(16)
         pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 3], dim=1)]
         assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-12)
-        assert {len(stored[0]) for stored in cache.keys.values()} == {model.config.kv_heads}
+        heads = sum(stored[0].shape[1] for (layer, _), stored in cache.layers.items() if layer == 0)
+        assert heads == (2 if model.config.projections == "tpa" else model.config.kv_heads)
 
 
 def greedy(model, ids, new):
@@ -715,3 +852,130 @@ def test_a_cache_fixes_the_current_length_by_its_final_one():
     whole = model(x)
     parts = [model(x[:, start : start + 5], cache=cache) for start in range(0, 20, 5)]
     assert_near(torch.cat(parts, dim=1), whole)
+
+
+# ---- Tensor Product Attention ----
+
+
+def attend(model, x):
+    """q, k and v [B, H, L, d] that the first layer's attention is given, and its output."""
+    seen = []
+    layer = model.trunk.blocks[0].attn
+    hook = layer.attention.register_forward_hook(lambda module, inputs, out: seen.extend(inputs))
+    cos, sin = angles_of(x.shape[1], d=layer.attention.head_size)
+    y = layer(x, (cos, sin, 1.0), None, 0)
+    hook.remove()
+    return *seen[:3], y
+
+
+@pytest.mark.parametrize("case", TPA)
+def test_tensor_product_attention_is_the_published_one(case):
+    """Sect. 3.1 of Zhang et al. 2025: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q, with RoPE on B; K and V."""
+    model, x = small_model(case), torch.randn(2, 7, 16, dtype=torch.float64)
+    config, linear = model.config, model.trunk.blocks[0].attn.c_attn
+    H, d = config.n_head, config.d_head
+    *qkv, y = attend(model, x)
+    rows = torch.cat((linear.weight, linear.bias[:, None]), 1) if config.bias else linear.weight
+    ones = torch.cat((x, torch.ones(2, 7, 1)), -1) if config.bias else x
+    for ours, rank in zip(qkv, (config.q_rank, config.kv_rank, config.kv_rank), strict=True):
+        turns = ours is not qkv[2]
+        if rank is None:
+            W, rows = rows[: H * d].view(H, d, -1), rows[H * d :]
+            expected = torch.einsum("hdc,blc->bhld", W, ones)
+            expected = torch.stack([torch.stack([turned(x) for x in one]) for one in expected])
+        else:
+            W_A, W_B = rows[: rank * H].view(rank, H, -1), rows[rank * H :][: rank * d]
+            A = torch.einsum("rhc,blc->blrh", W_A, ones)
+            B = torch.einsum("rdc,blc->brld", W_B.view(rank, d, -1), ones)
+            if turns:
+                B = torch.stack([torch.stack([turned(x) for x in one]) for one in B])
+            expected = torch.einsum("blrh,brld->bhld", A, B) / rank
+            rows = rows[rank * (H + d) :]
+        assert_near(ours, expected, 1e-12)
+    assert not rows.numel()
+    heads = model.trunk.blocks[0].attn.attention(*qkv)
+    assert_near(y, model.trunk.blocks[0].attn.c_proj(heads.transpose(1, 2).flatten(2)), 1e-12)
+
+
+def test_tensor_product_attention_of_full_rank_can_be_linear_projections():
+    """Rank d, with the biases of B as the unit vectors and A as any linear projections."""
+    linear = small_model("lssar_p3.py --n_layer=1")
+    d = linear.config.d_head
+    full = small_model(
+        "lssar_p3.py --n_layer=1 --projections=tpa", f"--q_rank={d}", f"--kv_rank={d}"
+    )
+    source = linear.trunk.blocks[0].attn.c_attn
+    target = full.trunk.blocks[0].attn.c_attn
+    with torch.no_grad():
+        for part, start in enumerate((0, 16, 32)):
+            a = part * (d * 2 + d * d)
+            for name in ("weight", "bias"):
+                ours, theirs = getattr(target, name), getattr(source, name)[start : start + 16]
+                # of head h, theirs has d rows; the factor of rank r has its r-th ones, of all heads
+                ours[a : a + 2 * d] = d * theirs.unflatten(0, (2, d)).transpose(0, 1).flatten(0, 1)
+                ours[a + 2 * d : a + 2 * d + d * d] = 0
+            target.bias[a + 2 * d : a + 2 * d + d * d] = torch.eye(d).flatten()
+    state = {k: v for k, v in linear.state_dict().items() if "c_attn" not in k}
+    full.load_state_dict(state, strict=False)
+    x = tokens(2, 20)
+    assert_near(full(x), linear(x), 1e-11)
+    assert torch.equal(full.generate(x, 9, temperature=0), linear.generate(x, 9, temperature=0))
+
+
+@pytest.mark.parametrize("case", TPA)
+def test_gradients_of_tensor_product_attention_are_those_of_finite_differences(case):
+    layer = small_model(case).trunk.blocks[0].attn
+    x = torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
+    rotation = (*angles_of(4, d=layer.attention.head_size), 1.0)
+    weight = layer.c_attn.weight.detach().clone().requires_grad_()
+
+    def output(x, weight):
+        return torch.func.functional_call(layer, {"c_attn.weight": weight}, (x, rotation, None, 0))
+
+    assert torch.autograd.gradcheck(output, (x, weight), fast_mode=True)
+
+
+@pytest.mark.parametrize("scale", [None, "355m", "45m", "tiny"])
+def test_t6_has_as_many_parameters_as_gpt2(scale):
+    files = [] if scale is None else [str(CONFIGS / f"scales/{scale}.py")]
+    shape = [] if scale is None else [str(CONFIGS / f"scales/t6/{scale}.py")]
+    gpt2 = load_config(files)
+    t6, lssar = (
+        load_config([str(CONFIGS / row), *files, *shape]) for row in ("t6.py", "t6_lssar_p15.py")
+    )
+    parameters = [on_meta(config).count_parameters() for config in (gpt2, t6)]
+    assert parameters[1] == pytest.approx(parameters[0], rel=6e-3)
+    assert t6.d_head == gpt2.d_head and t6.mlp_hidden == 8 * t6.n_embd // 3
+    assert lssar.replace(attention="softmax", p=None, out_dir=t6.out_dir) == t6
+
+
+def test_first_weights_of_t6_are_those_of_its_authors():
+    torch.manual_seed(0)
+    model = GPT(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
+    (block,) = model.trunk.blocks
+    assert not block.attn.c_proj.weight.any() and not block.mlp.c_proj.weight.any()
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.01)
+    sizes = [6 * 34, 6 * 64, 2 * 34, 2 * 64, 2 * 34, 2 * 64]
+    shapes = [(768, 34, 6), (768, 6, 64)] + 2 * [(768, 34, 2), (768, 2, 64)]
+    for part, shape in zip(block.attn.c_attn.weight.split(sizes), shapes, strict=True):
+        theirs = torch.nn.init.xavier_uniform_(torch.empty(shape))
+        assert part.std().item() == pytest.approx(theirs.std().item(), rel=0.01)
+        assert part.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "files, numbers",
+    [
+        (["softmax.py"], 2 * 768),
+        (["softmax.py", "--n_kv_head=4"], 2 * 4 * 64),
+        (["t6.py"], 2 * 2 * (34 + 64)),  # 392
+        (["t6_lssar_p15.py", "scales/355m.py", "scales/t6/355m.py"], 2 * 2 * (47 + 64)),
+    ],
+)
+def test_numbers_that_a_cache_keeps(files, numbers):
+    paths = [one if one.startswith("--") else str(CONFIGS / one) for one in files]
+    model = GPT(load_config([*paths, "--n_layer=2", "--tokenizer=bytes"]))
+    cache = KVCache(10)
+    model.generate(tokens(3, 4), 6, cache=cache)
+    assert cache.nbytes == 3 * 10 * 2 * numbers * 4

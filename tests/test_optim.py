@@ -24,8 +24,9 @@ def test_schedules():
     assert optim.learning_rate(110, trapezoidal) == pytest.approx(0.1)
 
 
-def test_muon_takes_the_trunks_matrices_only():
-    config = load_config([*SMALL, "--optimizer=muon"])
+@pytest.mark.parametrize("projections", ["linear", "tpa"])
+def test_muon_takes_the_trunks_matrices_only(projections):
+    config = load_config([*SMALL, "--optimizer=muon", f"--projections={projections}"])
     model = GPT(config)
     muon, adamw = optim.build_optimizers(model, config)
     matrices = [p for group in muon.param_groups for p in group["params"]]

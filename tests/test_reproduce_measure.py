@@ -15,7 +15,7 @@ from runtime.files import read_json
 from scripts import attention_maps, benchmark, downstream, eval_length, needle
 from scripts.common.papers import LSSAR, PAPERS
 from scripts.reproduce import __main__ as reproduce
-from scripts.reproduce import measure, tables, training
+from scripts.reproduce import measure, report, tables, training
 from tests.helpers import read_table
 
 
@@ -241,6 +241,38 @@ def test_the_cost_of_a_step_is_a_ratio_to_softmax(reproduced, call, tmp_path, mo
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     text = (reproduced("table_a7", "--set=attention_impl=blocked") / "table.md").read_text()
     assert len(commands) == 3 and "another machine" in text
+
+
+def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path, monkeypatch):
+    timed = []
+
+    def measured(rows, rounds, phases):
+        timed.append({row: (config.block_size, config.batch_size) for row, config in rows.items()})
+        return {row: {"decode_ms": 2.0 + i} for i, row in enumerate(rows)}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    table = read_table(folder := reproduced("t6", "--only=softmax,t6"))
+    assert timed == [{"softmax": (256, 1), "t6": (256, 1)}]  # at 16 times the length
+    assert table["columns"][-4:] == [f"16x, {report.SLIDING}", tables.GAIN, *measure.COSTS]
+    # two layers in float32: keys and values of 32, and factors of rank 2 for two heads of 64
+    assert table["rows"]["softmax"]["mean"][-2:] == [2 * 2 * 32 * 4 / 1000, 2.0]
+    assert table["rows"]["t6"]["mean"][-2:] == [2 * 2 * 2 * (2 + 64) * 4 / 1000, 3.0]
+    assert (folder / "t6.png").is_file()
+    assert "of which 255 are cached" in (folder / "table.md").read_text()
+    commands.clear()
+    assert read_table(reproduced("t6", "--only=t6,softmax"))["rows"] == table["rows"]
+    assert len(timed) == 1 and not commands
+    # a new row takes turns with those before, and on another machine they all do again
+    reproduced("t6", "--only=softmax_swiglu")
+    assert list(timed[1]) == ["softmax", "t6", "softmax_swiglu"]
+    config = checkpoint.read_config(tmp_path / "out/small/softmax_swiglu/seed1337")
+    assert (config.mlp, config.norm, config.bias, config.mlp_hidden) == (
+        "swiglu", "rmsnorm", False, 85,
+    )  # fmt: skip
+    monkeypatch.setattr(device, "processor", lambda: "another machine")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    reproduced("t6", "--only=softmax,t6")
+    assert list(timed[2]) == ["softmax", "t6"]
 
 
 def test_tasks_are_loaded_before_training(reproduced, commands, monkeypatch, capsys):

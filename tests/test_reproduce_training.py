@@ -110,6 +110,18 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     assert list(metrics(run.folder)) == list(range(1, 7))
 
 
+def test_t6_has_its_own_heads_at_each_scale():
+    for name, heads in {"124m": 34, "355m": 47, "45m": 19, "tiny": 5}.items():
+        scale = training.open_scale(name, "out", None, "disabled", [])
+        for row in ("t6", "t6_lssar_p15", "t6_lssar_p7"):
+            config = scale.run(row, 1337).config
+            assert (config.n_head, config.n_layer) == (heads, scale.config.n_layer)
+            assert (
+                config.d_head == scale.config.d_head and config.max_iters == scale.config.max_iters
+            )
+        assert config.p == 7 and scale.run("softmax", 1337).config.head_size is None
+
+
 def test_a_row_may_have_any_p():
     for name, file in (("lssar_p7", "lssar_p15"), ("relu_li_p2.5", "relu_li")):
         row = training.find_row(name)

@@ -12,6 +12,8 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(train, call, capsys):
     call(sample, run, *arguments)
     first = capsys.readouterr().out
     assert first.count("abc") >= 2 and first.count("-" * 80) == 2
+    # two samples, end-of-text and the prompt and 40 tokens, 2 layers, keys and values, float32
+    assert first.endswith(f"cache: {2 * 44 * 2 * 2 * 32 * 4:,} bytes for 2 x 44 positions\n")
     call(sample, run, *arguments)
     assert capsys.readouterr().out == first
     call(sample, run, *arguments, "--seed", 7)

@@ -113,12 +113,17 @@ def test_accumulation_splits_agree(train, variant):
             assert torch.allclose(weights(split)[name], tensor, atol=1e-4), name
 
 
+# Its output projections begin at 0, so that the first gradients of the others are near 0, and Adam
+# would make whole steps of their rounding.
+T6_SMALL = ["configs/t6.py", "--head_size=16", "--mlp_hidden=64", "--adam_eps=1e-4"]
+
+
 def test_two_processes_agree_with_one(train, shards, tmp_path):
-    one = train("one", "configs/ssmax.py")
-    common = [f"--data_dir={shards}", "configs/ssmax.py"]
-    for size in (4, 2):  # with and without accumulation
-        two = tmp_path / f"two{size}"
-        done = launch(2, *SMALL, *common, f"--out_dir={two}", f"--batch_size={size}")
+    # with and without accumulation
+    for size, arguments in ((4, ["configs/ssmax.py"]), (2, T6_SMALL)):
+        one, two = train(f"one{size}", *arguments), tmp_path / f"two{size}"
+        arguments = [*SMALL, f"--data_dir={shards}", *arguments]
+        done = launch(2, *arguments, f"--out_dir={two}", f"--batch_size={size}")
         assert done.returncode == 0, done.stderr
         for key in ("loss", "val_loss", "grad_norm"):
             assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-5)
@@ -126,9 +131,9 @@ def test_two_processes_agree_with_one(train, shards, tmp_path):
             assert torch.allclose(weights(two)[name], tensor, atol=1e-4), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_equals_uninterrupted_bit_for_bit(train, optimizer):
-    arguments = ("configs/lssar_p3.py", f"--optimizer={optimizer}")
+@pytest.mark.parametrize("optimizer, projections", [("adamw", "linear"), ("muon", "tpa")])
+def test_resumed_equals_uninterrupted_bit_for_bit(train, optimizer, projections):
+    arguments = ("configs/lssar_p3.py", f"--optimizer={optimizer}", f"--projections={projections}")
     whole = train("whole", *arguments, "--max_iters=8")
     run = train("run", *arguments, "--max_iters=3")
     with open(run / "metrics.jsonl", "a") as file:
@@ -212,6 +217,19 @@ def test_init_from_another_variant(train, capsys):
     began_with = json.loads((second / "began_with.json").read_text())
     assert began_with == checkpoint.checkpoint_id(first) and began_with["step"] == 6
     refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "model differs")
+
+
+def test_a_checkpoint_of_the_other_projections_is_refused_by_name(train, capsys):
+    linear, tpa = train("linear", "--max_iters=1"), train("t", "--max_iters=1", "--projections=tpa")
+    for run, own, other in ((linear, "linear", "tpa"), (tpa, "tpa", "linear")):
+        arguments = ("new", f"--projections={other}", f"--init_from={run}")
+        says = f"its model differs: projections {own} for {other}, "
+        refused(capsys, lambda arguments=arguments: train(*arguments), says)
+    again = ("t", "--projections=linear", "--resume")
+    refused(capsys, lambda: train(*again), "t was trained with projections = 'tpa'")
+    # 10 ranks in all, of as many columns
+    ranks = ("new", "--projections=tpa", "--q_rank=4", "--kv_rank=3", f"--init_from={tpa}")
+    refused(capsys, lambda: train(*ranks), "q_rank 6 for 4, kv_rank 2 for 3 do not fit")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

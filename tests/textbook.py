@@ -107,6 +107,7 @@ TEXTBOOK = {
     "ssmax.py": lambda t: t.softmax(t.s * t.log_n),
     "ssmax_fixed.py": lambda t: t.softmax(t.log_n),
     "ssmax_bias.py": lambda t: t.softmax(t.s * t.log_n + t.b),
+    "softmax_logn.py": lambda t: t.softmax(t.log_n / math.log(BLOCK_SIZE)),
     "ablations/softmax_inverse.py": lambda t: -t.softmax(),
     "ablations/softmax_recentred.py": lambda t: t.recentred(t.softmax()),
     "ablations/softmax_recentred_l1.py": lambda t: l1(t.recentred(t.softmax())),

@@ -41,9 +41,8 @@ class Cache(KVCache):
         return self.length
 
     def reorder_cache(self, beams: Tensor) -> None:
-        for stored in (self.keys, self.values):
-            for layer in stored:
-                stored[layer] = stored[layer][beams]
+        for kept in self.layers.values():
+            kept[:] = [x[beams] for x in kept]
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):

@@ -36,6 +36,7 @@ class RunOptions:
     rope_factor: float | None = None
     rope_theta: float | None = None
     checkpoint: str = "latest"
+    attention: str | None = None
     window: int | None = None
     p: float | None = None
     attention_impl: str = "auto"
@@ -51,13 +52,13 @@ class RunOptions:
         return pick_dtype(self.dtype, pick_device(self.device))
 
     def applied(self, config: Config) -> Config:
-        """A run's config with the attention path, the window and the p of these options.
+        """A run's config with the attention path, the row, the window and the p of these options.
 
         The path it was trained with was chosen for that machine. Raises UserError for a run of
         another task.
         """
         self.require_task(config)
-        given = {"window": self.window, "p": self.p}
+        given = {"attention": self.attention, "window": self.window, "p": self.p}
         changes = {name: value for name, value in given.items() if value is not None}
         return config.replace(attention_impl=self.attention_impl, **changes)
 
@@ -98,6 +99,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument(
         "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
     )
+    parser.add_argument("--attention", help="row of attention.VARIANTS in place of the run's own")
     parser.add_argument("--p", type=float, help="power of re-weighting in place of the run's own")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=choices("dtype"))
@@ -172,8 +174,9 @@ class LoadedRun:
 def run_facts(trained: Config, weights: checkpoint.Found, options: RunOptions) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
     config = options.applied(trained)
+    other = "" if options.attention is None else f" as {options.attention}"
     return {
-        "variant": trained.variant_name,
+        "variant": trained.variant_name + other,
         "seed": config.seed,
         "checkpoint": options.checkpoint,
         **weights.id,

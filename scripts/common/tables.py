@@ -88,13 +88,14 @@ def best_rows(table: dict, column: int) -> set[str]:
 
 def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
     """Sentences of a caption on the spread over seeds, and on what is bold because of it."""
-    last = len(table["columns"]) - 1
+    last = max((i for i, better in enumerate(table["better"]) if better), default=0)
     if len(seeds) == 1 and table["better"][last]:
         return ["One seed: the spread between seeds is not known, so nothing is ranked."]
     if len(seeds) < 2:
         return []
     rows, digits = table["rows"], table["digits"]
-    widest = [max(spread(row, i) or 0 for row in rows.values()) for i in range(last + 1)]
+    columns = range(len(table["columns"]))
+    widest = [max(spread(row, i) or 0 for row in rows.values()) for i in columns]
     sentences = [
         "± is half the range over seeds; the widest range of each column: "
         + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
@@ -104,7 +105,7 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
         sentences.append(
             "Bold: the best of a column and every row that cannot be told from it, because the "
             "means differ by no more than the larger of the two rows' ranges. In the last "
-            f"column: {names}."
+            f"ranked column: {names}."
         )
     return sentences
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from config import Config
 from errors import EXIT_MISTAKE, UserError
+from model import KVCache, Trunk
 from runtime import checkpoint
-from runtime.device import environment, pick_compile, pick_device, pick_dtype
-from runtime.files import read_json
+from runtime.device import autocast, environment, pick_compile, pick_device, pick_dtype
+from runtime.files import read_json, write_json
 from scripts import benchmark, finetune_squad
 from scripts.common.papers import LSSAR
 from scripts.common.planned import PlannedRun, call, call_when_free
@@ -173,6 +176,80 @@ class Evaluation:
                 evaluation = measured | {"folder": str(self.folder(run))}
                 results.append(run.entry(self.values(measured, run.config), evaluation))
         return results
+
+
+COSTS = ("cache (kB a token)", "generation (ms a token)")
+ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class WithDecoding(Evaluation):
+    """The same with two more columns: the size of a row's cache, and the time of a token."""
+
+    cached: float = 1.0  # multiples of the training length that are in the cache
+
+    def columns(self, config: Config) -> tuple:
+        return super().columns(config) + COSTS
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        return (
+            *super().notes(config),
+            f"Generation: one more token of one sequence, of which {at(self.cached, config) - 1:,} "
+            f"are cached; the rows take turns, median of {ROUNDS} rounds. The cache is that of all "
+            "layers.",
+        )
+
+    def file(self, work: Work) -> Path:
+        return work.folder / "decoding.json"
+
+    def rows(self, work: Work) -> dict[str, Config]:
+        """The rows, and all that were measured before, as models of the cached length."""
+        length = at(self.cached, work.scale.config)
+        sizes = {"block_size": length, "batch_size": 1, "total_batch_size": length}
+        seed = work.seeds[0]
+        names = dict.fromkeys([*self.timed(work), *work.rows])
+        return {row: work.scale.run(row, seed).config.replace(**sizes) for row in names}
+
+    def timed(self, work: Work) -> dict[str, dict]:
+        """The figures of rows that were measured on this machine."""
+        saved = read_json(self.file(work)) or {"environment": {"machine": None}, "rows": {}}
+        here = saved["environment"]["machine"] == environment()["machine"]
+        return saved["rows"] if here else {}
+
+    def plan(self, work: Work) -> str:
+        left = [row for row in work.rows if row not in self.timed(work)]
+        rest = f"\nto time: a generated token of {len(work.rows)} rows" if left else ""
+        return super().plan(work) + rest
+
+    def measure(self, work: Work) -> list[str]:
+        failures = super().measure(work)
+        if any(row not in self.timed(work) for row in work.rows):
+            rows = self.rows(work)
+            figures = benchmark.measure(rows, ROUNDS, phases=("decode",))
+            for row, config in rows.items():
+                figures[row]["cache_bytes"] = cache_bytes(config)
+            work.folder.mkdir(parents=True, exist_ok=True)
+            threads = torch.get_num_threads()
+            made = {"environment": environment(), "threads": threads, "rounds": ROUNDS}
+            write_json(self.file(work), made | {"rows": figures})
+        return failures
+
+    def results(self, work: Work, row: str) -> list[dict]:
+        if (timed := self.timed(work).get(row)) is None:
+            return []
+        costs = [timed["cache_bytes"] / 1000, timed["decode_ms"]]
+        results = super().results(work, row)
+        return [result | {"values": result["values"] + costs} for result in results]
+
+
+@torch.no_grad()
+def cache_bytes(config: Config) -> int:
+    """The bytes that all layers cache of a token, from those of one layer."""
+    device = pick_device(config.device)
+    trunk, cache = Trunk(config.replace(n_layer=1)).to(device), KVCache(1)
+    with autocast(device, pick_dtype(config.dtype, device)):
+        trunk(torch.zeros(1, 1, config.n_embd, device=device), cache)
+    return config.n_layer * cache.nbytes
 
 
 def find_measurement(

@@ -212,6 +212,17 @@ def components(table: dict) -> dict[str, Figure]:
     return grouped(table, groups)
 
 
+def blocks(table: dict) -> dict[str, Figure]:
+    """A panel for each kind of block, with a curve for each attention in it."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in table["rows"]:
+        t6, swiglu = name.startswith("t6"), name.endswith("_swiglu")
+        kind = "T6" if t6 else "T6's blocks, linear projections" if swiglu else "GPT-2"
+        label = name.removesuffix("_swiglu").removeprefix("t6").strip("_") or "softmax"
+        groups.setdefault(kind, {})[name] = label
+    return grouped(table, groups)
+
+
 def beside(folder: Path, table: dict, scales: tuple[str, ...]) -> dict[str, Figure]:
     """LSSAR Fig. A2: the curves of this table and of other scales', a panel for each scale.
 

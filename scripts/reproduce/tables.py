@@ -1,5 +1,6 @@
 """The papers' tables and figures: their rows, what is measured of them, and how it is shown."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,15 @@ from scripts.passkey import PasskeyRequest
 from scripts.physics import ARROWS, SOLAR_SYSTEM, PhysicsRequest
 from scripts.reproduce import figures, report
 from scripts.reproduce.figures import Formula, RunFiles
-from scripts.reproduce.measure import Benchmark, Evaluation, at, options, stretched
+from scripts.reproduce.measure import (
+    COSTS,
+    Benchmark,
+    Evaluation,
+    WithDecoding,
+    at,
+    options,
+    stretched,
+)
 from scripts.reproduce.report import SLIDING
 from scripts.sparsity import SparsityRequest, mean_shares
 
@@ -43,8 +52,13 @@ class Experiment:
 GAIN = "gain from context"
 
 
-def loss(*multiples: float, views: Mapping[str, dict] | None = None) -> Evaluation:
-    """Loss by length, over the same tokens at every length, and what the longest is worth."""
+def loss(
+    *multiples: float, views: Mapping[str, dict] | None = None, decoding: bool = False
+) -> Evaluation:
+    """Loss by length, over the same tokens at every length, and what the longest is worth.
+
+    With `decoding` also what generation costs at the longest.
+    """
 
     def lengths(config: Config) -> tuple[int, ...]:
         return tuple(at(multiple, config) for multiple in multiples)
@@ -57,11 +71,13 @@ def loss(*multiples: float, views: Mapping[str, dict] | None = None) -> Evaluati
         return [*losses, window, window - losses[-1]]
 
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if multiples[-1] > 1 else ()
-    return Evaluation(
+    better = ("lower",) * len(multiples) + ("lower", "higher")[: len(controlled)]
+    timed = functools.partial(WithDecoding, cached=multiples[-1])
+    return (timed if decoding else Evaluation)(
         (*multiples, *controlled),
         lambda config: LossRequest(lengths=lengths(config), **options(config)),
         values,
-        better=("lower",) * len(multiples) + ("lower", "higher")[: len(controlled)],
+        better=better + (None,) * len(COSTS) if decoding else better,
         control=LossRequest.control,
         views=views or {},
     )
@@ -410,6 +426,15 @@ EXPERIMENTS = {
         notes=(
             "`softmax:yarn` are the weights of `softmax`, evaluated with YaRN. Linear scaling and "
             "YaRN take s = length / training length, `ntk16` s = 16 at every length.",
+        ),
+    ),
+    "t6": Experiment(
+        "T6: queries, keys and values from factors, with softmax and with LSSAR", LOSS,
+        ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
+        loss(1, 2, 4, 8, 16, decoding=True), report.blocks, notes=(
+            "`t6` is T6 (Zhang et al. 2025), of as many parameters as GPT-2 to 0.6%, and the rows "
+            "`_swiglu` are T6 with linear projections and GPT-2's first weights instead. The "
+            "earlier version of the LSSAR paper recommends T6 with LSSAR, without any numbers.",
         ),
     ),
     "loss_by_position": Experiment(

@@ -31,6 +31,11 @@ class Row:
     changes: Callable[[Config], dict] = lambda scale: {}
     base: str | None = None  # the row whose final weights it starts from
 
+    def sizes(self, scale: str) -> list[str]:
+        """The config file with T6's sizes at a scale, behind that of the scale, if there is one."""
+        file = CONFIGS / "scales" / self.file.stem.partition("_")[0] / f"{scale}.py"
+        return [str(file)] if file.is_file() else []
+
 
 def swap(scale: Config) -> dict:
     """SSMax (e): softmax's weights as they are; s is 1 over the mean of log n (Sect. 3)."""
@@ -69,6 +74,12 @@ def swap_and_train(scale: Config) -> dict:
     }
 
 
+def t6_blocks(scale: Config) -> dict:
+    """The rest of T6's blocks around linear projections; as many parameters as GPT-2's."""
+    hidden = 8 * scale.n_embd // 3
+    return {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": hidden, "bias": False}
+
+
 def probe(scale: Config) -> dict:
     """SSMax Fig. 2 is after fewer steps than the models of the other figures."""
     return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
@@ -93,6 +104,8 @@ ROWS = {
         Row("softmax_before_f", CONFIGS / "softmax.py", before_swap),
         Row("untrained", CONFIGS / "softmax.py", untrained),
         Row("softmax_window", CONFIGS / "softmax.py", two_points),
+        Row("softmax_swiglu", CONFIGS / "softmax.py", t6_blocks),
+        Row("lssar_p15_swiglu", CONFIGS / "lssar_p15.py", t6_blocks),
         Row("ssmax_probe", CONFIGS / "ablations/ssmax_probe.py", probe),
     )
 }
@@ -158,7 +171,7 @@ class Scale:
         elif row.base:
             base = self.run(row.base, seed)
             changes["init_from"] = base.folder
-        arguments = [str(row.file), *self.files, *self.settings]
+        arguments = [str(row.file), *self.files, *row.sizes(self.name), *self.settings]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, load_config(arguments), arguments, base, kept, view)
 

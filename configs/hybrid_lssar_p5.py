@@ -1,0 +1,5 @@
+# As hybrid.py, with LSSAR in the heads without positions.
+attention = "lssar"
+p = 5
+nope_share = 0.5
+local_window = 64

@@ -1,0 +1,4 @@
+# RMSNorm, with gains that the heads of a layer share, of q and k before RoPE: Qwen3 (2025). Such
+# norms are known for stable training at high learning rates (Dehghani et al. 2023).
+attention = "softmax"
+qk_norm = True

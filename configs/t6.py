@@ -1,0 +1,9 @@
+# Ours: T6 small (Zhang et al. 2025), softmax in Tensor Product Attention, which the earlier version
+# of the LSSAR paper recommends. At another scale the file in scales/t6/ goes behind its own.
+n_head = 34
+head_size = 64
+projections = "tpa"
+norm = "rmsnorm"
+mlp = "swiglu"
+mlp_hidden = 2048  # floor(8/3 n_embd)
+bias = False
