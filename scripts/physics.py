@@ -280,8 +280,8 @@ def predict(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> 
 def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> Floats:
     """Fine-tune the run's model, in place, on the labels; its outputs at all points."""
     config = run.config.replace(
-        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw", schedule="constant",
-        warmup_iters=0, cooldown_iters=0, min_lr=0.0,
+        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
+        schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
     )  # fmt: skip
     torch.manual_seed(config.seed)
     model, outputs = run.model, task.forces.shape[-1]

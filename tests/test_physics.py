@@ -17,7 +17,7 @@ from tests.runs import refused
 
 ORBITS = [
     "--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=1",
-    "--systems=64", "--bins=100", "--block_size=32", "--total_batch_size=256", "--batch_size=4",
+    "--systems=200", "--bins=100", "--block_size=32", "--total_batch_size=256", "--batch_size=4",
 ]  # fmt: skip
 FEW = ["--steps=3", "--pairs=20", "--batch=8"]
 # A search that knows the law, in the place of PySR.
@@ -187,7 +187,9 @@ def test_what_cannot_be_probed_is_refused(orbit_run, run, call, pysr, capsys, mo
     find_spec = physics.importlib.util.find_spec
     installed = {"sklearn"}
     monkeypatch.setattr(
-        physics.importlib.util, "find_spec", lambda name: name in installed and find_spec(name)
+        physics.importlib.util,
+        "find_spec",
+        lambda name: find_spec(name) if name in installed else None,
     )
     refused(capsys, probe(orbit_run), "needs pyoperon, pip install -e", "or PySR")
     installed.clear()
