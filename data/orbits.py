@@ -280,7 +280,10 @@ class OrbitLoader(Loader):
         world_size: int = 1,
         device: str | torch.device = "cpu",
     ):
-        self.source = f"simulated orbits of 1 to {planets} planets"
+        if systems < batch_size:
+            raise UserError(f"systems = {systems} are fewer than one batch takes, {batch_size}")
+        of = "1 planet" if planets == 1 else f"1 to {planets} planets"
+        self.source = f"simulated orbits of {of}"
         self.planets, self.bins, self.tokens = planets, bins, systems * block_size
         super().__init__(systems, block_size, batch_size, seed, rank, world_size, device)
 

@@ -56,6 +56,10 @@ def on_meta(config):
             ["scales/orbits/109m.py"],
             768 * (4 * 7003 + 999 + 2 * 768 + 1) + 12 * (12 * 768**2 + 13 * 768) + 2 * 768,
         ),
+        (
+            ["scales/orbits/tiny.py"],
+            128 * (4 * 503 + 127 + 2 * 128 + 1) + 2 * (12 * 128**2 + 13 * 128) + 2 * 128,
+        ),
         (["scales/355m.py"], 1024 * 50257 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024),
         # T6: 10 ranks of factors, in all, of 34 (47) heads and of 64 numbers; 34 (47) heads of 64
         # into the output projection; three matrices of SwiGLU; two norms in a layer and the last
