@@ -288,7 +288,9 @@ class Config:
     def n_vocab(self) -> int:
         """The number of token ids, end-of-text included; of orbits, that of one coordinate."""
         if self.task == "orbits":
-            return self.bins + 3  # those of data.orbits.EXTRA_TOKENS
+            return (
+                self.bins + 3
+            )  # two time steps, and an id that the published vocabulary has unused
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
@@ -646,8 +648,8 @@ def check_training(config: Config) -> None:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
     if config.task == "orbits" and config.vocab_size is not None:
         raise UserError(f"vocab_size = {config.vocab_size}: task = 'orbits' takes bins instead")
-    if config.bins > 2**15:
-        raise UserError(f"bins = {config.bins} must be at most {2**15}: a coordinate is a uint16")
+    if config.bins > 65533:
+        raise UserError(f"bins = {config.bins} must be at most 65533: a token is a uint16")
     least = VOCABULARY.get(config.tokenizer, 0)
     if config.task == "language" and config.n_vocab < least:
         raise UserError(

@@ -40,8 +40,6 @@ TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
 MOST_PLANETS = 10
 ENTRIES = 1000  # of a sequence, the time step included
 BINS = 7000
-# The last id is not used: the published vocabulary has it.
-EXTRA_TOKENS = len(TIME_STEPS) + 1
 
 # Seeds of the sets, the last for `draw_pair`; the seed of a run is that of the order alone.
 TRAINING, VALIDATION, PAIRS = 0, 1, 2

@@ -319,7 +319,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--planets=3", "planets = 3 is for task = 'orbits'"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         ("--task=orbits --tie_embeddings=False --vocab_size=9", "task = 'orbits' takes bins inste"),
-        ("--task=orbits --tie_embeddings=False --bins=40000", "bins = 40000 must be at most 32768"),
+        ("--task=orbits --tie_embeddings=False --bins=65534", "bins = 65534 must be at most 65533"),
         # choices
         ("--attention_length=now", "attention_length = 'now'; it is one of train, current"),
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
