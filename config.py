@@ -145,6 +145,14 @@ class Config:
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
     # data
+    task: str = setting(
+        "language",
+        "'language', or 'orbits': simulated planets, see data/orbits.py",
+        choices=("language", "orbits"),
+    )
+    systems: int = setting(10_000_000, "orbits: simulated systems for training", at_least=1)
+    planets: int = setting(10, "orbits: planets of a system, at most", at_least=1)
+    bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1)
     data_dir: str = setting(
         "data/fineweb10B",
         "folder of shards (python -m data.fineweb, data.text)",
@@ -278,7 +286,11 @@ class Config:
 
     @cached_property
     def n_vocab(self) -> int:
-        """The number of token ids, end-of-text included."""
+        """The number of token ids, end-of-text included; of orbits, that of one coordinate."""
+        if self.task == "orbits":
+            return (
+                self.bins + 3
+            )  # two time steps, and an id that the published vocabulary has unused
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
@@ -302,6 +314,11 @@ class Config:
     def variant_name(self) -> str:
         """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")
+
+    @property
+    def position_shape(self) -> tuple[int, ...]:
+        """The shape of what is at a position: of a token, or of a pair of coordinates."""
+        return (2,) if self.task == "orbits" else ()
 
     def replace(self, **changes: Any) -> "Config":
         return replace(self, **changes)
@@ -624,7 +641,17 @@ def check_attention(config: Config) -> None:
 
 def check_training(config: Config) -> None:
     """Raise UserError where the settings of the training run contradict each other."""
-    if config.n_vocab < (least := VOCABULARY.get(config.tokenizer, 0)):
+    for key in ("systems", "planets", "bins"):
+        if config.task != "orbits" and getattr(config, key) != getattr(Config, key):
+            raise UserError(f"{key} = {getattr(config, key)} is for task = 'orbits'")
+    if config.task == "orbits" and config.tie_embeddings:
+        raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
+    if config.task == "orbits" and config.vocab_size is not None:
+        raise UserError(f"vocab_size = {config.vocab_size}: task = 'orbits' takes bins instead")
+    if config.bins > 65533:
+        raise UserError(f"bins = {config.bins} must be at most 65533: a token is a uint16")
+    least = VOCABULARY.get(config.tokenizer, 0)
+    if config.task == "language" and config.n_vocab < least:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {least} ids of "
             f"tokenizer = {config.tokenizer!r}"

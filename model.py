@@ -442,17 +442,42 @@ class Trunk(nn.Module):
         return every == 0 or (layer + 1) % every != 0
 
 
+class PairEmbedding(nn.Embedding):
+    """Pairs of tokens [.., 2] to [.., n_embd]: a table for each coordinate, and a linear layer."""
+
+    def __init__(self, rows: int, n_embd: int) -> None:
+        super().__init__(2 * rows, n_embd)  # the two tables, one below the other
+        self.rows = rows
+        self.linear = nn.Linear(2 * n_embd, n_embd)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        x, y = pairs.unbind(-1)
+        return self.linear(super().forward(torch.stack((x, y + self.rows), -1)).flatten(-2))
+
+
+class PairHead(nn.Linear):
+    """Hidden states [.., n_embd] to the logits of both coordinates, [.., 2, rows]."""
+
+    def __init__(self, n_embd: int, rows: int) -> None:
+        super().__init__(n_embd, 2 * rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unflatten(-1, (2, -1))
+
+
 class GPT(nn.Module):
-    """Token embedding, trunk and head."""
+    """Embedding, trunk and head; a position is a token or, of orbits, a pair of them [.., 2]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
         rows = -(-self.n_vocab // 128) * 128  # padded for speed; padding is never predicted
-        self.wte = nn.Embedding(rows, config.n_embd)
+        n_embd, pairs = config.n_embd, config.task == "orbits"
+        self.wte = PairEmbedding(rows, n_embd) if pairs else nn.Embedding(rows, n_embd)
         self.trunk = Trunk(config)
-        self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
+        self.lm_head = PairHead(n_embd, rows) if pairs else nn.Linear(n_embd, rows, bias=False)
+        self.tables = 2 if pairs else 1  # of wte, and of lm_head
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise()
@@ -482,24 +507,27 @@ class GPT(nn.Module):
                 layer.projections.initialise(layer.c_attn.weight)
         nn.init.normal_(self.wte.weight, std=0.02)
         for weight in (self.wte.weight, self.lm_head.weight):
-            nn.init.zeros_(weight[self.n_vocab :])
+            nn.init.zeros_(weight.unflatten(0, (self.tables, -1))[:, self.n_vocab :])
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats."""
+        """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
+
+        Of pairs they are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
+        """
         x = self.trunk(self.wte(idx), cache)
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
         chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
-        large = len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
+        large = self.tables == 1 and len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
         if chunked and large and x.is_cpu and torch.is_grad_enabled():
             # never holds all logits, and on a CPU is faster than the two steps below
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAINED_ROWS)
             head = self.lm_head.weight[: self.n_vocab]
             return F.linear_cross_entropy(x, head, targets, options=options)
-        return F.cross_entropy(self.logits(x), targets)
+        return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [.., n_vocab] of hidden states [.., n_embd]."""
@@ -507,10 +535,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """The loss in nats of every target, [B, L] in float32; never holds all logits."""
+        """The loss in nats of every target, in their shape and float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1).split(EVALUATED_ROWS)
-        parts = zip(x, targets.flatten().split(EVALUATED_ROWS), strict=True)
-        losses = [F.cross_entropy(self.logits(h).float(), t, reduction="none") for h, t in parts]
+        parts = zip(x, targets.flatten(0, 1).split(EVALUATED_ROWS), strict=True)
+        losses = [
+            F.cross_entropy(self.logits(h).float().flatten(0, -2), t.flatten(), reduction="none")
+            for h, t in parts
+        ]
         return torch.cat(losses).view(targets.shape)
 
     @torch.no_grad()
@@ -582,8 +613,12 @@ class GPT(nn.Module):
     def count_parameters(self) -> int:
         """Number of parameters, without the embedding's padding, tied weights counted once."""
         count = sum(p.numel() for p in self.parameters())
-        tables = 1 if self.config.tie_embeddings else 2
-        return count - tables * (self.wte.num_embeddings - self.n_vocab) * self.config.n_embd
+        tied = 1 if self.config.tie_embeddings else 2
+        return count - tied * self.padding()
+
+    def padding(self) -> int:
+        """Parameters of the embedding that stand for no token; the head has as many."""
+        return (self.wte.num_embeddings - self.tables * self.n_vocab) * self.config.n_embd
 
     def flops_per_token(self) -> float:
         """FLOPs of a training step per token.
@@ -596,8 +631,7 @@ class GPT(nn.Module):
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         matrices += sum(layer.projections.products for layer in self.attention_layers())
-        padding = (self.wte.num_embeddings - self.n_vocab) * c.n_embd
         L = c.block_size
         W = L if c.window is None else min(c.window, L)
         attention = 6 * c.n_layer * c.n_head * c.d_head * W * (2 * L - W) // L  # 3 x 2 products
-        return 6 * (matrices - padding) + attention
+        return 6 * (matrices - self.padding()) + attention

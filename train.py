@@ -26,8 +26,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import TrainLoader, validation_batches
-from data.shards import check_shards, check_tokenizer, list_shards, read_shard
+from data.loader import Loader, TrainLoader
+from data.orbits import OrbitLoader
+from data.shards import check_shards, check_tokenizer, list_shards
 from evaluation import mean_loss
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -115,23 +116,9 @@ def train(
         checkpoint.require_unused_folder(run)
 
     # ---- data ----
-    check_tokenizer(config.data_dir, config.tokenizer)
-    shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
-    check_shards(shards[rank::world_size], config.n_vocab)
-    sequences = config.total_batch_size // config.block_size
-    loader = TrainLoader(
-        config.data_dir, config.block_size, sequences, config.seed, rank, world_size, device
-    )
-
-    def validation() -> Iterator[Batch]:
-        return validation_batches(
-            config.data_dir, config.block_size, config.val_tokens, config.batch_size,
-            rank, world_size, device,
-        )  # fmt: skip
-
-    validation()  # raises for too few tokens now, not after the first steps
-    val_tokens = sum(len(read_shard(path)) for path in list_shards(config.data_dir, "val")) - 1
-    val_windows = min(val_tokens, config.val_tokens) // config.block_size
+    loader = open_data(config, rank, world_size, device)
+    loader.validation_batches(config.val_tokens, config.batch_size)  # raises now for too few tokens
+    val_windows = loader.validation_windows(config.val_tokens)
     val_batches = math.ceil(val_windows / (world_size * config.batch_size))  # of any one rank
 
     # ---- model ----
@@ -176,9 +163,8 @@ def train(
             write_json(run / "began_with.json", began_with.id)
 
     def batch_location(step: int) -> str:
-        """Where the batch of a step (1-based) begins in the shards."""
-        path, offset = loader.batch_location(config.first_batch + step - 1)[0]
-        return f"in {path} at token {offset}"
+        """Where the batch of a step (1-based) begins in the data."""
+        return loader.batch_location(config.first_batch + step - 1)
 
     with (
         Stop(quiet=not is_main) as stop,
@@ -205,7 +191,8 @@ def train(
                 sys.exit(EXIT_MISTAKE)
             validate = not request and (last or step % config.eval_interval == 0)
             if validate and step != validated:
-                batches = watched(validation(), val_batches, f"validation of step {step}")
+                batches = loader.validation_batches(config.val_tokens, config.batch_size)
+                batches = watched(batches, val_batches, f"validation of step {step}")
                 try:
                     val_loss = mean_loss(model.eval(), batches, device, dtype)
                 except Stopped:
@@ -277,6 +264,18 @@ def train(
             return True
         log.print(f"finished: step {step} of {config.max_iters} is saved")
         return False
+
+
+def open_data(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
+    """The batches of a rank. Raises UserError where the data do not fit the settings."""
+    sequences = config.total_batch_size // config.block_size
+    order = (config.block_size, sequences, config.seed, rank, world_size, device)
+    if config.task == "orbits":
+        return OrbitLoader(config.systems, config.planets, config.bins, *order)
+    check_tokenizer(config.data_dir, config.tokenizer)
+    shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
+    check_shards(shards[rank::world_size], config.n_vocab)
+    return TrainLoader(config.data_dir, *order)
 
 
 def train_step(

@@ -8,6 +8,7 @@ global batch.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,16 +24,98 @@ from errors import UserError
 FEISTEL_ROUNDS = 8
 
 
-class TrainLoader:
-    """Shuffled training batches from the shards `*_train_*.bin` in a folder.
+class Loader(ABC):
+    """Shuffled training batches, and validation batches.
 
-    A step takes `batch_size` sequences of `block_size` tokens over all `world_size` ranks
-    together. `seed` decides the order of the windows. Batches are copied to `device`,
-    asynchronously if that is a GPU. `n_windows`, the number of whole windows, is the length of an
-    epoch; `tokens` is the number of training tokens.
+    A step takes `batch_size` sequences of `block_size` positions over all `world_size` ranks
+    together. `seed` decides the order of the `n_windows` sequences that an epoch has. Batches are
+    copied to `device`, asynchronously if that is a GPU.
 
-    Raises UserError where there are no shards, one is damaged, they have fewer windows than one
-    batch takes, or the batch does not divide equally among the ranks.
+    Raises UserError where an epoch has fewer sequences than one batch takes, or the batch does not
+    divide equally among the ranks.
+    """
+
+    source: str  # what the batches are of, for people
+    tokens: int  # of an epoch
+
+    def __init__(
+        self,
+        n_windows: int,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: str | torch.device,
+    ):
+        if batch_size % world_size:
+            raise UserError(
+                f"a batch of {batch_size} sequences cannot be split equally among {world_size} "
+                f"processes: make the batch a multiple of {world_size}"
+            )
+        if n_windows < batch_size:
+            raise UserError(
+                f"{self.source}: {self.tokens} training tokens make {n_windows} windows of "
+                f"{block_size} tokens and a target, but one batch takes {batch_size}, that is at "
+                f"least {batch_size * block_size + 1} tokens"
+            )
+        self.n_windows = n_windows
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.local_batch_size = batch_size // world_size
+        self.rank, self.world_size = rank, world_size
+        self.device = torch.device(device)
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
+        self._next_step: int | None = None
+        self._next_batch: Future[tuple[Tensor, Tensor]] | None = None
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size, ...].
+
+        y is x shifted by one position. Steps may come in any order; the next batch is read in the
+        background.
+        """
+        if self._next_batch is not None and step == self._next_step:
+            x, y = self._next_batch.result()
+        else:
+            x, y = self._read(step)
+        self._next_step, self._next_batch = step + 1, self._reader.submit(self._read, step + 1)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    @abstractmethod
+    def batch_location(self, step: int) -> str:
+        """Where the first of this rank's sequences of a step is found, as in "in FILE at 5"."""
+
+    @abstractmethod
+    def validation_windows(self, max_tokens: int) -> int:
+        """The whole windows in the first `max_tokens` validation tokens, or in all of them."""
+
+    @abstractmethod
+    def validation_batches(
+        self, max_tokens: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of these windows: x, y, int64 [<= batch_size, block_size, ...].
+
+        Raises UserError, before the first batch, where there is no whole window.
+        """
+
+    @abstractmethod
+    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+        """x and y of a step in host memory, pinned if they go to a GPU."""
+
+    def _windows(self, step: int) -> NDArray[np.int64]:
+        """The number of each window that is one of this rank's sequences of a step: [b]."""
+        begin = step * self.batch_size + self.rank * self.local_batch_size
+        return epoch_order(begin, self.local_batch_size, self.n_windows, self.seed)
+
+
+class TrainLoader(Loader):
+    """Batches from the shards `*_train_*.bin` and `*_val_*.bin` in a folder.
+
+    Raises UserError where there are no shards for training, or one is damaged, and as Loader does.
     """
 
     def __init__(
@@ -45,74 +128,56 @@ class TrainLoader:
         world_size: int = 1,
         device: str | torch.device = "cpu",
     ):
-        if batch_size % world_size:
-            raise UserError(
-                f"a batch of {batch_size} sequences cannot be split equally among {world_size} "
-                f"processes: make the batch a multiple of {world_size}"
-            )
+        self.data_dir, self.source = data_dir, str(data_dir)
         self.paths = list_shards(data_dir, "train")
         self.shards = [read_shard(path) for path in self.paths]
         self.tokens = sum(len(shard) for shard in self.shards)
         # Index of each shard's first window, then the total number of windows.
         windows = [(len(shard) - 1) // block_size for shard in self.shards]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
-        self.n_windows = int(self.first_window[-1])
-        if self.n_windows < batch_size:
-            raise UserError(
-                f"{Path(data_dir)}: {self.tokens} training tokens make {self.n_windows} windows of "
-                f"{block_size} tokens and a target, but one batch takes {batch_size}, that is at "
-                f"least {batch_size * block_size + 1} tokens"
-            )
-        self.block_size = block_size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.local_batch_size = batch_size // world_size
-        self.rank = rank
-        self.device = torch.device(device)
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
-        self._next_step: int | None = None
-        self._next_batch: Future[tuple[Tensor, Tensor]] | None = None
+        n_windows = int(self.first_window[-1])
+        super().__init__(n_windows, block_size, batch_size, seed, rank, world_size, device)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size].
+    def batch_location(self, step: int) -> str:
+        shard, offset = (int(of_all[0]) for of_all in self._locate(step))
+        return f"in {self.paths[shard]} at token {offset}"
 
-        y is x shifted by one token. Steps may come in any order; the next batch is read in the
-        background.
-        """
-        if self._next_batch is not None and step == self._next_step:
-            x, y = self._next_batch.result()
-        else:
-            x, y = self._read(step)
-        self._next_step, self._next_batch = step + 1, self._reader.submit(self._read, step + 1)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+    def validation_windows(self, max_tokens: int) -> int:
+        tokens = sum(len(read_shard(path)) for path in list_shards(self.data_dir, "val")) - 1
+        return min(tokens, max_tokens) // self.block_size
 
-    def batch_location(self, step: int) -> list[tuple[Path, int]]:
-        """Shard and token offset at which each of this rank's sequences of a step begins."""
-        return [
-            (self.paths[shard], int(offset))
-            for shard, offset in zip(*self._locate(step), strict=True)
-        ]
+    def validation_batches(
+        self, max_tokens: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        return validation_batches(
+            self.data_dir, self.block_size, max_tokens, batch_size,
+            self.rank, self.world_size, self.device,
+        )  # fmt: skip
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard number and token offset of each sequence of this rank: two arrays [b]."""
-        begin = step * self.batch_size + self.rank * self.local_batch_size
-        sequence = np.arange(begin, begin + self.local_batch_size)
-        epoch, index = np.divmod(sequence, self.n_windows)
-        window = np.empty_like(index)
-        for e in np.unique(epoch):
-            window[epoch == e] = shuffled(index[epoch == e], self.n_windows, self.seed, int(e))
+        window = self._windows(step)
         shard = np.searchsorted(self.first_window, window, side="right") - 1
         return shard, (window - self.first_window[shard]) * self.block_size
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        """x and y of a step in host memory, pinned if they go to a GPU."""
         sequences = [
             self.shards[shard][offset : offset + self.block_size + 1]
             for shard, offset in zip(*self._locate(step), strict=True)
         ]
-        return _inputs_and_targets(np.stack(sequences), self.device)
+        return inputs_and_targets(np.stack(sequences), self.device)
+
+
+def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
+    """Entries begin to begin + count - 1 of epochs without end, each with 0..n-1 in its own order.
+
+    The order of an epoch is that of `shuffled`.
+    """
+    epoch, index = np.divmod(np.arange(begin, begin + count), n)
+    order = np.empty_like(index)
+    for e in np.unique(epoch):
+        order[epoch == e] = shuffled(index[epoch == e], n, seed, int(e))
+    return order
 
 
 def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -209,7 +274,7 @@ def _batches(
     """x, y of the sequences that begin at `starts`."""
     for begin in range(0, len(starts), batch_size):
         rows = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
-        x, y = _inputs_and_targets(tokens[rows], device)
+        x, y = inputs_and_targets(tokens[rows], device)
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
@@ -219,10 +284,10 @@ def _use_gpu(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _inputs_and_targets(
+def inputs_and_targets(
     sequences: NDArray[np.uint16], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[b, T + 1] -> x, y: int64 [b, T] each, contiguous, pinned if they go to a GPU."""
+    """[b, T + 1, ...] -> x, y: int64 [b, T, ...], contiguous, pinned if they go to a GPU."""
     tokens = torch.from_numpy(sequences.astype(np.int64))
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)

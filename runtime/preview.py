@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from config import Config, accumulation_steps
-from data.loader import TrainLoader
+from data.loader import Loader
 from errors import UserError
 from model import GPT
 from optim import learning_rate
@@ -51,7 +51,7 @@ def show(
     model: GPT,
     compiled: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    loader: TrainLoader,
+    loader: Loader,
     val_windows: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -68,7 +68,7 @@ def show(
 
     say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, {loader.tokens:,} "
-        f"training tokens in {config.data_dir}, {loader.n_windows:,} windows; {world_size} x "
+        f"training tokens in {loader.source}, {loader.n_windows:,} windows; {world_size} x "
         f"{accumulation_steps(config, world_size)} x {config.batch_size} x {config.block_size} "
         f"tokens a step on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
         f"{config.out_dir}" + (f", from step {step} of {config.max_iters}" if step else "")
@@ -81,7 +81,7 @@ def show(
         )
     if val_tokens < config.val_tokens // config.block_size * config.block_size:
         say(
-            f"note: val_tokens = {config.val_tokens:,}, but {config.data_dir} has only "
+            f"note: val_tokens = {config.val_tokens:,}, but {loader.source} has only "
             f"{val_tokens:,} in whole windows of {config.block_size}"
         )
     if step < config.max_iters:
@@ -109,7 +109,8 @@ def estimate(
     model or in torch's random numbers.
     """
     sequences = config.batch_size if device.type == "cuda" else 1
-    x = torch.zeros(sequences, config.block_size, dtype=torch.long, device=device)
+    shape = (sequences, config.block_size, *config.position_shape)
+    x = torch.zeros(shape, dtype=torch.long, device=device)
     seconds, activations = time_pass(model, x, dtype)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     averages = sum(  # AdamW keeps two of each parameter, Muon one
@@ -122,7 +123,7 @@ def estimate(
         memory = torch.cuda.max_memory_allocated(device) + averages
     else:
         memory = 2 * parameters + averages + config.batch_size * activations
-    per_token = seconds / x.numel() / world_size
+    per_token = seconds / (sequences * config.block_size) / world_size
     a_step = per_token * config.total_batch_size
     # by the usual count, a backward pass takes twice as long as a forward pass
     a_validation = per_token / 3 * validation_tokens

@@ -55,6 +55,7 @@ from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, best_effort_output
 from scripts.common.arguments import AtLeast
 from scripts.common.retrieval import ASK
+from scripts.common.runs import RunOptions
 from train import train_step
 
 DATASET = "rajpurkar/squad_v2"
@@ -129,6 +130,7 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
     elif not checkpoint.exists(out):
         raise UserError(f"{out} holds no checkpoint to resume from; start it without --resume")
     base = checkpoint.read_config(arguments.run)
+    RunOptions().require_task(base)
     options = (arguments.epochs, arguments.learning_rate, arguments.sequences)
     config = base.replace(
         **recipe(base, 1, *options),  # for one example: errors come before all are read

@@ -8,10 +8,11 @@ Config files and settings are those of train.py, but a setting of the command li
 values, with commas between them: each combination of these is a run. Its folder is
 out/sweep_CONFIGS/p3_seed1, or what --out_dir says, such as out/mine/p{p}_{seed}.
 
-Every run is evaluated as by scripts.eval_length. In the folder that contains the runs, the table of
-the losses by length, with a row for each combination and the mean over its seeds, is written as
-sweep_RUN_RUN.md, .json, .csv and .tex, and its picture as sweep_RUN_RUN.png: the loss over the
-first setting that is a number, or without one over the length.
+Every run is evaluated as by scripts.eval_length, one of orbits by its last validation. In the
+folder that contains the runs, the table of the losses by length, with a row for each combination
+and the mean over its seeds, is written as sweep_RUN_RUN.md, .json, .csv and .tex, and its picture
+as sweep_RUN_RUN.png: the loss over the first setting that is a number, or without one over the
+length.
 
 An interrupted command, repeated, continues where it stopped; nothing is done twice, and a larger
 grid takes over the runs of a smaller one. A run that fails does not stop the others. With
@@ -27,7 +28,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from config import Config, load_config, pop_value, require_known_setting
 from errors import EXIT_MISTAKE, UserError, command
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
-from runtime.files import check_writable, is_locked
+from runtime.files import check_writable, is_locked, read_json
 from scripts.common.arguments import AtLeast, Lengths
 from scripts.common.planned import (
     POLL_SECONDS,
@@ -65,6 +66,7 @@ from scripts.common.plots import (
 )
 from scripts.common.runs import common_folder, open_run, picture_path
 from scripts.common.tables import SIDES, how_measured, ranged, seed_sentences, summarise, write
+from scripts.curves import read_metrics
 from scripts.eval_length import LossRequest, measure
 
 # Lengths at which the runs are evaluated, in training lengths.
@@ -105,12 +107,14 @@ def main() -> None:
     folders = [run.folder for point in points for run in point.runs]
     check(runs, "--out_dir", processes=1 if options.processes > 1 else None)
     check_data(runs)
+    orbits = any(run.config.task == "orbits" for run in runs)
+    if orbits and options.lengths:
+        raise UserError("--lengths: runs of orbits are validated at the training length alone")
     lengths = options.lengths or tuple(
-        n * min(run.config.block_size for run in runs) for n in MULTIPLES
+        n * min(run.config.block_size for run in runs) for n in ((1,) if orbits else MULTIPLES)
     )
-    requests = {run.folder: request_of(run.config, lengths) for run in runs}
-    for run in runs:
-        requests[run.folder].check(run.config)
+    for run in runs if not orbits else ():
+        request_of(run.config, lengths).check(run.config)
     check_writable(common_folder(folders))
 
     names = {run.folder: run.name for run in runs}
@@ -123,7 +127,7 @@ def main() -> None:
     failed = train_together(runs, options.processes) if options.processes > 1 else {}
     left = [run for run in runs if run.folder not in failed]
     failures = [*failed.values(), *train(left, lambda: cost(left, names))]
-    table = build_table(points, requests, lengths, failures)
+    table = build_table(points, lengths, failures)
     picture = picture_path(folders, "sweep")
     save_picture(plot(points, table, lengths), picture)
     write(picture.parent, picture.stem, table, [picture.name])
@@ -201,6 +205,15 @@ def shown(value: Any) -> str:
 
 def request_of(config: Config, lengths: tuple[int, ...]) -> LossRequest:
     return LossRequest(lengths=lengths, device=config.device, dtype=config.dtype)
+
+
+def evaluate(run: PlannedRun, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """A finished run's losses at the lengths; that of orbits is the last validation of training."""
+    if run.config.task == "orbits":
+        losses = [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step]
+        return {"loss": losses[-1:], "environment": read_json(run.folder / "environment.json")}
+    request = request_of(run.config, lengths)
+    return measure(open_run(run.folder, request), request)
 
 
 # ---- several runs at a time ----
@@ -291,12 +304,7 @@ def last_line(path: Path) -> str:
 # ---- the table and its picture ----
 
 
-def build_table(
-    points: Sequence[Point],
-    requests: Mapping[Path, LossRequest],
-    lengths: tuple[int, ...],
-    failures: list[str],
-) -> dict:
+def build_table(points: Sequence[Point], lengths: tuple[int, ...], failures: list[str]) -> dict:
     """The table, in the format of scripts.common.tables; evaluates the finished runs.
 
     Raises UserError where there is none.
@@ -307,8 +315,7 @@ def build_table(
         for run in point.runs:
             if not run.finished:
                 continue
-            request = requests[run.folder]
-            measured = measure(open_run(run.folder, request), request)
+            measured = evaluate(run, lengths)
             results.append(run.entry(measured["loss"], measured))
         if results:
             rows[point.name] = summarise(results) | {"paper": None, "compared": None}

@@ -316,6 +316,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be"),
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
         ("--vocab_size=65537", "vocab_size = 65537 does not fit the shards' uint16 tokens"),
+        ("--planets=3", "planets = 3 is for task = 'orbits'"),
+        ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
+        ("--task=orbits --tie_embeddings=False --vocab_size=9", "task = 'orbits' takes bins inste"),
+        ("--task=orbits --tie_embeddings=False --bins=65534", "bins = 65534 must be at most 65533"),
         # choices
         ("--attention_length=now", "attention_length = 'now'; it is one of train, current"),
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),

@@ -51,6 +51,15 @@ def on_meta(config):
         # width x vocabulary + layers x (12 width^2 + 13 width) + 2 width
         (["scales/tiny.py"], 128 * 257 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),
         (["scales/45m.py"], 512 * 50257 + 6 * (12 * 512**2 + 13 * 512) + 2 * 512),
+        # two tables and a linear layer, learned positions, and a head of two vocabularies
+        (
+            ["scales/orbits/109m.py"],
+            768 * (4 * 7003 + 999 + 2 * 768 + 1) + 12 * (12 * 768**2 + 13 * 768) + 2 * 768,
+        ),
+        (
+            ["scales/orbits/tiny.py"],
+            128 * (4 * 503 + 127 + 2 * 128 + 1) + 2 * (12 * 128**2 + 13 * 128) + 2 * 128,
+        ),
         (["scales/355m.py"], 1024 * 50257 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024),
         # T6: 10 ranks of factors, in all, of 34 (47) heads and of 64 numbers; 34 (47) heads of 64
         # into the output projection; three matrices of SwiGLU; two norms in a layer and the last
@@ -65,6 +74,33 @@ def test_parameter_count(files, count):
     model = on_meta(load_config([str(CONFIGS / file) for file in files]))
     assert model.count_parameters() == count
     assert model.wte.num_embeddings % 128 == 0
+
+
+def pairs(B, L, seed=0):
+    return torch.randint(0, 103, (B, L, 2), generator=torch.Generator().manual_seed(seed))
+
+
+def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
+    settings = ["--task=orbits", "--tie_embeddings=False", "--bins=100", "--positions=learned"]
+    model = small_model("lssar_p3.py", *settings)
+    x, y = pairs(2, 16), pairs(2, 16, seed=1)
+    logits = model(x)
+    assert logits.shape == (2, 16, 2, 103)
+    both = [F.cross_entropy(logits[..., i, :].flatten(0, 1), y[..., i].flatten()) for i in (0, 1)]
+    assert_near(model(x, y), sum(both) / 2)
+    losses = model.token_losses(x, y)
+    assert losses.shape == (2, 16, 2)
+    torch.testing.assert_close(losses.mean().double(), model(x, y), rtol=1e-5, atol=1e-5)
+    # (a, b) is not (b, a), and no entry is seen before its time
+    swapped = x.clone()
+    swapped[:, 7] = swapped[:, 7].flip(-1)
+    changed = (model(swapped) - logits).abs().amax((0, 2, 3))
+    assert changed[:7].max() == 0 and changed[7] > 1e-3
+    first, second = model.wte.weight.view(2, 128, -1)
+    linear = model.wte.linear
+    expected = linear(torch.cat((first[x[..., 0]], second[x[..., 1]]), dim=-1))
+    assert_near(model.wte(x), expected)
+    assert (first[103:] == 0).all() and (model.lm_head.weight.view(2, 128, -1)[:, 103:] == 0).all()
 
 
 def test_flops_of_the_124m_model():

@@ -33,7 +33,7 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
 def test_every_row_of_the_papers_has_a_config():
     for name, experiment in tables.EXPERIMENTS.items():
         for row in experiment.rows if experiment.evaluation.trained else ():
-            trained, _, _ = row.partition(":")
+            trained, _, _ = training.VIEWS.get(row, row).partition(":")
             assert training.find_row(trained).file.is_file(), (name, row)
         if experiment.paper:
             scales = experiment.paper.get("scales", {"": experiment.paper.get("rows")})

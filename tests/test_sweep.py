@@ -28,6 +28,21 @@ def swept(call, commands, shards, tmp_path, monkeypatch):
     return run
 
 
+def test_a_grid_of_orbits(call, commands, tmp_path, capsys):
+    settings = ["--task=orbits", "--tie_embeddings=False", "--planets=1", "--systems=20",
+                "--bins=50", f"--out_dir={tmp_path}/of/p{{p}}", "--p=1,3"]  # fmt: skip
+    call(sweep, "configs/lssar_p15.py", *SMALL, *settings)
+    (table,) = (tmp_path / "of").glob("*.json")
+    table = json.loads(table.read_text())
+    assert table["columns"] == ["1x, 16"]
+    for p, row in zip((1, 3), table["rows"].values(), strict=True):
+        last = (tmp_path / f"of/p{p}/metrics.jsonl").read_text().splitlines()[-1]
+        assert row["mean"] == [json.loads(last)["val_loss"]]
+    with pytest.raises(SystemExit):
+        call(sweep, "configs/lssar_p15.py", *SMALL, *settings, "--lengths=16")
+    assert "--lengths: runs of orbits are validated" in capsys.readouterr().err
+
+
 def test_a_grid_end_to_end(swept, commands, capsys):
     folder = swept("--p=3,15", "--seed=1,2", "--lengths=16,64")
     printed = capsys.readouterr().out

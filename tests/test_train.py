@@ -54,6 +54,23 @@ def test_resumed_is_identical_whatever_is_random(train, monkeypatch, stop):
     assert identical(saved(part)["optimizers"], saved(whole)["optimizers"])
 
 
+def test_orbits_are_trained_as_language_is(train, capsys):
+    """Nothing stored is read; a resumed run is the same, with all that is written of a step."""
+    settings = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
+                "--systems=20", "--bins=50", "--learning_rate=0.03", "--val_tokens=64",
+                "--data_dir=none"]  # fmt: skip
+    whole = train("whole", "configs/lssar_p3.py", *settings, "--max_iters=30")
+    said = capsys.readouterr().out
+    assert "320 training tokens in simulated orbits of 1 to 2 planets, 20 windows" in said
+    losses, validation = metrics(whole), metrics(whole, "val_loss")
+    # uniform over 50 bins, or 2 time steps, at first
+    assert losses[1] == pytest.approx(math.log(53), abs=0.3) and losses[30] < losses[1] - 0.5
+    assert validation[30] < validation[0]
+    train("part", "configs/lssar_p3.py", *settings, "--max_iters=7")
+    part = train("part", "configs/lssar_p3.py", *settings, "--max_iters=30", "--resume")
+    assert identical(saved(whole)["model"], saved(part)["model"])
+
+
 def test_a_run_learns_and_its_folder_says_everything(train, shards):
     run = train("run", "configs/lssar_p15.py", "--max_iters=40", "--eval_interval=20")
     losses, validation = metrics(run), metrics(run, "val_loss")

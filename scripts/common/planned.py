@@ -144,6 +144,8 @@ def check(runs: list[PlannedRun], elsewhere: str, processes: int | None = None) 
 
 def missing_shards(config: Config) -> str | None:
     """A sentence on the shards to train on that have not been made; None if they have."""
+    if config.task != "language":
+        return None
     try:
         for split in ("train", "val"):
             list_shards(config.data_dir, split)
@@ -154,7 +156,8 @@ def missing_shards(config: Config) -> str | None:
 
 def check_data(runs: list[PlannedRun]) -> None:
     """Raise UserError where the runs' shards are missing, or were made with another tokenizer."""
-    for config in {run.config.data_dir: run.config for run in runs}.values():
+    texts = (run.config for run in runs if run.config.task == "language")
+    for config in {config.data_dir: config for config in texts}.values():
         for split in ("train", "val"):
             list_shards(config.data_dir, split)
         check_tokenizer(config.data_dir, config.tokenizer)

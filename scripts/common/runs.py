@@ -30,6 +30,8 @@ LONGEST_LABEL = 100
 class RunOptions:
     """How to open a finished run; `add_options` explains the fields."""
 
+    task: ClassVar[str] = "language"  # of the runs that can be opened
+
     rope: str = "dynamic_ntk"
     rope_factor: float | None = None
     rope_theta: float | None = None
@@ -52,11 +54,21 @@ class RunOptions:
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the row, the window and the p of these options.
 
-        The path it was trained with was chosen for that machine.
+        The path it was trained with was chosen for that machine. Raises UserError for a run of
+        another task.
         """
+        self.require_task(config)
         given = {"attention": self.attention, "window": self.window, "p": self.p}
         changes = {name: value for name, value in given.items() if value is not None}
         return config.replace(attention_impl=self.attention_impl, **changes)
+
+    def require_task(self, config: Config) -> None:
+        """Raise UserError for a run of another task than this command's."""
+        if config.task != self.task:
+            raise UserError(
+                f"{config.out_dir} has task = {config.task!r}, but this command is for runs with "
+                f"task = {self.task!r}"
+            )
 
     def rope_for(self, config: Config) -> str:
         """The RoPE scaling of a run with this config: that of a run without RoPE is "none".

@@ -77,8 +77,9 @@ def main() -> None:
     chosen = tuple(dict.fromkeys(arguments.only.split(","))) if arguments.only else experiment.rows
     with_p(experiment, chosen)  # refuses what is no row of the table
     scale = open_scale(
-        arguments.scale, arguments.out, arguments.data, arguments.wandb_mode, arguments.set
-    )
+        arguments.scale, arguments.out, arguments.data, arguments.wandb_mode, arguments.set,
+        experiment.task,
+    )  # fmt: skip
     evaluation = experiment.evaluation
     trained = evaluation.trained
     work = Work(
@@ -168,9 +169,13 @@ def saved_runs(folder: Path) -> list[tuple[str, dict]]:
 
 def list_experiments() -> str:
     """The names of all experiments, with their training cost from scratch."""
-    scale = open_scale("124m", "out", None, "disabled", [])
-    lines = ["the names, and what each trains at scale 124m per seed; all share the runs:"]
+    lines = [
+        "the names, and what each trains per seed, at scale 124m, or 109m of orbits; all share the "
+        "runs:"
+    ]
     for name, experiment in EXPERIMENTS.items():
+        size = "109m" if experiment.task == "orbits" else "124m"
+        scale = open_scale(size, "out", None, "disabled", [], experiment.task)
         rows = experiment.rows if experiment.evaluation.trained else ()
         runs = with_bases([scale.run(row, FIRST_SEED) for row in rows])
         tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
@@ -220,7 +225,8 @@ def build_table(
         "failures": failures,
     }
     report.compare(table)
-    table["caption"] = report.caption(table, config, (*experiment.notes, *evaluation.notes(config)))
+    notes = (*experiment.notes, *evaluation.notes(config), *experiment.remarks(table))
+    table["caption"] = report.caption(table, config, notes)
     return table
 
 

@@ -17,9 +17,10 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json
-from scripts.common.papers import SSMAX
+from scripts.common.papers import LSSAR, SSMAX
 from scripts.common.plots import length_axis, one_panel, panels, row_style
 from scripts.curves import read_metrics
+from scripts.physics import plot_forces
 from scripts.reproduce.report import first_seeds
 from scripts.reproduce.training import PlannedRun, Work, find_row
 from scripts.sparsity import plot_positive
@@ -445,3 +446,63 @@ def draw_gradient_norms(table: dict) -> dict[str, Figure]:
 
 def first_seed(table: dict) -> int:
     return next(iter(table["rows"].values()))["runs"][0]["seed"]
+
+
+# ---- Newton's law ----
+
+# The columns of Table 3: what is better, and the truth.
+PHYSICS: dict[str, tuple[str | None, float | None]] = {
+    "cosine": ("higher", 1), "error": ("lower", 0), "rank correlation": ("higher", 1),
+    "median error": ("lower", 0), "exponent of r": (None, -2), "of m1": (None, 1),
+    "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5), "m1 / r^2 found": (None, None),
+}  # fmt: skip
+LAWS = {"m1 m2 / r^2": [-2.0, 1.0, 1.0], "m1 / r^2": [-2.0, 1.0, 0.0]}  # powers of r, m1 and m2
+
+
+def draw_physics(table: dict) -> dict[str, Figure]:
+    """A panel for each column: every seed of every row; dashed: the truth."""
+    names, columns = list(table["rows"]), table["columns"]
+    figure = Figure(figsize=(13, 2 * (1.2 + 0.3 * len(names))), layout="constrained")
+    axes = figure.subplots(2, -(-len(columns) // 2), sharey=True)
+    for i, (column, ax) in enumerate(zip(columns, axes.flat, strict=False)):
+        for y, row in enumerate(table["rows"].values()):
+            values = [run["values"][i] for run in row["runs"]]
+            ax.plot(values, [y] * len(values), "o", color="C0", alpha=0.6)
+        if (truth := PHYSICS[column][1]) is not None:
+            ax.axvline(truth, color="C2", linestyle="--", linewidth=1)
+        ax.set_xlabel(column, fontsize="small")
+        ax.grid(alpha=0.3)
+    for ax in axes.flat[len(columns) :]:
+        ax.axis("off")
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
+    figure.suptitle(f"{table['title']}, scale {table['scale']}; a dot for each seed", fontsize=11)
+    return {f"{table['name']}.png": figure}
+
+
+def draw_forces(table: dict) -> dict[str, Figure]:
+    """Figs. 1 and A7: the Earth, and the other planets."""
+    rows = {n: one["parts"]["vectors"]["planets"] for n, one in first_seeds(table).items()}
+    earth = {name: {"Earth": planets["Earth"]} for name, planets in rows.items()}
+    others = {
+        name: {planet: one for planet, one in planets.items() if planet != "Earth"}
+        for name, planets in rows.items()
+    }
+    return {"earth.png": plot_forces(earth), "planets.png": plot_forces(others)}
+
+
+def laws_found(table: dict) -> list[str]:
+    """The paper's laws, then every draw's equation of every row and seed."""
+    paper = {name: law for name, (law, *_) in LSSAR["table3"]["rows"].items()}
+    constants = {name: row[1] for name, row in LSSAR["table3"]["rows"].items()}
+    printed = (
+        f"{name} {'' if constants[name] is None else f'{constants[name]:g} '}{law}"
+        for name, law in paper.items()
+    )
+    sentences = [f"The paper's Table 3: {'; '.join(printed)}."]
+    for name, row in table["rows"].items():
+        for run in row["runs"]:
+            laws = run["evaluation"]["parts"]["laws"]
+            equations = "; ".join(f"`{draw['equation']}`" for draw in laws["draws"])
+            sentences.append(f"`{name}`, seed {run['seed']}, by {laws['engine']}: {equations}.")
+    return sentences

@@ -72,10 +72,11 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
     model = f"; {config.n_layer} layers, {config.n_embd} wide" if of_model else ""
     sentences = [f"{table['unit']}{model}."]
     if seeds:
+        source = "simulated orbits" if config.task == "orbits" else config.data_dir
         sentences[0] = (
             f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide, trained at "
             f"length {config.block_size:,} for {ranged(run['tokens'] for run in runs)} tokens of "
-            f"{config.data_dir}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
+            f"{source}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
             f"{', '.join(map(str, seeds))}."
         )
     if any(row["paper"] for row in rows.values()):

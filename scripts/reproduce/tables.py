@@ -1,6 +1,6 @@
 """The papers' tables and figures: their rows, what is measured of them, and how it is shown."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from scripts.downstream import TaskRequest
 from scripts.eval_length import LossRequest, smoothed
 from scripts.needle import NeedleRequest
 from scripts.passkey import PasskeyRequest
+from scripts.physics import ARROWS, SOLAR_SYSTEM, PhysicsRequest
 from scripts.reproduce import figures, report
 from scripts.reproduce.figures import Formula, RunFiles
 from scripts.reproduce.measure import (
@@ -43,6 +44,8 @@ class Experiment:
     paper_scale: str = "124m"  # where the section does not name scales
     notes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()  # scales whose tables are drawn side by side with this one
+    task: str = "language"  # of its runs
+    remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on its rows
 
 
 GAIN = "gain from context"
@@ -354,6 +357,41 @@ def loss_table(number: int, what: str) -> Experiment:
     return Experiment(f"LSSAR Table A{number}, {what}", LOSS, rows, loss(1), report.dots, paper)
 
 
+def probes(vectors_only: bool = False) -> Evaluation:
+    """LSSAR Table 3, or its Figs. 1 and A7: the forces that a model of orbits predicts."""
+    planets = tuple(SOLAR_SYSTEM)
+
+    def request(config: Config) -> PhysicsRequest:
+        return PhysicsRequest(
+            # the published numbers, or less for fewer systems
+            steps=min(10_000, -(-config.systems // 40)),
+            pairs=min(10_000, -(-config.systems // 10)),
+            batch=min(64, config.total_batch_size // config.block_size),
+            vectors_only=vectors_only, device=config.device, dtype=config.dtype,
+        )  # fmt: skip
+
+    def values(measured: dict, config: Config) -> list[float]:
+        parts = measured["parts"]
+        vectors = parts["vectors"]
+        if vectors_only:
+            return [vectors["planets"][planet]["cosine"] for planet in planets]
+        magnitudes, draws = parts["magnitudes"], parts["laws"]["draws"]
+        return [
+            vectors["cosine"], vectors["relative_error"], magnitudes["rank_correlation"],
+            magnitudes["median_relative_error"], *magnitudes["exponents"].values(),
+            *(sum(draw["powers"] == powers for draw in draws) for powers in figures.LAWS.values()),
+        ]  # fmt: skip
+
+    return Evaluation(
+        planets if vectors_only else tuple(figures.PHYSICS),
+        request,
+        values,
+        better="higher" if vectors_only else tuple(b for b, _ in figures.PHYSICS.values()),
+        digits=2,
+        views={"oracle": {"oracle": True}},
+    )
+
+
 EXPERIMENTS = {
     "table1": Experiment(
         "LSSAR Table 1, loss by length", LOSS, tuple(TABLE1["rows"]), loss(1, 2, 4, 8),
@@ -456,6 +494,34 @@ EXPERIMENTS = {
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO, maps(),
         report.maps,
+    ),
+    "table3": Experiment(
+        "LSSAR Table 3, Newton's law from orbits", "forces at positions without a label",
+        ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
+        probes(), figures.draw_physics, task="orbits", remarks=figures.laws_found, notes=(
+            "Cosine and error: of force vectors in the solar system, over eight planets. The other "
+            "columns are of magnitudes in two-body systems: the rank correlation with m1 m2 / r^2, "
+            "the median relative error, the exponents of a plain log-log regression (r -2, m1 1 "
+            "and m2 1 are Newton's), and how many of five draws give the law by symbolic "
+            "regression.",
+            "`oracle` averages the true forces of the nearest labelled states; `untrained` "
+            "fine-tunes random weights; `softmax_window` sees two points of each body.",
+            "No label that is judged is seen: the last step's weights are taken. The published "
+            "code takes the checkpoint that is best on a validation set which is the test set, "
+            "unmasked.",
+            "The paper leaves open p, the positions (learned here, as in Vafa et al.), the seeds, "
+            "which of several equations it prints, and how its row of softmax was had. In the "
+            "two-body systems m2 is at most 0.0101 solar masses, so no constant c of a fitted "
+            "c m1 / r^2 can be near the paper's, which suit a star of one solar mass.",
+        ),
+    ),
+    "physics_figures": Experiment(
+        "LSSAR Figs. 1 and A7, forces in the solar system", "mean cosine with the true force",
+        ("oracle", "lssar_p15", "softmax", "untrained"), probes(vectors_only=True),
+        figures.draw_forces, task="orbits", notes=(
+            "Positions without a label. Arrows: true, then as each row's first seed predicts, at "
+            f"up to {ARROWS} positions that are far from each other.",
+        ),
     ),
     "gradient_norm": Experiment(
         "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",

@@ -90,6 +90,16 @@ def quarter(setting: str) -> Callable[[Config], dict]:
     return lambda scale: {setting: max(1, scale.block_size // 4)}
 
 
+def untrained(scale: Config) -> dict:
+    """A random trunk, for what fine-tuning alone gives."""
+    return {"max_iters": 0}
+
+
+def two_points(scale: Config) -> dict:
+    """A window of the last two points of the largest system, that is of two of each body."""
+    return {"window": 2 * (scale.planets + 1)}
+
+
 ROWS = {
     row.name: row
     for row in (
@@ -97,6 +107,8 @@ ROWS = {
         Row("ssmax_f", CONFIGS / "ssmax.py", swap_and_train, "softmax_before_f"),
         Row("softmax", CONFIGS / "softmax.py", keep_for_swap),
         Row("softmax_before_f", CONFIGS / "softmax.py", before_swap),
+        Row("untrained", CONFIGS / "softmax.py", untrained),
+        Row("softmax_window", CONFIGS / "softmax.py", two_points),
         Row("softmax_swiglu", CONFIGS / "softmax.py", t6_blocks),
         Row("lssar_p15_swiglu", CONFIGS / "lssar_p15.py", t6_blocks),
         Row("swa", CONFIGS / "swa.py", quarter("window")),
@@ -107,6 +119,10 @@ ROWS = {
         Row("ssmax_probe", CONFIGS / "ablations/ssmax_probe.py", probe),
     )
 }
+
+
+# Rows that are another row's run, seen in another way.
+VIEWS = {"oracle": "untrained:oracle"}
 
 
 def find_row(name: str) -> Row:
@@ -154,7 +170,7 @@ class Scale:
         return {path: path.parent.name for path in (self.out / self.name).glob("*/seed*")}
 
     def run(self, row_name: str, seed: int) -> PlannedRun:
-        name, _, view = row_name.partition(":")
+        name, _, view = VIEWS.get(row_name, row_name).partition(":")
         row, base, kept = find_row(name), None, None
         changes = row.changes(self.config) | {
             "seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}",
@@ -188,15 +204,23 @@ class Work:
 
 
 def open_scale(
-    name: str, out: str, data: str | None, wandb_mode: str, settings: list[str]
+    name: str,
+    out: str,
+    data: str | None,
+    wandb_mode: str,
+    settings: list[str],
+    task: str = "language",
 ) -> Scale:
     """The scale of --scale: 124m (train.py's defaults), a file of configs/scales, or any file.
 
+    Those of other tasks are in folders of configs/scales, and their runs in folders of `out`.
     Raises UserError for an unknown scale, and for a setting that would change the runs.
     """
-    known = {"124m": ()} | {
-        path.stem: (str(path),) for path in sorted((CONFIGS / "scales").glob("*.py"))
-    }
+    own = "" if task == "language" else task
+    known: dict[str, tuple[str, ...]] = {} if own else {"124m": ()}
+    known |= {path.stem: (str(path),) for path in sorted((CONFIGS / "scales" / own).glob("*.py"))}
+    if own and data:
+        raise UserError(f"--data {data}: {task} have no shards, they are simulated")
     if name.endswith(".py"):
         known = {Path(name).stem: (name,)}
         name = Path(name).stem
@@ -214,4 +238,7 @@ def open_scale(
     extra = [f"--wandb_mode={wandb_mode}", *(f"--{pair}" for pair in settings)]
     if data:
         extra.append(f"--data_dir={data}")
-    return Scale(name, known[name], Path(out), tuple(extra))
+    scale = Scale(name, known[name], Path(out) / own, tuple(extra))
+    if scale.config.task != task:
+        raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
+    return scale

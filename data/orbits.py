@@ -1,0 +1,318 @@
+"""Planets around a star, simulated: what they are, and how fast this machine makes them.
+
+python -m data.orbits --systems 10000
+
+A system has 1 to 10 planets in a plane. Each goes round the star on an ellipse of Kepler's, and
+planets do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The
+elements are drawn from fits of the known exoplanets. Units are AU, years and solar masses, so that
+G = 4 pi^2. The vector from star to planet follows the ellipse. With one planet, both go round
+their centre of mass; with more, the star stands still.
+
+A sequence of entries, pairs of tokens, is [time step, planet 1 .. planet k, star, planet 1 ..].
+A position's x and y are each one of `bins` equal bins over [-50, 50] AU, positions beyond being
+clipped; a time step is token `bins` or `bins` + 1, in both coordinates.
+
+Every system is a pure function of (seed, index), and making it takes less than training on it, so
+nothing is stored: OrbitLoader makes the systems of a batch while the previous one is trained on.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from data.loader import Loader, inputs_and_targets
+from errors import UserError, command
+
+G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
+EDGE = 50.0  # AU
+TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
+MOST_PLANETS = 10
+ENTRIES = 1000  # of a sequence, the time step included
+BINS = 7000
+
+# Seeds of the sets, the last for `draw_pair`; the seed of a run is that of the order alone.
+TRAINING, VALIDATION, PAIRS = 0, 1, 2
+# Systems with as many planets that are computed at once: their arrays fit a core's cache.
+TOGETHER = 16
+
+Floats = NDArray[np.float64]
+Indices = Sequence[int] | NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What determines a system of k planets; angles are in radians."""
+
+    masses: Floats  # [k + 1], the star's last
+    axes: Floats  # [k], semi-major, of the vector from star to planet
+    eccentricities: Floats  # [k]
+    tilts: Floats  # [k], of the major axis in the plane
+    phases: Floats  # [k], mean anomalies at the first point
+    centre: Floats  # [2], the centre of mass with one planet
+    time_step: float
+
+
+@dataclass(frozen=True)
+class System:
+    """A simulated system; the star is the last body."""
+
+    positions: Floats  # [points, bodies, 2]
+    masses: Floats  # [bodies]
+    time_step: float
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.orbits", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--systems", type=int, default=10_000, help="how many (%(default)s)")
+    parser.add_argument("--planets", type=int, default=MOST_PLANETS, help="at most (%(default)s)")
+    parser.add_argument("--entries", type=int, default=ENTRIES, help="of a sequence (%(default)s)")
+    parser.add_argument("--bins", type=int, default=BINS, help="of a coordinate (%(default)s)")
+    arguments = parser.parse_args()
+    for name in ("systems", "planets", "entries", "bins"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} {getattr(arguments, name)} must be at least 1")
+    indices = range(arguments.systems)
+    drawn = [draw(TRAINING, index, arguments.planets) for index in indices]
+
+    def row(name: str, values: Floats) -> str:
+        quantiles = np.quantile(values, (0, 0.25, 0.5, 0.75, 1))
+        return f"{name:22}{values.mean():12.4g}" + "".join(f"{q:12.4g}" for q in quantiles)
+
+    print(f"{len(drawn):,} systems of the training set")
+    print(f"{'':22}" + "".join(f"{s:>12}" for s in ("mean", "min", "25%", "50%", "75%", "max")))
+    print(row("planets", np.array([len(one.axes) for one in drawn], dtype=float)))
+    print(row("planet mass", np.concatenate([one.masses[:-1] for one in drawn])))
+    print(row("star mass", np.array([one.masses[-1] for one in drawn])))
+    print(row("semi-major axis (AU)", np.concatenate([one.axes for one in drawn])))
+    print(row("eccentricity", np.concatenate([one.eccentricities for one in drawn])))
+    systems = (at for _, at in simulated(drawn, arguments.entries))
+    beyond = [(np.abs(at) > EDGE).any(-1).mean((1, 2)) for at in systems]
+    share = np.concatenate(beyond)
+    print(
+        f"beyond +-{EDGE:g} AU, and clipped: {100 * share.mean():.3g}% of positions, in "
+        f"{100 * (share > 0).mean():.3g}% of systems"
+    )
+    started = time.perf_counter()
+    sequences(TRAINING, indices, arguments.planets, arguments.bins, arguments.entries)
+    rate = len(indices) / (time.perf_counter() - started)
+    print(f"{rate:,.0f} sequences of {arguments.entries:,} entries a second on one core")
+
+
+# ---- mechanics ----
+
+
+def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
+    """E of Kepler's equation mean = E - e sin E, to 1e-14 within the first turns.
+
+    Markley's solver (1995): a cubic's root and one correction of fifth order, without iterations.
+    Raises UserError for an eccentricity that is no ellipse's.
+    """
+    e = np.asarray(eccentricity)
+    if not np.all((e >= 0) & (e < 1)):
+        wrong = e[~((e >= 0) & (e < 1))].flat[0]
+        raise UserError(f"eccentricity {wrong:g}: an ellipse has at least 0 and less than 1")
+    turns = 2 * np.pi * np.rint(mean / (2 * np.pi))
+    M = mean - turns
+    M2 = M * M
+    alpha = (3 * np.pi**2 + 1.6 / (1 + e) * (np.pi**2 - np.pi * np.abs(M))) / (np.pi**2 - 6)
+    d = 3 * (1 - e) + alpha * e
+    q = 2 * alpha * d * (1 - e) - M2
+    r = (3 * alpha * d * (d - 1 + e) + M2) * M
+    w = np.square(np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r)))
+    E = (2 * r * w / (w * w + w * q + q * q) + M) / d
+    f2, f3 = e * np.sin(E), e * np.cos(E)
+    f0, f1 = E - f2 - M, 1 - f3
+    step = -f0 / (f1 - 0.5 * f0 * f2 / f1)
+    step = -f0 / (f1 + step * (f2 / 2 + step * f3 / 6))
+    return turns + E - f0 / (f1 + step * (f2 / 2 + step * (f3 / 6 - step * f2 / 24)))
+
+
+def positions(systems: Sequence[Elements], points: int) -> Floats:
+    """Positions [systems, points, bodies, 2] of systems with the same number of planets.
+
+    Raises UserError for an eccentricity of 1 or more, and a planet that outweighs its star.
+    """
+    masses, a, e, tilt, phase, centre = (
+        np.stack([getattr(one, name) for one in systems])
+        for name in ("masses", "axes", "eccentricities", "tilts", "phases", "centre")
+    )
+    planets, star = masses[:, :-1], masses[:, -1:]
+    if (planets > star).any():
+        heavy = int(np.argmax((planets > star).any(1)))
+        raise UserError(
+            f"masses {masses[heavy].tolist()}: the star's is the last, and no planet's is larger"
+        )
+    steps = np.array([one.time_step for one in systems])
+    motion = np.sqrt(G * (planets + star) / a**3)  # mean, in radians a year: Kepler's third law
+    times = steps[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
+    E = kepler(phase[:, None] + motion[:, None] * times, e[:, None])  # [systems, points, planets]
+    along = a[:, None] * (np.cos(E) - e[:, None])
+    across = (a * np.sqrt(1 - e * e))[:, None] * np.sin(E)
+    cos, sin = np.cos(tilt)[:, None], np.sin(tilt)[:, None]
+    out = np.empty((len(systems), points, masses.shape[1], 2))
+    vectors = out[:, :, :-1]  # from star to planet
+    vectors[..., 0], vectors[..., 1] = cos * along - sin * across, sin * along + cos * across
+    # the star's own orbit around the centre of mass; with several planets, where the first one's
+    # begins
+    lever = (planets / (planets + star))[:, :1, None]
+    own = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
+    out[:, :, -1] = centre[:, None] - lever * own
+    vectors += out[:, :, -1:]
+    return out
+
+
+# ---- systems ----
+
+
+def generator(seed: int, index: int) -> np.random.Generator:
+    """The random numbers of one system: a counter-based stream of its own."""
+    return np.random.Generator(np.random.Philox(key=(seed << 64) | index))
+
+
+def draw(seed: int, index: int, planets: int = MOST_PLANETS) -> Elements:
+    """A system of 1 to `planets` planets, all equally likely."""
+    rng = generator(seed, index)
+    count = int(rng.integers(1, planets + 1))
+    # our fits of the exoplanet table of Vafa et al.: 4,460 planets and 4,956 stars
+    planet = 6.009815e-8 + rng.gamma(0.3202016, 1.105595e-3, count)
+    star = -0.6793606 + rng.lognormal(np.log(1.6271509), 0.2004501)
+    return _draw_orbits(rng, np.append(np.clip(planet, 1e-9, 1e-3), np.clip(star, 0.1, 5.0)), count)
+
+
+def draw_pair(seed: int, index: int) -> Elements:
+    """Two bodies of masses within [0.0001, 0.0101], the lighter one the planet."""
+    rng = generator(seed, index)
+    return _draw_orbits(rng, np.sort(rng.uniform(1e-4, 1.01e-2, 2)), 1)
+
+
+def _draw_orbits(rng: np.random.Generator, masses: Floats, count: int) -> Elements:
+    return Elements(
+        masses,
+        axes=rng.uniform(0.3, 32, count),
+        eccentricities=rng.beta(0.867, 3.03, count),
+        tilts=rng.uniform(0, 2 * np.pi, count),
+        phases=rng.uniform(0, 2 * np.pi, count),
+        centre=rng.standard_normal(2),
+        time_step=TIME_STEPS[rng.integers(len(TIME_STEPS))],
+    )
+
+
+def simulate(seed: int, index: int, planets: int = MOST_PLANETS, entries: int = ENTRIES) -> System:
+    """One system, with as many points as begin within a sequence of so many entries."""
+    one = draw(seed, index, planets)
+    ((_, at),) = simulated([one], entries)
+    return System(at[0], one.masses, one.time_step)
+
+
+def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[int], Floats]]:
+    """Some of the systems' places in the list, and their positions; after the last one, of all."""
+    by_planets: dict[int, list[int]] = {}
+    for place, one in enumerate(systems):
+        by_planets.setdefault(len(one.axes), []).append(place)
+    for planets, places in by_planets.items():
+        points = -(-(entries - 1) // (planets + 1))
+        for begin in range(0, len(places), TOGETHER):
+            some = places[begin : begin + TOGETHER]
+            yield some, positions([systems[place] for place in some], points)
+
+
+# ---- sequences ----
+
+
+def to_tokens(coordinates: Floats, bins: int) -> NDArray[np.uint16]:
+    """The bin of each coordinate in AU, the outermost for those beyond +-50 AU."""
+    return np.clip((coordinates + EDGE) * (bins / (2 * EDGE)), 0, bins - 1).astype(np.uint16)
+
+
+def to_coordinates(tokens: NDArray[np.integer], bins: int) -> Floats:
+    """The middle of each token's bin, in AU."""
+    return (tokens.astype(np.float64) + 0.5) * (2 * EDGE / bins) - EDGE
+
+
+def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np.uint16]:
+    """The sequences [systems, entries, 2]."""
+    tokens = np.empty((len(systems), entries, 2), dtype=np.uint16)
+    tokens[:, 0] = [[bins + TIME_STEPS.index(one.time_step)] for one in systems]
+    for places, at in simulated(systems, entries):
+        flat = at.reshape(len(places), -1, 2)[:, : entries - 1]
+        tokens[places, 1:] = to_tokens(flat, bins)
+    return tokens
+
+
+def sequences(
+    seed: int,
+    indices: Indices,
+    planets: int = MOST_PLANETS,
+    bins: int = BINS,
+    entries: int = ENTRIES,
+) -> NDArray[np.uint16]:
+    """The sequences of these systems, [indices, entries, 2]."""
+    return tokenise([draw(seed, int(index), planets) for index in indices], bins, entries)
+
+
+class OrbitLoader(Loader):
+    """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
+
+    def __init__(
+        self,
+        systems: int,
+        planets: int,
+        bins: int,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str | torch.device = "cpu",
+    ):
+        if systems < batch_size:
+            raise UserError(f"systems = {systems} are fewer than one batch takes, {batch_size}")
+        of = "1 planet" if planets == 1 else f"1 to {planets} planets"
+        self.source = f"simulated orbits of {of}"
+        self.planets, self.bins, self.tokens = planets, bins, systems * block_size
+        super().__init__(systems, block_size, batch_size, seed, rank, world_size, device)
+
+    def batch_location(self, step: int) -> str:
+        return f"with system {self._windows(step)[0]} of the {self.source}"
+
+    def validation_windows(self, max_tokens: int) -> int:
+        return max_tokens // self.block_size
+
+    def validation_batches(
+        self, max_tokens: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        windows = self.validation_windows(max_tokens)
+        if windows < 1:
+            raise UserError(
+                f"val_tokens = {max_tokens}, but one system takes {self.block_size} of them"
+            )
+        indices = range(self.rank, windows, self.world_size)
+        parts = (indices[at : at + batch_size] for at in range(0, len(indices), batch_size))
+        return (
+            (x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
+            for x, y in (self._make(VALIDATION, part) for part in parts)
+        )
+
+    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+        return self._make(TRAINING, self._windows(step))
+
+    def _make(self, seed: int, indices: Indices) -> tuple[Tensor, Tensor]:
+        made = sequences(seed, indices, self.planets, self.bins, self.block_size + 1)
+        return inputs_and_targets(made, self.device)
+
+
+if __name__ == "__main__":
+    main()

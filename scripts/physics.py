@@ -1,0 +1,580 @@
+"""What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7.
+
+python -m scripts.physics RUN [RUN ...]
+
+Two probes, each a fine-tuning of all weights under a new head, from the run's weights:
+
+vectors     the force on each planet of the solar system, 10 positions of each orbit labelled
+magnitudes  F = G m1 m2 / r^2 of two-body systems, 9 of 10 with all positions labelled, the others
+            with two; then symbolic regression of F on r, m1 (planet) and m2 (star)
+
+Both are judged at the positions without a label. The last step's weights are taken: the code of
+Vafa et al. 2025 chooses a checkpoint by a validation set that is the test set, unmasked. --oracle
+puts the nearest labelled states in place of the model. Writes RUN/physics.json, RUN/forces.png and,
+for several runs, forces_RUN_RUN.png in the folder that contains them (or --out). Nothing is
+measured twice.
+
+Choices that the publications leave open: a planet of the solar system begins at its perihelion on
+the x axis, its time step is a week for the four inner planets and half a year for the others; a
+batch has at most as many sequences as there are; F is divided by the root of its mean square over
+the labels. An interrupted fine-tuning begins anew.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from config import Config
+from data.loader import epoch_order
+from data.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
+from errors import UserError, command
+from optim import build_optimizers
+from runtime.checkpoint import first_line
+from runtime.device import autocast
+from scripts.common.arguments import AtLeast, add_runs
+from scripts.common.plots import save_picture
+from scripts.common.results import Results, select_parts
+from scripts.common.runs import (
+    LoadedRun,
+    Request,
+    add_options,
+    open_run,
+    picture_path,
+    refuse_early,
+    run_names,
+)
+from scripts.common.tables import print_table
+from train import train_step
+
+Floats = NDArray[np.float64]
+
+# Mass in solar masses, semi-major axis in AU, eccentricity.
+SOLAR_SYSTEM = {
+    "Mercury": (1.652e-7, 0.387, 0.205), "Venus": (2.447e-6, 0.723, 0.007),
+    "Earth": (3.003e-6, 1.000, 0.017), "Mars": (3.213e-7, 1.524, 0.093),
+    "Jupiter": (9.544e-4, 5.203, 0.048), "Saturn": (2.857e-4, 9.537, 0.054),
+    "Uranus": (4.354e-5, 19.189, 0.047), "Neptune": (5.165e-5, 30.069, 0.009),
+}  # fmt: skip
+INNER = 4
+# Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
+VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
+# Learning rates over that of training: the published 2e-4 and 6e-4 over 6e-4.
+LEARNING_RATES = {"vectors": 1 / 3, "magnitudes": 1.0}
+NEIGHBOURS = {"vectors": 5, "magnitudes": 2}  # of the oracle
+ARROWS = 40  # of a planet
+# Symbolic regression: draws of SAMPLE of the NEAREST positions, each searched RESTARTS times.
+NEAREST, DRAWS, SAMPLE, RESTARTS = 5000, 5, 1000, 3
+MOST_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
+VARIABLES = ("r", "m1", "m2")
+# An additive constant below this share of F's standard deviation is not printed, nor held against
+# a law: pyoperon always fits one.
+OFFSET = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicsRequest(Request):
+    """The probes of a run; the labels are the same for all runs."""
+
+    script = "physics"
+    unit = "positions"
+    task = "orbits"
+    steps: int = 10_000
+    batch: int = 64
+    pairs: int = 10_000
+    oracle: bool = False
+    vectors_only: bool = False
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        return ("vectors",) if self.vectors_only else ("vectors", "magnitudes", "laws")
+
+    def facts(self, config: Config) -> dict:
+        return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        return select_parts(measurement, "parts", self.probes)
+
+    def amount(self, config: Config) -> int:
+        if self.oracle:
+            return 0
+        sequences = min(self.batch, len(SOLAR_SYSTEM)), min(self.batch, self.pairs)
+        return self.steps * config.block_size * sum(sequences[: len(self.probes)])
+
+    def check(self, config: Config) -> None:
+        if config.block_size < 2 * VECTOR_LABELS + 4:
+            raise UserError(
+                f"block_size = {config.block_size}: the probes need {2 * VECTOR_LABELS + 4}"
+            )
+        if self.pairs < 10:
+            raise UserError(f"--pairs {self.pairs} must be at least 10: one of ten is judged")
+        if importlib.util.find_spec("sklearn") is None:
+            raise UserError('the probes need scikit-learn: pip install -e ".[physics]"')
+        if not self.vectors_only:
+            engine_name()
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add_runs(parser)
+    for name, help in (
+        ("steps", "of each fine-tuning"),
+        ("batch", "sequences of a step"),
+        ("pairs", "two-body systems of the magnitudes"),
+    ):
+        parser.add_argument(f"--{name}", action=AtLeast, at_least=1, help=f"{help} (%(default)s)")
+    parser.add_argument("--oracle", action="store_true", help="nearest labels, not the model")
+    parser.add_argument("--vectors_only", action="store_true", help="no magnitudes, no laws")
+    add_options(parser, PhysicsRequest)
+    arguments = parser.parse_args()
+    request, paths = PhysicsRequest.parse(arguments), arguments.runs
+    refuse_early(paths, request)
+    results = [measure(path, request) for path in paths]
+    names = run_names(paths)
+    for name, one in zip(names, results, strict=True):
+        report(name, one.parts)
+        title = "oracle" if request.oracle else name
+        figure = plot_forces({title: one.parts["vectors"]["planets"]})
+        save_picture(figure, one.path.with_name("oracle.png" if request.oracle else "forces.png"))
+    if len(paths) > 1 or arguments.out:
+        planets = {
+            name: r.parts["vectors"]["planets"] for name, r in zip(names, results, strict=True)
+        }
+        save_picture(plot_forces(planets), arguments.out or picture_path(paths, "forces"))
+
+
+def measure(path: str | Path, request: PhysicsRequest) -> Results:
+    """Make the probes of a run that have not been made."""
+    run = open_run(path, request)
+    results = Results(request.file(run.path), run.facts | request.facts(run.config))
+    for probe in request.probes:
+        if probe in results.parts:
+            continue
+        if probe == "vectors":
+            results.add(probe, probe_vectors(run, request))
+        elif probe == "magnitudes":
+            results.add(probe, probe_magnitudes(open_run(path, request), request))
+        else:
+            states = np.array(results.parts["magnitudes"]["nearest"])
+            results.add(probe, find_laws(states, run.config.seed, f"{run.path}"))
+    return results
+
+
+# ---- the labels ----
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sequences, and the force at the planets' positions, every other one from the second on."""
+
+    tokens: NDArray[np.uint16]  # [sequences, entries, 2]
+    states: Floats  # [sequences, points, features]: what the force follows from
+    forces: Floats  # [sequences, points, outputs], scaled
+    labelled: NDArray[np.bool_]  # [sequences, points]
+
+
+def labelled_points(
+    rng: np.random.Generator, sequences: int, points: int, count: int
+) -> NDArray[np.bool_]:
+    """So many points of each sequence, at random."""
+    chosen = np.zeros((sequences, points), dtype=bool)
+    order = rng.permuted(np.tile(np.arange(points), (sequences, 1)), axis=1)
+    np.put_along_axis(chosen, order[:, :count], True, axis=1)
+    return chosen
+
+
+def orbits_of(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floats, Floats]:
+    """The vectors from star to planet [systems, points, 2], and the masses of both [systems, 1].
+
+    The points are those whose planet is within a sequence of block_size entries.
+    """
+    points = config.block_size // 2
+    vectors = np.empty((len(systems), points, 2))
+    for places, at in simulated(systems, config.block_size):
+        vectors[places] = (at[:, :, 0] - at[:, :, 1])[:, :points]
+    planet, star = np.stack([one.masses for one in systems]).T[..., None]
+    return vectors, planet, star
+
+
+def solar_system() -> list[Elements]:
+    """Each planet with the Sun, from its perihelion."""
+    return [
+        Elements(
+            masses=np.array([mass, 1.0]), axes=np.array([axis]), eccentricities=np.array([e]),
+            tilts=np.zeros(1), phases=np.zeros(1), centre=np.zeros(2),
+            time_step=TIME_STEPS[number >= INNER],
+        )
+        for number, (mass, axis, e) in enumerate(SOLAR_SYSTEM.values())
+    ]  # fmt: skip
+
+
+def vector_task(config: Config) -> tuple[Task, Floats]:
+    """The force on each planet, and its largest component of each sequence, [8, 1, 2]."""
+    systems = solar_system()
+    vectors, planet, star = orbits_of(systems, config)
+    distance = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    forces = -G * (planet * star)[..., None] * vectors / distance**3
+    scale = np.abs(forces).max(axis=1, keepdims=True)
+    masses = np.broadcast_to(np.stack((planet, star), -1), (*distance.shape[:2], 2))
+    rng = np.random.default_rng(0)
+    labelled = labelled_points(rng, len(systems), distance.shape[1], VECTOR_LABELS)
+    states = np.concatenate((vectors, masses), axis=-1)
+    tokens = tokenise(systems, config.bins, config.block_size)
+    return Task(tokens, states, forces / scale, labelled), scale
+
+
+def magnitude_task(config: Config, pairs: int) -> tuple[Task, float, float]:
+    """The force in two-body systems, its scale, and the share of positions that are clipped."""
+    systems = [draw_pair(PAIRS, index) for index in range(pairs)]
+    vectors, planet, star = orbits_of(systems, config)
+    distance = np.linalg.norm(vectors, axis=-1)
+    forces = G * planet * star / distance**2
+    rng = np.random.default_rng(0)
+    labelled = labelled_points(rng, pairs, distance.shape[1], MAGNITUDE_LABELS)
+    labelled[: pairs - pairs // 10] = True
+    scale = float(np.sqrt((forces[labelled] ** 2).mean()))
+    states = np.stack(np.broadcast_arrays(distance, planet, star), axis=-1)
+    tokens = tokenise(systems, config.bins, config.block_size)
+    outside = [
+        (np.abs(at) > EDGE).any(-1).mean() * len(places)
+        for places, at in simulated(systems, config.block_size)
+    ]
+    task = Task(tokens, states, forces[..., None] / scale, labelled)
+    return task, scale, float(sum(outside)) / pairs
+
+
+# ---- the probes ----
+
+
+def predict(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> Floats:
+    """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
+    if request.oracle:
+        from sklearn.neighbors import KNeighborsRegressor
+        from sklearn.preprocessing import StandardScaler
+
+        known = StandardScaler().fit(task.states[task.labelled])
+        nearest = KNeighborsRegressor(NEIGHBOURS[probe])
+        nearest.fit(known.transform(task.states[task.labelled]), task.forces[task.labelled])
+        flat = task.states.reshape(-1, task.states.shape[-1])
+        return nearest.predict(known.transform(flat)).reshape(task.forces.shape)
+    return finetune(run, request, probe, task)
+
+
+def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> Floats:
+    """Fine-tune the run's model, in place, on the labels; its outputs at all points."""
+    config = run.config.replace(
+        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
+        schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
+    )  # fmt: skip
+    torch.manual_seed(config.seed)
+    model, outputs = run.model, task.forces.shape[-1]
+    model.lm_head = nn.Linear(config.n_embd, outputs)
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    nn.init.zeros_(model.lm_head.bias)
+    model.to(run.device).train()
+    (optimizer,) = build_optimizers(model, config)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
+    targets = np.where(task.labelled[..., None], task.forces, np.nan).astype(np.float32)
+    sequences = min(request.batch, len(task.tokens))
+    with tqdm(total=request.steps, desc=f"{run.path}: {probe}", unit="step") as bar:
+        for step in range(request.steps):
+            rows = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
+            labels = int(task.labelled[rows].sum()) * outputs
+
+            def loss_fn(x: Tensor, y: Tensor, labels: int = labels) -> Tensor:
+                error = model(x)[:, 1::2].float() - y.nan_to_num()
+                return error[~y.isnan()].square().sum() / labels
+
+            parts = [
+                (tensor(task.tokens[part], run).long(), tensor(targets[part], run))
+                for part in np.split(rows, range(config.batch_size, sequences, config.batch_size))
+            ]
+            loss, norm = train_step(
+                loss_fn, parts, len(parts), model, [optimizer], scaler, config.learning_rate,
+                config.grad_clip, run.dtype,
+            )  # fmt: skip
+            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+                sys.exit(
+                    f"error: {run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
+                    f"loss = {loss}, gradient norm = {norm}"
+                )
+            bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+            bar.update()
+    model.eval()
+    predicted = []
+    with torch.no_grad(), autocast(run.device, run.dtype):
+        for begin in range(0, len(task.tokens), config.batch_size):
+            x = tensor(task.tokens[begin : begin + config.batch_size], run).long()
+            predicted.append(model(x)[:, 1::2].float().cpu().double().numpy())
+    return np.concatenate(predicted)
+
+
+def tensor(array: np.ndarray, run: LoadedRun) -> Tensor:
+    if array.dtype == np.uint16:
+        array = array.astype(np.int64)
+    return torch.from_numpy(array).to(run.device)
+
+
+def probe_vectors(run: LoadedRun, request: PhysicsRequest) -> dict:
+    """Cosine and relative error of each planet's forces without a label, and some arrows."""
+    task, scale = vector_task(run.config)
+    predicted, true = predict(run, request, "vectors", task) * scale, task.forces * scale
+    planets = {}
+    for i, name in enumerate(SOLAR_SYSTEM):
+        judged = ~task.labelled[i]
+        a, b, at = predicted[i, judged], true[i, judged], task.states[i, judged, :2]
+        lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+        error = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+        chosen = farthest_points(at, ARROWS)
+        planets[name] = {
+            "cosine": float(((a * b).sum(-1) / np.maximum(lengths, 1e-300)).mean()),
+            "relative_error": float(error.mean()),
+            "at": at[chosen].tolist(),
+            "true": b[chosen].tolist(),
+            "predicted": a[chosen].tolist(),
+        }
+    return {
+        "cosine": float(np.mean([one["cosine"] for one in planets.values()])),
+        "relative_error": float(np.mean([one["relative_error"] for one in planets.values()])),
+        "planets": planets,
+    }
+
+
+def farthest_points(at: Floats, count: int) -> list[int]:
+    """Points of [n, 2] chosen one by one, each the farthest from those before; the first first."""
+    chosen, distance = [0], np.linalg.norm(at - at[0], axis=-1)
+    while len(chosen) < min(count, len(at)):
+        chosen.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.linalg.norm(at - at[chosen[-1]], axis=-1))
+    return sorted(chosen)
+
+
+def probe_magnitudes(run: LoadedRun, request: PhysicsRequest) -> dict:
+    """How F without a label follows from r, m1 and m2, in plain numbers."""
+    from sklearn.neighbors import NearestNeighbors
+    from sklearn.preprocessing import StandardScaler
+
+    task, scale, clipped = magnitude_task(run.config, request.pairs)
+    predicted = predict(run, request, "magnitudes", task)[..., 0] * scale
+    judged = ~task.labelled
+    states, forces, true = task.states[judged], predicted[judged], task.forces[judged][:, 0] * scale
+    positive = forces > 0
+    design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
+    fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
+    known = StandardScaler().fit(task.states[task.labelled])
+    neighbours = NearestNeighbors(n_neighbors=1).fit(known.transform(task.states[task.labelled]))
+    distance, _ = neighbours.kneighbors(known.transform(states))
+    nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
+    return {
+        "rank_correlation": rank_correlation(forces, true),
+        "median_relative_error": float(np.median(np.abs(forces - true) / true)),
+        "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
+        "positive": float(positive.mean()),
+        "clipped": clipped,
+        "positions": len(forces),
+        "nearest": np.column_stack((states, forces))[nearest].tolist(),
+    }
+
+
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's, without ties."""
+    return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
+
+
+# ---- symbolic regression ----
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A candidate: its nodes, its mean loss, and the formula as sympy reads it."""
+
+    nodes: int
+    loss: float
+    formula: str
+
+
+def engine_name() -> str:
+    """PySR if it is installed, else pyoperon. Raises UserError where neither is."""
+    for name in ("pysr", "pyoperon"):
+        if importlib.util.find_spec(name):
+            return f"{name} {importlib.metadata.version(name)}"
+    raise UserError(
+        'symbolic regression needs pyoperon, pip install -e ".[physics]", or PySR, pip install pysr'
+    )
+
+
+def find_laws(nearest: Floats, seed: int, name: str) -> dict:
+    """The equation of best score for F in each draw from [positions, (r, m1, m2, F)]."""
+    engine = engine_name()
+    search = by_pysr if engine.startswith("pysr") else by_pyoperon
+    rng = np.random.default_rng(seed)
+    draws = []
+    for _ in tqdm(range(DRAWS), desc=f"{name}: laws by {engine}", unit="draw"):
+        sample = nearest[rng.choice(len(nearest), min(SAMPLE, len(nearest)), replace=False)]
+        x, y = sample[:, :-1], sample[:, -1]
+        candidates: list[Equation] = []
+        for _ in range(RESTARTS):
+            candidates += search(x, y, int(rng.integers(2**31)))
+        best = best_score(candidates)
+        draws.append({"nodes": best.nodes, "loss": best.loss} | law(best.formula, y.std()))
+    return {"engine": engine, "draws": draws}
+
+
+def loss(predicted: Floats, true: Floats) -> float:
+    """The published loss: the mean absolute error, errors of 1e-8 being none."""
+    return float((np.maximum(NEGLIGIBLE, np.abs(predicted - true)) - NEGLIGIBLE).mean())
+
+
+def best_score(candidates: Sequence[Equation]) -> Equation:
+    """The equation with the largest drop of log loss per node, over the front of all candidates."""
+    front: list[Equation] = []
+    for one in sorted(candidates, key=lambda one: (one.nodes, one.loss)):
+        if not front or one.loss < front[-1].loss:
+            front.append(one)
+    scores = [
+        (math.log(max(a.loss, 1e-300)) - math.log(max(b.loss, 1e-300))) / (b.nodes - a.nodes)
+        for a, b in zip(front, front[1:], strict=False)
+    ]
+    return front[1 + int(np.argmax(scores))] if scores else front[0]
+
+
+def by_pyoperon(x: Floats, y: Floats, seed: int) -> list[Equation]:
+    """The front of one search; 1/x is a quotient, and a variable has a factor without a node."""
+    from pyoperon.sklearn import SymbolicRegressor
+
+    scale, middle = float(y.std()), float(np.median(y))
+    search = SymbolicRegressor(
+        allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
+        objectives=["mae", "length"], max_length=MOST_NODES, generations=ITERATIONS,
+        population_size=1000, max_evaluations=10**9, random_state=seed,
+    ).fit(x, y / scale)  # fmt: skip
+    found = []
+    for one in search.pareto_front_:
+        predicted = search.evaluate_model(one["tree"], x) * scale
+        if one["variables"] and np.isfinite(predicted).all():
+            text = search.get_model_string(one["tree"], 12, list(VARIABLES))
+            found.append(Equation(one["length"], loss(predicted, y), f"{scale!r}*({text})"))
+        elif not one["variables"]:
+            found.append(Equation(1, loss(np.full_like(y, middle), y), f"{middle!r}"))
+    return found
+
+
+def by_pysr(x: Floats, y: Floats, seed: int) -> list[Equation]:
+    """The front of one search. Raises UserError where Julia cannot be started."""
+    try:
+        from pysr import PySRRegressor
+    except Exception as error:  # of juliapkg and juliacall, of many types
+        raise UserError(
+            f"PySR cannot start Julia ({first_line(error)}): install Julia, or uninstall pysr, and "
+            "pyoperon takes its place"
+        ) from error
+    search = PySRRegressor(
+        niterations=ITERATIONS, maxsize=MOST_NODES, binary_operators=["+", "*"],
+        unary_operators=["sin", "cos", "exp", "inv(x) = 1/x"],
+        extra_sympy_mappings={"inv": lambda x: 1 / x},
+        elementwise_loss=f"loss(p, t) = max({NEGLIGIBLE}, abs(p - t)) - {NEGLIGIBLE}",
+        random_state=seed, deterministic=True, parallelism="serial", progress=False, verbosity=0,
+        temp_equation_file=True,
+    )  # fmt: skip
+    search.fit(x, y, variable_names=list(VARIABLES))
+    return [
+        Equation(int(row["complexity"]), float(row["loss"]), str(row["sympy_format"]))
+        for _, row in search.equations_.iterrows()
+    ]
+
+
+def law(formula: str, deviation: float) -> dict[str, Any]:
+    """The equation as text, and the powers and the factor of a product of powers, else None."""
+    import sympy
+
+    expression = sympy.sympify(formula)
+    constant, rest = expression.as_coeff_Add()
+    if rest.free_symbols and abs(float(constant)) < OFFSET * deviation:
+        expression = rest
+    factor, product = expression.as_coeff_Mul()
+    powers = product.as_powers_dict()
+    short = {number: sympy.Float(number, 4) for number in expression.atoms(sympy.Float)}
+    text = str(expression.xreplace(short)).replace("**", "^")
+    if not all(base.is_Symbol and power.is_number for base, power in powers.items()):
+        return {"equation": text, "powers": None, "factor": None}
+    by_name = {str(base): float(power) for base, power in powers.items()}
+    return {
+        "equation": text,
+        "powers": [by_name.get(name, 0.0) for name in VARIABLES],
+        "factor": float(factor),
+    }
+
+
+# ---- what is shown ----
+
+
+def report(name: str, parts: dict[str, dict]) -> None:
+    """Print a run's numbers."""
+    vectors = parts["vectors"]
+    print(f"\n{name}: forces at positions without a label")
+    rows = [["planet", "cosine", "relative error"]]
+    for planet, one in (vectors["planets"] | {"mean": vectors}).items():
+        rows.append([planet, f"{one['cosine']:.3f}", f"{one['relative_error']:.3f}"])
+    print_table(rows)
+    if magnitudes := parts.get("magnitudes"):
+        exponents = ", ".join(f"{k}^{v:.2f}" for k, v in magnitudes["exponents"].items())
+        print(
+            f"magnitudes: rank correlation {magnitudes['rank_correlation']:.3f}, median relative "
+            f"error {magnitudes['median_relative_error']:.3f}, log-log regression {exponents}; "
+            f"{100 * magnitudes['positive']:.1f}% above 0; {100 * magnitudes['clipped']:.3g}% of "
+            f"positions were beyond +-{EDGE:g} AU and clipped"
+        )
+    if laws := parts.get("laws"):
+        for draw in laws["draws"]:
+            print(f"law by {laws['engine']}: F = {draw['equation']}")
+
+
+def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
+    """Figs. 1 and A7: a line for each planet, with the true forces and each run's."""
+    planets = list(next(iter(runs.values())))
+    figure = Figure(
+        figsize=(2.2 * (1 + len(runs)) + 0.4, 2.2 * len(planets) + 0.4), layout="constrained"
+    )
+    axes = figure.subplots(len(planets), 1 + len(runs), squeeze=False)
+    for line, planet in zip(axes, planets, strict=True):
+        truth = next(iter(runs.values()))[planet]
+        arrows = {"true": truth["true"]} | {n: one[planet]["predicted"] for n, one in runs.items()}
+        length = max(math.hypot(*force) for force in truth["true"])
+        size = max(max(map(abs, at)) for at in truth["at"])
+        for axis, (name, forces) in zip(line, arrows.items(), strict=True):
+            at, force = np.array(truth["at"]), np.array(forces)
+            axis.quiver(
+                *at.T, *force.T, angles="xy", scale_units="xy", scale=length / (0.6 * size),
+                width=0.008, color="C0" if name == "true" else "C1",
+            )  # fmt: skip
+            axis.plot(0, 0, "o", color="goldenrod", markersize=5)
+            axis.set_xlim(-1.25 * size, 1.25 * size)
+            axis.set_ylim(-1.25 * size, 1.25 * size)
+            axis.set_aspect("equal")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if planet == planets[0]:
+                axis.set_title(name, fontsize="medium")
+        line[0].set_ylabel(planet)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

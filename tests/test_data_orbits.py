@@ -1,0 +1,196 @@
+"""Simulated orbits: the mechanics against a numerical integration, the draws, the sequences."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.integrate import solve_ivp
+
+from data import orbits
+from data.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulate
+from errors import UserError
+
+MANY = [draw(5, index) for index in range(3000)]
+
+
+def one_planet(**changes):
+    """A two-body system with a heavy planet, so that the star moves too."""
+    elements = orbits.Elements(
+        masses=np.array([0.2, 0.9]), axes=np.array([1.3]), eccentricities=np.array([0.6]),
+        tilts=np.array([0.7]), phases=np.array([2.0]), centre=np.array([3.0, -4.0]),
+        time_step=0.01,
+    )  # fmt: skip
+    return replace(elements, **changes)
+
+
+def test_kepler_solves_its_equation():
+    mean = np.linspace(-4 * np.pi, 4 * np.pi, 8001)
+    eccentricity = np.concatenate([np.linspace(0, 0.99, 100), 1 - np.logspace(-3, -9, 13)])[:, None]
+    E = kepler(mean, eccentricity)
+    assert np.abs(E - eccentricity * np.sin(E) - mean).max() < 1e-12
+    assert np.allclose(kepler(mean, 0.0), mean, atol=1e-15)
+
+
+@pytest.mark.parametrize("eccentricity", [1.0, 1.5, -0.1, float("nan")])
+def test_what_is_no_ellipse_is_refused(eccentricity):
+    with pytest.raises(UserError, match=f"eccentricity {eccentricity:g}: an ellipse has at least"):
+        kepler(np.zeros(3), np.array([0.1, eccentricity]))
+    with pytest.raises(UserError, match="eccentricity"):
+        positions([one_planet(eccentricities=np.array([eccentricity]))], 10)
+
+
+def test_a_planet_heavier_than_its_star_is_refused():
+    with pytest.raises(UserError, match=r"masses \[2.0, 0.5\]: the star's is the last"):
+        positions([one_planet(masses=np.array([2.0, 0.5]))], 10)
+
+
+def derivative(at: np.ndarray, step: float) -> np.ndarray:
+    """Of eighth order, along the first axis."""
+    weights = [1 / 280, -4 / 105, 1 / 5, -4 / 5, 0, 4 / 5, -1 / 5, 4 / 105, -1 / 280]
+    return sum(w * at[i : len(at) - 8 + i] for i, w in enumerate(weights)) / step
+
+
+def test_energy_angular_momentum_and_centre_of_mass_are_constant():
+    system = one_planet(time_step=1e-3)
+    (at,) = positions([system], 4000)
+    velocity, at = derivative(at, system.time_step), at[4:-4]
+    planet, star = system.masses
+    distance = np.linalg.norm(at[:, 0] - at[:, 1], axis=-1)
+    kinetic = (system.masses[:, None] * velocity**2).sum((1, 2)) / 2
+    energy = kinetic - G * planet * star / distance
+    assert np.allclose(energy, -G * planet * star / (2 * system.axes[0]), rtol=1e-8)
+    across = at[..., 0] * velocity[..., 1] - at[..., 1] * velocity[..., 0]
+    spin = (system.masses * across).sum(1)
+    assert np.ptp(spin) < 1e-8 * abs(spin[0])
+    centre = (system.masses[:, None] * at).sum(1) / system.masses.sum()
+    assert np.allclose(centre, system.centre, atol=1e-12)
+
+
+def test_a_numerical_integration_gives_the_same_orbit_over_a_hundred_periods():
+    period = np.sqrt(1.3**3 / 1.1)  # Kepler's third law
+    system = one_planet(time_step=period / 5)
+    (at,) = positions([system], 501)
+    step = 1e-4
+    (near,) = positions([replace(system, time_step=step)], 9)
+    (before,) = positions([replace(system, time_step=-step)], 9)
+    start = np.concatenate([before[:0:-1], near])[4:-4]  # nine points around the first
+    velocity = derivative(start, step)[0]
+
+    def pull(_, state):
+        where, speed = state.reshape(2, 2, 2)
+        vector = where[1] - where[0]
+        pull = G * vector / np.linalg.norm(vector) ** 3
+        return np.concatenate([speed.ravel(), system.masses[1] * pull, -system.masses[0] * pull])
+
+    solution = solve_ivp(
+        pull, (0, 100 * period), np.concatenate([at[0].ravel(), velocity.ravel()]),
+        method="DOP853", t_eval=np.arange(501) * system.time_step, rtol=1e-13, atol=1e-13,
+    )  # fmt: skip
+    assert np.abs(solution.y[:4].T.reshape(-1, 2, 2) - at).max() < 1e-6
+
+
+def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins():
+    index = next(i for i, one in enumerate(MANY) if len(one.axes) == 3)
+    at, one = simulate(5, index).positions, MANY[index]
+    assert at.shape == (250, 4, 2) and (at[:, -1] == at[0, -1]).all()
+    first = replace(
+        one, masses=one.masses[[0, -1]],
+        **{name: getattr(one, name)[:1] for name in ("axes", "eccentricities", "tilts", "phases")},
+    )  # fmt: skip
+    (alone,) = positions([first], 250)
+    assert np.allclose(alone[0, 1], at[0, -1], atol=1e-14)
+    assert np.allclose(alone[:, 0] - alone[:, 1], at[:, 0] - at[:, -1], atol=1e-12)
+
+
+def test_a_system_depends_on_its_seed_and_index_alone():
+    alone = [simulate(5, index) for index in (3, 1)]
+    for system, index in zip(alone, (3, 1), strict=True):
+        again = simulate(5, index)
+        assert np.array_equal(system.positions, again.positions)
+        assert system.masses.tolist() == MANY[index].masses.tolist() == again.masses.tolist()
+    together = sequences(5, range(40))
+    assert all(np.array_equal(together[i], sequences(5, [i])[0]) for i in range(40))
+    assert len({row.tobytes() for row in together}) == 40
+    assert not np.array_equal(together[0], sequences(6, [0])[0])
+
+
+def test_the_draws_are_distributed_as_documented():
+    planets = np.concatenate([one.masses[:-1] for one in MANY])
+    stars = np.array([one.masses[-1] for one in MANY])
+    counts = np.bincount([len(one.axes) for one in MANY], minlength=11)
+    assert counts[0] == 0 and stats.chisquare(counts[1:]).pvalue > 1e-4
+    assert planets.min() >= 1e-9 and planets.max() == 1e-3
+    assert stars.min() >= 0.1 and stars.max() <= 5
+    samples = {
+        stats.gamma(0.3202016, 6.009815e-8, 1.105595e-3): planets[planets < 1e-3],
+        stats.lognorm(0.2004501, -0.6793606, 1.6271509): stars[stars > 0.1],
+        stats.uniform(0.3, 31.7): np.concatenate([one.axes for one in MANY]),
+        stats.beta(0.867, 3.03): np.concatenate([one.eccentricities for one in MANY]),
+        stats.uniform(0, 2 * np.pi): np.concatenate([one.tilts for one in MANY]),
+        stats.norm(): np.concatenate([one.centre for one in MANY]),
+    }
+    for law, values in samples.items():
+        # of what was cut off at a limit the rest has the same law, up to there
+        low, high = law.cdf([values.min(), values.max()])
+        shares = (law.cdf(values) - low) / (high - low)
+        assert stats.kstest(shares, "uniform").pvalue > 1e-4, law.dist.name
+    steps = np.array([one.time_step for one in MANY])
+    assert set(steps) == {7 * 0.0027, 180 * 0.0027} and abs((steps > 0.1).mean() - 0.5) < 0.04
+    pairs = np.array([draw_pair(5, index).masses for index in range(1000)])
+    assert (pairs[:, 0] <= pairs[:, 1]).all() and pairs.min() >= 1e-4 and pairs.max() <= 1.01e-2
+    assert abs(pairs.mean() - 5.1e-3) < 3e-4
+
+
+@pytest.mark.parametrize("bins", [500, 7000])
+def test_coordinates_are_back_from_their_tokens_within_half_a_bin(bins):
+    at = np.random.default_rng(0).uniform(-50, 50, 10000)
+    tokens = orbits.to_tokens(at, bins)
+    assert tokens.dtype == np.uint16 and tokens.max() < bins
+    assert np.abs(orbits.to_coordinates(tokens, bins) - at).max() <= 50 / bins * (1 + 1e-9)
+    assert orbits.to_tokens(np.array([-60.0, -50.0, 50.0, 1e9]), bins).tolist() == [
+        0, 0, bins - 1, bins - 1
+    ]  # fmt: skip
+
+
+def test_a_sequence_is_a_time_step_and_the_bodies_in_turns():
+    for index in range(5):
+        system, (row,) = simulate(5, index), sequences(5, [index])
+        assert row.shape == (1000, 2)
+        step = {7 * 0.0027: 7000, 180 * 0.0027: 7001}[system.time_step]
+        assert row[0].tolist() == [step, step]
+        expected = system.positions.reshape(-1, 2)[:999]
+        inside = np.abs(expected) < 50
+        back = orbits.to_coordinates(row[1:], 7000)
+        assert np.abs(back - expected)[inside].max() <= 50 / 7000 * (1 + 1e-9)
+
+
+def test_batches_are_the_same_for_any_number_of_processes():
+    sizes = (40, 2, 500, 31, 8)
+    whole = OrbitLoader(*sizes, seed=3)
+    x, y = whole.batch(7)
+    assert x.shape == y.shape == (8, 31, 2) and (x[:, 1:] == y[:, :-1]).all()
+    parts = [OrbitLoader(*sizes, seed=3, rank=rank, world_size=4) for rank in range(4)]
+    assert (x == np.concatenate([part.batch(7)[0] for part in parts])).all()
+    index = re.fullmatch(r"with system (\d+) of the .*", whole.batch_location(7)).group(1)
+    assert (x[0].numpy() == sequences(orbits.TRAINING, [int(index)], 2, 500, 32)[0, :-1]).all()
+    epoch = [row.numpy().tobytes() for step in range(5) for row in whole.batch(step)[0]]
+    assert len(set(epoch)) == 40
+    validation = list(whole.validation_batches(10 * 31, 4))
+    assert [len(x) for x, _ in validation] == [4, 4, 2] and whole.validation_windows(319) == 10
+    shares = [part.validation_batches(10 * 31, 4) for part in parts]
+    assert sum(len(x) for share in shares for x, _ in share) == 10
+    assert not {row.numpy().tobytes() for x, _ in validation for row in x} & set(epoch)
+    with pytest.raises(UserError, match="val_tokens = 30, but one system takes 31"):
+        whole.validation_batches(30, 4)
+    with pytest.raises(UserError, match="systems = 4 are fewer than one batch takes, 8"):
+        OrbitLoader(4, 2, 500, 31, 8, seed=3)
+
+
+def test_the_command_says_what_the_systems_are_and_how_fast(call, capsys):
+    call(orbits, "--systems=50", "--entries=100")
+    out = capsys.readouterr().out
+    assert re.search(r"eccentricity +0\.\d", out)
+    assert re.search(r"beyond \+-50 AU, and clipped: [\d.]+% of positions, in [\d.]+% of", out)
+    assert re.search(r"[\d,]+ sequences of 100 entries a second on one core", out)

@@ -1,0 +1,240 @@
+"""The probes of a model of orbits: its labels, the fine-tuning, the laws, and what is refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from config import load_config
+from data.orbits import PAIRS, G, draw_pair, simulated
+from errors import UserError
+from scripts import eval_length, finetune_squad, physics
+from scripts.common.runs import open_run
+from scripts.physics import Equation, PhysicsRequest, best_score, law, magnitude_task, vector_task
+from tests.helpers import CONFIGS, SMALL, not_blank
+from tests.runs import refused
+
+ORBITS = [
+    "--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=1",
+    "--systems=200", "--bins=100", "--block_size=32", "--total_batch_size=256", "--batch_size=4",
+]  # fmt: skip
+FEW = ["--steps=3", "--pairs=20", "--batch=8"]
+# A search that knows the law, in the place of PySR.
+PYSR = """
+import pandas
+class PySRRegressor:
+    def __init__(self, **options):
+        assert options["maxsize"] == 20 and options["binary_operators"] == ["+", "*"]
+    def fit(self, x, y, variable_names):
+        assert x.shape == (len(y), 3) and variable_names == ["r", "m1", "m2"]
+        self.equations_ = pandas.DataFrame({
+            "complexity": [1, 9, 20], "loss": [1.0, 1e-6, 9e-7],
+            "sympy_format": ["0.5", "39.5*m1*m2/r**2", "39.5*m1*m2/r**2 + 0.1*sin(r)"],
+        })
+"""
+
+
+@pytest.fixture
+def config():
+    return load_config([*SMALL, *ORBITS])
+
+
+@pytest.fixture
+def orbit_run(train):
+    return train("orbits", *ORBITS)
+
+
+@pytest.fixture
+def pysr(tmp_path, monkeypatch):
+    """Install a package pysr whose module has this text."""
+
+    def install(text):
+        folder = tmp_path / "packages"
+        (folder / "pysr-9.9.dist-info").mkdir(parents=True)
+        (folder / "pysr-9.9.dist-info/METADATA").write_text("Name: pysr\nVersion: 9.9\n")
+        (folder / "pysr.py").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(sys.modules, "pysr", raising=False)
+
+    return install
+
+
+def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
+    task, scale = vector_task(config)
+    assert task.tokens.shape == (8, 32, 2) and task.forces.shape == (8, 16, 2)
+    assert (task.labelled.sum(1) == 10).all() and np.abs(task.forces).max((0, 1)).tolist() == [1, 1]
+    forces, at = task.forces * scale, task.states[..., :2]
+    distance = np.linalg.norm(at, axis=-1)
+    masses = task.states[..., 2:]
+    expected = G * masses.prod(-1) / distance**2
+    assert np.allclose(np.linalg.norm(forces, axis=-1), expected)
+    assert np.allclose((forces * at).sum(-1), -expected * distance)
+    assert distance[:, 0] == pytest.approx([0.387 * 0.795, 0.723 * 0.993, 0.983, 1.524 * 0.907,
+                                            5.203 * 0.952, 9.537 * 0.946, 19.189 * 0.953,
+                                            30.069 * 0.991])  # fmt: skip
+
+
+def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
+    task, scale, clipped = magnitude_task(config, 30)
+    systems = [draw_pair(PAIRS, index) for index in range(30)]
+    assert task.labelled[:27].all() and (task.labelled[27:].sum(1) == 2).all() and clipped < 0.1
+    distance, planet, star = np.moveaxis(task.states, -1, 0)
+    assert np.allclose(task.forces[..., 0] * scale, G * planet * star / distance**2)
+    for i, one in enumerate(systems):
+        assert [planet[i, 0], star[i, 0]] == one.masses.tolist()
+    for places, at in simulated(systems, 32):
+        assert np.allclose(np.linalg.norm(at[:, :16, 0] - at[:, :16, 1], axis=-1), distance[places])
+
+
+def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, call, pysr, capsys):
+    pysr(PYSR)
+    call(physics, orbit_run, *FEW)
+    (measured,) = json.loads((orbit_run / "physics.json").read_text())
+    vectors, magnitudes, laws = measured["parts"].values()
+    assert list(vectors["planets"]) == list(physics.SOLAR_SYSTEM)
+    earth = vectors["planets"]["Earth"]
+    assert len(earth["at"]) == len(earth["true"]) == len(earth["predicted"]) == 6
+    assert -1 <= vectors["cosine"] <= 1 and vectors["relative_error"] > 0
+    assert magnitudes["positions"] == len(magnitudes["nearest"]) == 2 * 14
+    assert list(magnitudes["exponents"]) == ["r", "m1", "m2"]
+    assert laws["engine"] == "pysr 9.9" and len(laws["draws"]) == 5
+    assert all(draw["powers"] == [-2, 1, 1] for draw in laws["draws"])
+    printed = capsys.readouterr().out
+    assert "law by pysr 9.9: F = 39.5*m1*m2/r^2" in printed and "beyond +-50 AU" in printed
+    assert not_blank(orbit_run / "forces.png")
+    before = (orbit_run / "physics.json").read_text()
+    call(physics, orbit_run, *FEW)
+    assert (orbit_run / "physics.json").read_text() == before
+    call(physics, orbit_run, *FEW, "--oracle", "--vectors_only")
+    saved = json.loads((orbit_run / "physics.json").read_text())
+    assert len(saved) == 2 and saved[1]["oracle"] and list(saved[1]["parts"]) == ["vectors"]
+    assert not_blank(orbit_run / "oracle.png")
+
+
+def test_no_label_that_is_judged_is_seen(orbit_run, config):
+    request = PhysicsRequest(steps=2, batch=8)
+    predicted = []
+    for spoil in (False, True):
+        task, _ = vector_task(config)
+        if spoil:
+            task.forces[~task.labelled] = 1e6
+        predicted.append(physics.finetune(open_run(orbit_run, request), request, "vectors", task))
+    assert np.array_equal(*predicted)
+    task.forces[task.labelled] = 1.0
+    other = physics.finetune(open_run(orbit_run, request), request, "vectors", task)
+    assert not np.allclose(other, predicted[0])
+
+
+def test_fine_tuning_learns_its_labels(orbit_run, config):
+    request = PhysicsRequest(steps=60, batch=8)
+    task, _ = vector_task(config)
+    task.forces[:] = [0.5, -0.25]
+    predicted = physics.finetune(open_run(orbit_run, request), request, "vectors", task)
+    assert np.abs(predicted - [0.5, -0.25]).mean() < 0.1
+
+
+def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run):
+    request = PhysicsRequest(pairs=400, oracle=True)
+    measured = physics.probe_magnitudes(open_run(orbit_run, request), request)
+    assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
+    assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
+
+
+def test_the_best_score_is_the_largest_drop_of_log_loss_per_node():
+    candidates = [Equation(1, 1.0, "a"), Equation(3, 0.9, "b"), Equation(5, 1e-3, "c"),
+                  Equation(9, 0.8, "worse than c"), Equation(15, 1e-4, "d")]  # fmt: skip
+    assert best_score(candidates).formula == "c"
+    assert best_score(candidates[:1]).formula == "a"
+    assert best_score([Equation(1, 1.0, "a"), Equation(7, 0.0, "exact")]).formula == "exact"
+
+
+def test_laws_are_products_of_powers():
+    newton = law("2.5*((-0.0001) + (3.0*((m1/(2.0*r))*(m2/(0.5*r)))))", deviation=1.0)
+    assert newton["powers"] == [-2, 1, 1] and newton["factor"] == pytest.approx(7.5)
+    assert newton["equation"] == "7.5*m1*m2/r^2"
+    assert law("27.02*m1/r**2", 1.0)["powers"] == [-2, 1, 0]
+    for formula in ("m1*m2/r**2 + 0.5", "(sin(1/sin(r - 0.24)) + 1.45)/(1/r + m2)", "0.3"):
+        assert law(formula, 1.0)["powers"] is None
+    assert "0.5" in law("m1*m2/r**2 + 0.5", 1.0)["equation"]
+
+
+def test_arrows_are_far_from_each_other():
+    angles = np.linspace(0, 2 * np.pi, 200, endpoint=False)
+    chosen = physics.farthest_points(np.column_stack((np.cos(angles), np.sin(angles))), 8)
+    assert np.diff(chosen).min() >= 20 and chosen[0] == 0
+    assert physics.farthest_points(np.zeros((3, 2)) + np.arange(3)[:, None], 40) == [0, 1, 2]
+
+
+def test_pyoperon_finds_newtons_law():
+    pytest.importorskip("pyoperon")
+    rng = np.random.default_rng(0)
+    x = np.column_stack([rng.uniform(1, 20, 300), rng.uniform(1e-4, 1e-2, (300, 2))])
+    y = G * x[:, 1] * x[:, 2] / x[:, 0] ** 2
+    found = law(best_score(physics.by_pyoperon(x, y, seed=1)).formula, y.std())
+    assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
+
+
+def test_what_cannot_be_probed_is_refused(orbit_run, run, call, pysr, capsys, monkeypatch):
+    def probe(*arguments):
+        return lambda: call(physics, *arguments)
+
+    refused(capsys, probe(run), "task = 'language', but this command is for runs with task = 'orb")
+    refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
+    tuning = orbit_run, "--out_dir", orbit_run / "squad"
+    refused(capsys, lambda: call(finetune_squad, *tuning), "has task = 'orbits', but this command")
+    refused(capsys, probe(orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
+    find_spec = physics.importlib.util.find_spec
+    installed = {"sklearn"}
+    monkeypatch.setattr(
+        physics.importlib.util,
+        "find_spec",
+        lambda name: find_spec(name) if name in installed else None,
+    )
+    refused(capsys, probe(orbit_run), "needs pyoperon, pip install -e", "or PySR")
+    installed.clear()
+    refused(capsys, probe(orbit_run), "the probes need scikit-learn: pip install")
+    pysr("raise RuntimeError('Julia 1.10 cannot be found\\nmore')")
+    with pytest.raises(UserError, match=r"cannot start Julia \(Julia 1.10 cannot be found\): inst"):
+        physics.by_pysr(np.ones((4, 3)), np.ones(4), seed=0)
+
+
+def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
+    """At the scale of the test above: every row, its numbers, equations and pictures."""
+    from scripts.reproduce import __main__ as reproduce
+
+    pysr(PYSR)
+    small = load_config([*SMALL, *ORBITS])
+    scale = tmp_path / "small.py"
+    changed = {k: v for k, v in small.as_dict().items() if v != getattr(type(small), k)}
+    scale.write_text("".join(f"{k} = {v!r}\n" for k, v in changed.items() if k != "out_dir"))
+    paths = [f"--scale={scale}", f"--out={tmp_path}/out", f"--results={tmp_path}/results"]
+    call(reproduce, "table3", *paths, "--wandb_mode=disabled", "--plan")
+    printed = capsys.readouterr().out
+    assert "to train: 6 runs (0 of them continued), 7,680 tokens" in printed and not commands
+    call(reproduce, "table3", *paths, "--wandb_mode=disabled")
+    table = json.loads((tmp_path / "results/small/table3/table.json").read_text())
+    assert list(table["rows"]) == [
+        "oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"
+    ]  # fmt: skip
+    text = (tmp_path / "results/small/table3/table.md").read_text()
+    assert "`softmax`, seed 1337, by pysr 9.9: `39.5*m1*m2/r^2`; `39.5" in text
+    assert "oracle_knn 25.85 m_1 / r^2" in text and "of simulated orbits" in text
+    by_row = {name: row["runs"][0] for name, row in table["rows"].items()}
+    assert by_row["untrained"]["step"] == 0 and by_row["softmax"]["step"] == 6
+    assert by_row["oracle"]["run"] == by_row["untrained"]["run"]
+    assert json.loads((tmp_path / "out/orbits/small/softmax_window/seed1337/config.json")
+                      .read_text())["window"] == 4  # fmt: skip
+    assert not_blank(tmp_path / "results/small/table3/table3.png")
+    call(reproduce, "physics_figures", *paths, "--wandb_mode=disabled")
+    assert len(commands) == 6 + 7  # nothing is trained or probed twice
+    for name in ("earth", "planets"):
+        assert not_blank(tmp_path / f"results/small/physics_figures/{name}.png")
+    for arguments, part in (
+        (["--scale=124m"], "--scale '124m' must be one of 109m, tiny"),
+        ([f"--scale={CONFIGS}/scales/45m.py"], "task = 'language', but this needs 'orbits'"),
+        (["--scale=tiny", "--data=x"], "--data x: orbits have no shards"),
+    ):
+        with pytest.raises(SystemExit):
+            call(reproduce, "table3", *arguments)
+        assert part in capsys.readouterr().err
