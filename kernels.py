@@ -423,6 +423,12 @@ def _own(X, b, h, H, L, D: tl.constexpr):
 
 
 @triton.jit
+def _numbers_of(x, b, h, rows, L, other):
+    """The numbers of these rows, of x [B, H, L] given as `_strided`."""
+    return tl.load(_at(x.data, x.strides, b, h) + rows * x.strides[2], rows < L, other)
+
+
+@triton.jit
 def _load(X, stride, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
     columns = tl.arange(0, BLOCK_D)
@@ -539,9 +545,8 @@ def _project(dy, y, factor):
 
 @triton.jit
 def _scale_queries(
-    Q, SCALE, BIAS, NORM, OUT, ROWS, strides, scale_strides, bias_strides, norm_strides, H, L,
-    ARGUMENT: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
+    Q, scale, bias, norm, OUT, ROWS, strides, H, L, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    P: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """q' = alpha q, and the ROWS that are known by now.
@@ -551,20 +556,16 @@ def _scale_queries(
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     q = _load(_at(Q, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
-    at = h * scale_strides[0] + rows * scale_strides[1]
-    alpha = ARGUMENT * tl.load(SCALE + at, rows < L, 0.0)
+    alpha = ARGUMENT * _numbers_of(scale, b, h, rows, L, 0.0)
     if UNIT:
         alpha *= _inverse_norm(q)
     scaled = q if EXACT else q * alpha[:, None]
     _store(_own(OUT, b, h, H, L, D), H * D, rows, L, scaled, D, BLOCK_D)
     _save(ROWS, ALPHA, alpha, bh, rows, L)
-    if BIASED:
-        at = h * bias_strides[0] + rows * bias_strides[1]
-        bias = ARGUMENT * tl.load(BIAS + at, rows < L, 0.0)
-        _save(ROWS, _bias_at(P), bias, bh, rows, L)
-    if not L1:
-        norm = tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < L, 1.0)
-        _save(ROWS, GAIN, 1 / (VALUE * norm), bh, rows, L)
+    if bias is not None:
+        _save(ROWS, _bias_at(P), ARGUMENT * _numbers_of(bias, b, h, rows, L, 0.0), bh, rows, L)
+    if norm is not None:
+        _save(ROWS, GAIN, 1 / (VALUE * _numbers_of(norm, b, h, rows, L, 1.0)), bh, rows, L)
 
 
 @triton.jit
@@ -1007,9 +1008,9 @@ def _finish_queries(
 
 
 @triton.jit
-def _number(X, h, EACH: tl.constexpr):
-    """A number, given as a tensor that has one for EACH head, or as itself."""
-    return tl.load(X + h) if EACH else X
+def _number(X, bh, EACH: tl.constexpr):
+    """A number, given as a tensor that has one for EACH sequence and head, or as itself."""
+    return tl.load(X + bh) if EACH else X
 
 
 @triton.jit
@@ -1024,8 +1025,8 @@ def _decode_scores(
     K, Y = _at(K, k_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
-    alpha = ARGUMENT * _number(scale, h, SCALES)
-    beta = ARGUMENT * _number(bias, h, BIASES)
+    alpha = ARGUMENT * _number(scale, bh, SCALES)
+    beta = ARGUMENT * _number(bias, bh, BIASES)
     if UNIT:
         q = q * _inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -1081,7 +1082,7 @@ def _decode_values(
         if L1:
             gain = tl.where(total <= DEAD, 0.0, 1 / total)
         else:
-            gain = 1 / (VALUE * _number(norm, h, NORMS))
+            gain = 1 / (VALUE * _number(norm, bh, NORMS))
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
     end = tl.minimum(split * chunk + chunk, Lk)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
@@ -1161,6 +1162,16 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
+class Strided(NamedTuple):
+    data: Tensor
+    strides: tuple[int, ...]
+
+
+def _strided(x: Tensor | None) -> Strided | None:
+    """x [B, H, L] of any strides, as an argument of a kernel."""
+    return None if x is None else Strided(x, x.stride())
+
+
 def _numbers(q: Tensor, count: int) -> Tensor:
     """That many float32 numbers for each row of q."""
     return q.new_empty(count * q.shape[0] * q.shape[1] * q.shape[2], dtype=torch.float32)
@@ -1183,18 +1194,16 @@ def _forward(
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     q, k, v = map(_rows_contiguous, (q, k, v))
-    function, biased, l1 = _phi(phi, q.dtype), bias is not None, norm is None
+    function, biased = _phi(phi, q.dtype), bias is not None
     exact = not (unit or function.smooth)
     outputs = _outputs(q, k, p, biased or shifted, unit, save)
     out, u, scaled_q, unit_k, rows, inverse = outputs
     head, shift = _head(d), function.shift if shifted else None
     with _device(q):
-        # kernels take a tensor even for an absent argument, and do not read it
-        bias, norm = (scale if x is None else x for x in (bias, norm))
         _scale_queries[B * H, triton.cdiv(Lq, 64)](
-            q, scale, bias, norm, scaled_q, rows, _strides(q), scale.stride(), bias.stride(),
-            norm.stride(), H, Lq, ARGUMENT=function.argument, VALUE=function.value, P=_p(p), L1=l1,
-            BIASED=biased, UNIT=unit, EXACT=exact, M=64, **head,
+            q, *map(_strided, (scale, bias, norm)), scaled_q, rows, _strides(q), H, Lq,
+            ARGUMENT=function.argument, VALUE=function.value, P=_p(p), UNIT=unit, EXACT=exact,
+            M=64, **head,
         )  # fmt: skip
         if unit:
             _normalise_keys[B * k.shape[1], triton.cdiv(Lk, 64)](
@@ -1215,7 +1224,7 @@ def _forward(
         else:
             shape = block_shape(ONE_STAGE, q, phi, p)
             _forward_one_stage[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                scaled_q, k, v, out, rows, *sizes, **constants, L1=l1, **shape
+                scaled_q, k, v, out, rows, *sizes, **constants, L1=norm is None, **shape
             )
     return outputs
 
@@ -1311,8 +1320,7 @@ def _call_backward(ctx, dout, *_):
     heads = ctx.saved_tensors[3].shape[1]
     if heads < dk.shape[1]:
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
-    dbias = dbias.sum(0) if learnt_bias else None
+    dscale, dbias = (x if x.numel() else None for x in (dscale, dbias))
     return dq, dk, dv, dscale, dbias, *(None,) * 8
 
 
@@ -1340,7 +1348,7 @@ def _decode(
     shift = function.shift if shifted else None
     constants = dict(PHI=function.function, SHIFT=shift, BLOCK_N=block_n, **head)
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
-    scales, biases, norms = (_one_row(x) for x in (scale, bias, norm))
+    scales, biases, norms = (_one_row(x, q) for x in (scale, bias, norm))
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk,
@@ -1360,13 +1368,13 @@ def _(q, k, v, scale, bias, norm, phi, shifted, p, unit):
     return _like(q)
 
 
-def _one_row(x: Tensor | None) -> Tensor | float:
-    """[H] of x [H, 1], or a number where x is on the CPU and has one for all heads."""
+def _one_row(x: Tensor | None, q: Tensor) -> Tensor | float:
+    """[B, H] of x [B or 1, H, 1], or a number where x is on the CPU and has one for all of them."""
     if x is None:
         return 0.0
-    if x.is_cpu and (x.shape[0] == 1 or x.stride(0) == 0):
-        return x[0, 0].item()
-    return x[:, 0].contiguous()
+    if x.is_cpu and all(n == 1 or step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+        return x[0, 0, 0].item()
+    return x[:, :, 0].expand(q.shape[:2]).to(q.device).contiguous()
 
 
 def _processors(device: torch.device) -> int:
@@ -1382,17 +1390,17 @@ def attend(
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions. scale, bias and norm are float32 [H, Lq] of any strides; without norm it is l1. phi
-    is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None; `unit`
-    normalises q and k to unit length; `signed` means that phi may be negative; `window` is the
-    number of keys that each row sees, or None. A single query sees all k, and its scale, bias and
-    norm may be on the CPU, one for all heads. Gradients flow to q, k, v, scale and bias.
+    positions. scale, bias and norm are float32 [B or 1, H, Lq] of any strides; without norm it is
+    l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None;
+    `unit` normalises q and k to unit length; `signed` means that phi may be negative; `window` is
+    the number of keys that each row sees, or None. A single query sees all k, and its scale, bias
+    and norm may be on the CPU, one for all sequences and heads. Gradients flow to q, k, v, scale
+    and bias.
     """
     p = 0.0 if p is None else float(p)
     learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
-    scale = scale.to(q.device)
-    bias, norm = (x if x is None else x.to(q.device) for x in (bias, norm))
-    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save)[0]
+    rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
+    return _forward(q, k, v, *rows, phi, shifted, p, unit, signed, window, save)[0]

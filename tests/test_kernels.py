@@ -409,7 +409,7 @@ def arguments(case, L=20, requires_grad=True):
     attn = build(case, 16, TRITON)
     q, k, v, _ = (x.requires_grad_(requires_grad) for x in draw(L, L, 16, FLOAT32))
     r = attn._rows(q, k, slice(None), 64)
-    scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[0, :, :, 0]
+    scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[..., 0]
     phi, p = attn.variant.phi.kernel, float(attn.p or 0)
     return q, k, v, scale, None, None, phi, False, p, attn.variant.l2_normalise
 
