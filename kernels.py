@@ -449,8 +449,9 @@ def _store(X, stride, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 # The numbers of rows, float32 [.., B H, Lq]. ROWS, for the backward pass, has ALPHA, the factor of
-# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where phi's argument has one, a
-# bias. TERMS has those that follow from dO.
+# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where they are needed, what is
+# added to phi's argument, its shift included, and the shift alone. TERMS has those that follow from
+# dO.
 ALPHA, GAIN, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 
@@ -458,6 +459,11 @@ DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 @triton.jit
 def _bias_at(P: tl.constexpr):
     return 5 if P else 2
+
+
+@triton.jit
+def _shift_at(P: tl.constexpr):
+    return _bias_at(P) + 1
 
 
 @triton.jit
@@ -482,6 +488,13 @@ def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
     seen = tl.where(visible, y, -float("inf")) if MASKED else y
     top = tl.maximum(y_max, tl.max(seen, 1))
     return y + SHIFT(top)[:, None], top, tl.exp2(SHIFT(top) - SHIFT(y_max))
+
+
+@triton.jit
+def _sink(ADDED, h, M: tl.constexpr, PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr):
+    """The y of a head's sink for M rows, and phi of it where it is the row's maximum."""
+    y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
+    return y, PHI(y + SHIFT(y) if SHIFT is not None else y)
 
 
 # Conditions on sums are false for NaN, so that a row with a NaN in it is NaN, not 0.
@@ -625,10 +638,10 @@ def _arguments(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
-    Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -644,6 +657,8 @@ def _forward_one_stage(
     total = tl.zeros([BLOCK_M], tl.float32)
     a_max = tl.full([BLOCK_M], DEAD, tl.float32)
     y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    if ADDED.sink is not None:
+        y_max, total = _sink(ADDED, h, BLOCK_M, PHI, SHIFT, ARGUMENT)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -676,14 +691,17 @@ def _forward_one_stage(
             _save(ROWS, GAIN, gain, bh, rows, Lq)
         if SHIFT is not None:
             _save(ROWS, _bias_at(0), beta + SHIFT(y_max), bh, rows, Lq)
+            if ADDED.sink is not None:
+                _save(ROWS, _shift_at(0), SHIFT(y_max), bh, rows, Lq)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
-    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, TOTAL: tl.constexpr, ARGUMENT: tl.constexpr, P: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
@@ -699,6 +717,10 @@ def _forward_two_stages(
     total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     compensation = tl.zeros([BLOCK_M], tl.float32)
     y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    y_sink = y_max
+    if ADDED.sink is not None:
+        y_sink, total = _sink(ADDED, h, BLOCK_M, PHI, SHIFT, ARGUMENT)
+        y_max, a_max = y_sink, total
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -727,7 +749,9 @@ def _forward_two_stages(
             total += part
     if SHIFT is not None:
         shift = SHIFT(y_max)
-        beta, y_max = beta + shift, y_max + shift
+        beta, y_max, y_sink = beta + shift, y_max + shift, y_sink + shift
+        if SAVE and ADDED.sink is not None:
+            _save(ROWS, _shift_at(P), shift, bh, rows, Lq)
     if TOTAL is not None:  # the function is increasing
         a_max = TOTAL(y_max[:, None])
     n = rows + past + 1
@@ -740,6 +764,10 @@ def _forward_two_stages(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if ADDED.sink is not None:
+        t_sink = _reweighted(PHI(y_sink), gain, offset)
+        total_u = _power_less_one(t_sink, P)
+        total_w = total_u * t_sink
     SHIFTED: tl.constexpr = BIASED or SHIFT is not None
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
@@ -787,10 +815,11 @@ def _forward_two_stages(
 
 @triton.jit
 def _backward_rows(
-    DOUT, OUT, U, SCALED, ROWS, TERMS, dout_strides, H, L, P: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, M: tl.constexpr,
+    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, dout_strides, H, L, ADDED, PHI: tl.constexpr,
+    SLOPE: tl.constexpr, SHIFTED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dO' and the TERMS of rows."""
+    """dO', the TERMS of rows and, if DSINK is given, their parts of the sink's gradient."""
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides[2], rows, L, D, BLOCK_D)
@@ -803,6 +832,16 @@ def _backward_rows(
         coupled = _saved(ROWS, COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
         _save(TERMS, COUPLED, coupled, bh, rows, L)
     _save(TERMS, DELTA, factor * along, bh, rows, L)
+    if DSINK is not None:  # a tile's gradient for a value of 0
+        y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
+        if SHIFTED:
+            y += _saved(ROWS, _shift_at(P), bh, rows, L)
+        dz = -factor * along
+        if P:
+            gain = _saved(ROWS, GAIN, bh, rows, L)
+            t = _reweighted(PHI(y), gain, _saved(ROWS, OFFSET, bh, rows, L))
+            dz = (_power_less_one(t, P) * dz - coupled) * gain
+        _save(DSINK, 0, VALUE * dz * SLOPE(y), bh, rows, L)
     if SCALED.dtype.element_ty == tl.float16:
         _save(TERMS, FACTOR, factor, bh, rows, L)
     else:
@@ -1056,10 +1095,10 @@ def _decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, VALUE: tl.constexpr, NORMS: tl.constexpr, P: tl.constexpr,
-    L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr, NORMS: tl.constexpr,
+    P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1070,13 +1109,19 @@ def _decode_values(
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
     total = tl.load(PARTS + parts * 3 + 1, mask=exists, other=0.0)
     a_max = tl.load(PARTS + parts * 3 + 2, mask=exists, other=0.0)
-    shift = 0.0
+    shift, y_sink = 0.0, 0.0
+    if ADDED.sink is not None:
+        y_sink = ARGUMENT * tl.load(ADDED.sink + h)
     if SHIFT is not None:
         y_max = tl.load(PARTS + parts * 3, mask=exists, other=-float("inf"))
-        shift = SHIFT(tl.max(y_max, 0))
+        top = tl.max(y_max, 0)
+        shift = SHIFT(tl.maximum(top, y_sink) if ADDED.sink is not None else top)
         rescale = tl.exp2(shift - SHIFT(y_max))
         total, a_max = total * rescale, a_max * rescale
     total, a_max = tl.sum(total, 0), tl.max(a_max, 0)
+    a_sink = PHI(y_sink + shift)
+    if ADDED.sink is not None:
+        total, a_max = total + a_sink, tl.maximum(a_max, a_sink)
     gain, offset, _ = _second_stage(total, a_max, Lk.to(tl.float32))
     if not P:
         if L1:
@@ -1084,6 +1129,9 @@ def _decode_values(
         else:
             gain = 1 / (VALUE * _number(norm, bh, NORMS))
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
+    if P and ADDED.sink is not None:  # in the first chunk's sum alone
+        t = _reweighted(a_sink, gain, offset)
+        total_w += tl.where(split == 0, _power_less_one(t, P) * t, 0.0)
     end = tl.minimum(split * chunk + chunk, Lk)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
@@ -1162,6 +1210,12 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
+class Added(NamedTuple):
+    """What some variants add to a head's scores or keys, as an argument of the kernels."""
+
+    sink: Tensor | None
+
+
 class Strided(NamedTuple):
     data: Tensor
     strides: tuple[int, ...]
@@ -1178,25 +1232,30 @@ def _numbers(q: Tensor, count: int) -> Tensor:
 
 
 def _outputs(
-    q: Tensor, k: Tensor, p: float, biased: bool, unit: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, shifted: bool, p: float,
+    unit: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Uninitialised outputs of _forward."""
     u = _like(q) if save and p else q.new_empty(0)
     unit_k = _like(k) if unit else k.new_empty(0)
-    return _like(q), u, _like(q), unit_k, _numbers(q, (5 if p else 2) + biased), _numbers(k, unit)
+    # up to the last that is needed: see ROWS
+    more = 2 if shifted and sink is not None else shifted or bias is not None
+    rows = _numbers(q, (5 if p else 2) + more)
+    return _like(q), u, _like(q), unit_k, rows, _numbers(k, unit)
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool, signed: bool, window: int | None, save: bool,
+    sink: Tensor | None, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
+    window: int | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     q, k, v = map(_rows_contiguous, (q, k, v))
     function, biased = _phi(phi, q.dtype), bias is not None
     exact = not (unit or function.smooth)
-    outputs = _outputs(q, k, p, biased or shifted, unit, save)
+    outputs = _outputs(q, k, bias, sink, shifted, p, unit, save)
     out, u, scaled_q, unit_k, rows, inverse = outputs
     head, shift = _head(d), function.shift if shifted else None
     with _device(q):
@@ -1211,10 +1270,10 @@ def _forward(
             )
             k = unit_k
         constants = dict(
-            PHI=function.function, SHIFT=shift, EXACT=exact, BIASED=biased, SAVE=save,
-            PRECISION=_precision(), WINDOW=window, **head,
+            PHI=function.function, SHIFT=shift, ARGUMENT=function.argument, EXACT=exact,
+            BIASED=biased, SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, Added(sink)
         if p:
             shape = block_shape(TWO_STAGES, q, phi, p)
             _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -1230,26 +1289,27 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save):
-    return _outputs(q, k, p, bias is not None or shifted, unit, save)
+def _(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit, signed, window, save):
+    return _outputs(q, k, bias, sink, shifted, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
-    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    u: Tensor, rows: Tensor, inverse: Tensor, phi: str, p: float, unit: bool, signed: bool,
-    window: int | None, l1: bool, biased: bool, learnt_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, where they are learnt, the gradients of scale and bias, [B, H, Lq].
+    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    out: Tensor, u: Tensor, rows: Tensor, inverse: Tensor, phi: str, shifted: bool, p: float,
+    unit: bool, signed: bool, window: int | None, l1: bool, biased: bool, learnt: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and, where they are learnt, the gradients of scale, bias and sink, [B, H, Lq].
 
-    dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`; the
-    scale is learnt if the original q is given.
+    dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`. The
+    original q is given if the scale is learnt.
     """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     dout, k, v = map(_rows_contiguous, (dout, k, v))
     function, head = _phi(phi, q.dtype), _head(d)
-    step, learnt_scale = function.value / function.argument, original_q is not None
-    dq, dk, dv, dscale, dbias = _gradients_like(q, k, learnt_scale, learnt_bias)
+    step = function.value / function.argument
+    learnt_scale, learnt_bias, learnt_sink = learnt
+    dq, dk, dv, dscale, dbias, dsink = _gradients_like(q, k, learnt)
     atomic = not learnt_bias and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32)
     terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
@@ -1260,8 +1320,10 @@ def _backward(
     )  # fmt: skip
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, scaled_dout, rows, terms, _strides(dout), H, Lq, P=_p(p), M=64, **head
-        )
+            dout, out, u, scaled_dout, rows, terms, dsink if learnt_sink else None, _strides(dout),
+            H, Lq, Added(sink), PHI=function.function, SLOPE=function.slope, SHIFTED=shifted,
+            ARGUMENT=function.argument, VALUE=function.value, P=_p(p), M=64, **head,
+        )  # fmt: skip
         if atomic:
             summed.zero_()
         sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
@@ -1281,47 +1343,48 @@ def _backward(
             summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, STEP=step,
             VALUE=function.value, UNIT=unit, LEARNT=learnt_scale, M=64, **head,
         )  # fmt: skip
-    return dq, dk, dv, dscale, dbias
+    return dq, dk, dv, dscale, dbias, dsink
 
 
 @_backward.register_fake
 def _(
-    dout, original_q, q, k, v, out, u, rows, inverse, phi, p, unit, signed, window, l1, biased,
-    learnt_bias,
+    dout, original_q, q, k, v, sink, out, u, rows, inverse, phi, shifted, p, unit, signed, window,
+    l1, biased, learnt,
 ):  # fmt: skip
-    return _gradients_like(q, k, original_q is not None, learnt_bias)
+    return _gradients_like(q, k, learnt)
 
 
 def _gradients_like(
-    q: Tensor, k: Tensor, learnt_scale: bool, learnt_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dscale, dbias = (
-        q.new_empty(q.shape[:3] if learnt else (0,), dtype=torch.float32)
-        for learnt in (learnt_scale, learnt_bias)
+    q: Tensor, k: Tensor, learnt: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dscale, dbias, dsink = (
+        q.new_empty(q.shape[:3] if learns else (0,), dtype=torch.float32) for learns in learnt
     )
     dk, dv = (k.new_empty(len(k), k.shape[2], q.shape[1], k.shape[3]) for _ in range(2))
-    return _like(q), dk.transpose(1, 2), dv.transpose(1, 2), dscale, dbias
+    return _like(q), dk.transpose(1, 2), dv.transpose(1, 2), dscale, dbias, dsink
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, phi, shifted, p, unit, signed, window, _ = inputs
+    q, k, v, _, bias, norm, sink, phi, shifted, p, unit, signed, window, _ = inputs
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
-    ctx.save_for_backward(original_q, scaled_q, unit_k if unit else k, v, out, u, rows, inverse)
+    k = unit_k if unit else k
+    ctx.save_for_backward(original_q, scaled_q, k, v, sink, out, u, rows, inverse)
     biased = bias is not None or shifted
-    ctx.constants = phi, p, unit, signed, window, norm is None, biased
+    ctx.constants = phi, shifted, p, unit, signed, window, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _call_backward(ctx, dout, *_):
-    learnt_bias = ctx.needs_input_grad[4]
-    dq, dk, dv, dscale, dbias = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt_bias)
+    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6)]
+    dq, dk, dv, *gradients = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt)
     heads = ctx.saved_tensors[3].shape[1]
     if heads < dk.shape[1]:
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    dscale, dbias = (x if x.numel() else None for x in (dscale, dbias))
-    return dq, dk, dv, dscale, dbias, *(None,) * 8
+    dscale, dbias, dsink = (x if x.numel() else None for x in gradients)
+    dsink = None if dsink is None else dsink.sum((0, 2))
+    return dq, dk, dv, dscale, dbias, None, dsink, *(None,) * 7
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1330,7 +1393,7 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool,
+    sink: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
@@ -1346,25 +1409,27 @@ def _decode(
     sums = q.new_empty(B, H, splits, head["BLOCK_D"] + 1, dtype=torch.float32)
     out = _like(q)
     shift = function.shift if shifted else None
-    constants = dict(PHI=function.function, SHIFT=shift, BLOCK_N=block_n, **head)
+    constants = dict(PHI=function.function, SHIFT=shift, ARGUMENT=function.argument)
+    constants |= dict(BLOCK_N=block_n, **head)
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
     scales, biases, norms = (_one_row(x, q) for x in (scale, bias, norm))
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk,
-            ARGUMENT=function.argument, SCALES=isinstance(scales, Tensor),
-            BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
+            SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), UNIT=unit,
+            **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, VALUE=function.value,
-            NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
+            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, Added(sink),
+            VALUE=function.value, NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None,
+            **constants, **reduced,
         )  # fmt: skip
         _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
     return out
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit):
+def _(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit):
     return _like(q)
 
 
@@ -1386,6 +1451,7 @@ def _processors(device: torch.device) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
+    sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
@@ -1394,13 +1460,17 @@ def attend(
     l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None;
     `unit` normalises q and k to unit length; `signed` means that phi may be negative; `window` is
     the number of keys that each row sees, or None. A single query sees all k, and its scale, bias
-    and norm may be on the CPU, one for all sequences and heads. Gradients flow to q, k, v, scale
-    and bias.
+    and norm may be on the CPU, one for all sequences and heads.
+
+    sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
+    without scale and bias; n does not count it. It needs l1 and a phi that is never 0.
+
+    Gradients flow to q, k, v, scale, bias and sink.
     """
     p = 0.0 if p is None else float(p)
-    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))
+    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
+        return _decode(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit)
     rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
-    return _forward(q, k, v, *rows, phi, shifted, p, unit, signed, window, save)[0]
+    return _forward(q, k, v, *rows, sink, phi, shifted, p, unit, signed, window, save)[0]

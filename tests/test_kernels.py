@@ -21,6 +21,7 @@ from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import SMALL, small_config
 from tests.textbook import (
     TEXTBOOK,
+    attended,
     build,
     draw,
     draw_off_kinks,
@@ -282,6 +283,111 @@ def test_rows_that_see_no_key_of_their_first_tiles_are_shifted():
         torch.testing.assert_close(found["out"], exact["out"], rtol=0, atol=1e-3)
 
 
+# ---- every choice, and their combinations ----
+
+HEADS, KEYS = ("sink",), ("k", "v")  # what is given for heads, and for keys; the rest is for rows
+
+
+def inputs_of(choices, B, H, Hk, Lq, Lk, d, dtype, seed=0):
+    """q, k, v, the chosen tensors and the output's gradient, by name, and the other settings."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g)
+
+    tensors = {"q": normal(B, H, Lq, d), "k": normal(B, Hk, Lk, d), "v": normal(B, Hk, Lk, d)}
+    gradient = normal(B, H, Lq, d).to(dtype)
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    tensors["scale"] = (d**-0.5 * (2 + normal(1, H, Lq))).expand(B, -1, -1)
+    drawn = {
+        "bias": lambda: normal(B, H, Lq),
+        "norm": lambda: 1 + normal(1, H, Lq).square(),
+        "sink": lambda: normal(H),
+    }
+    settings = {name: x for name, x in choices.items() if name not in drawn}
+    tensors |= {name: draw() for name, draw in drawn.items() if name in choices}
+    return tensors, settings, gradient
+
+
+def attend(tensors, settings):
+    """kernels.attend, with what attention.py would pass for this phi."""
+    phi = settings["phi"]
+    l1, shifted = "norm" not in tensors, kernels.PHIS[phi].shift is not None
+    defaults = dict(bias=None, norm=None, p=None, unit=False, window=None)
+    settings = dict(shifted=l1 and shifted, signed=phi == "gelu") | settings
+    return kernels.attend(**defaults | tensors | settings)
+
+
+def check(choices, B=1, H=2, Hk=2, Lq=20, Lk=20, d=16, dtype=FLOAT32, seed=0, scaled=1.0):
+    """Asserts that the kernels' output and all gradients are those of the formula in float64."""
+    tensors, settings, gradient = inputs_of(choices, B, H, Hk, Lq, Lk, d, dtype, seed)
+    tensors["q"] = scaled * tensors["q"]
+
+    def results(tensors, function, gradient):
+        tensors = {name: x.detach().requires_grad_(name != "norm") for name, x in tensors.items()}
+        out = function(tensors)
+        learnt = [name for name, x in tensors.items() if x.requires_grad]
+        found = torch.autograd.grad(out, [tensors[name] for name in learnt], gradient)
+        names = ["out", *("d" + name for name in learnt)]
+        return dict(zip(names, (out, *found), strict=True))
+
+    def formula(tensors):
+        return attended(**tensors, **settings)
+
+    exact = results({n: x.double() for n, x in tensors.items()}, formula, gradient.double())
+    bar = results({n: x.float() for n, x in tensors.items()}, formula, gradient.float())
+    ours = results(tensors, lambda tensors: attend(tensors, settings), gradient)
+    p = settings.get("p") or 4
+    roundings = 1e-5 * (1 + p) if dtype is FLOAT32 else 4e-3
+    for name, x in exact.items():
+        size = max(x.norm(), 1e-3 * gradient.norm()) * (1 if x.dim() == 4 else 10)
+        error, allowed = (ours[name] - x).norm(), 4 * (bar[name] - x).norm()
+        assert error <= allowed + roundings * size, (name, error / size, allowed / size)
+    one = {name: x if name in HEADS + KEYS else x[:, :, -1:] for name, x in tensors.items()}
+    with torch.no_grad():
+        decoded = attend(one, settings)
+    rounding = dict(rtol=1e-3, atol=1e-3 if dtype is FLOAT16 else 2e-5)
+    torch.testing.assert_close(decoded, ours["out"][:, :, -1:].detach(), **rounding)
+    return ours
+
+
+STAGES = [dict(phi="exp"), dict(phi="softplus", p=3.0, unit=True)]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=["one stage", "two stages"])
+def test_a_bias_for_each_sequence(stage):
+    check(dict(stage, bias=True), B=2)
+
+
+@pytest.mark.parametrize("p", [None, 3.0])
+@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+def test_a_sink(phi, p):
+    check(dict(phi=phi, p=p, sink=True), Lq=5, Lk=37)
+
+
+@pytest.mark.parametrize("p", [None, 3.0])
+@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+def test_sinks_and_scores_of_ten_thousand(phi, p):
+    """Sinks far above all scores, far below, and among them, where scores are far from 0 or not."""
+    sizes = [(1, 1e4), (1, -1e4), (-1e4, 0), (1e4, 0), (-1e4, -1e4), (1e4, 1e4)]
+    n, choices = len(sizes), dict(phi=phi, p=p, sink=True)
+    tensors, settings, gradient = inputs_of(choices, 1, n, n, 20, 20, 16, FLOAT32)
+    scales, tensors["sink"] = torch.tensor(sizes).T.contiguous()
+    tensors["scale"] = scales[None, :, None].expand(1, n, 20)
+    tensors["q"], tensors["k"] = tensors["q"].abs() / 16, tensors["k"].abs()
+    for x in tensors.values():
+        x.requires_grad_()
+    out = attend(tensors, settings)
+    exact = attended(**{name: x.double() for name, x in tensors.items()}, **settings)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-2)
+    assert phi != "exp" or (out[:, 0] == 0).all()
+    gradients = torch.autograd.grad(out, list(tensors.values()), gradient)
+    assert all(x.isfinite().all() for x in gradients)
+    with torch.no_grad():
+        one = {name: x if name in HEADS + KEYS else x[:, :, -1:] for name, x in tensors.items()}
+        torch.testing.assert_close(attend(one, settings), out[:, :, -1:], rtol=0, atol=1e-2)
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -411,7 +517,7 @@ def arguments(case, L=20, requires_grad=True):
     r = attn._rows(q, k, slice(None), 64)
     scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[..., 0]
     phi, p = attn.variant.phi.kernel, float(attn.p or 0)
-    return q, k, v, scale, None, None, phi, False, p, attn.variant.l2_normalise
+    return q, k, v, scale, None, None, None, phi, False, p, attn.variant.l2_normalise
 
 
 @pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
