@@ -480,6 +480,18 @@ def _saved(ROWS, index, bh, rows, L):
 
 
 @triton.jit
+def _argument(y, alpha, beta, distance, slope, EXACT: tl.constexpr, BIASED: tl.constexpr):
+    """y of a tile from its product and the numbers of its rows, which broadcast against it."""
+    if EXACT:
+        y = y * alpha
+    if BIASED:
+        y = y + beta
+    if slope is not None:
+        y = y - slope * distance.to(tl.float32)
+    return y
+
+
+@triton.jit
 def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
     """A tile's y, shifted, each row's running maximum of y, and the factor for earlier sums of phi.
 
@@ -625,15 +637,15 @@ def _visible(keys, rows, past, WINDOW: tl.constexpr):
 
 @triton.jit
 def _arguments(
-    q, K, k_stride, alpha, beta, keys, Lk, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, K, k_stride, alpha, beta, rows, keys, past, Lk, slope, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a tile [rows, keys]."""
     k = _load(K, k_stride, keys, Lk, D, BLOCK_D)
     y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if EXACT:
-        y = y * alpha[:, None]
-    return y + beta[:, None] if BIASED else y
+    return _argument(
+        y, alpha[:, None], beta[:, None], rows[:, None] + past - keys[None, :], slope, EXACT, BIASED
+    )
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -651,6 +663,7 @@ def _forward_one_stage(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
     beta = _saved(ROWS, _bias_at(0), bh, rows, Lq) if BIASED else alpha * 0
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -663,8 +676,9 @@ def _forward_one_stage(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, BIASED, D,
+                BLOCK_D, PRECISION,
+            )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
                 y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
@@ -710,6 +724,7 @@ def _forward_two_stages(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
     beta = _saved(ROWS, _bias_at(P), bh, rows, Lq) if BIASED else alpha * 0
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     # ---- pass 1: each row's sum and maximum of phi ----
@@ -725,8 +740,9 @@ def _forward_two_stages(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, BIASED, D,
+                BLOCK_D, PRECISION,
+            )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
                 y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
@@ -773,8 +789,9 @@ def _forward_two_stages(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, SHIFTED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, SHIFTED, D,
+                BLOCK_D, PRECISION,
+            )  # fmt: skip
             t = _reweighted(PHI(y), gain[:, None], offset[:, None])
             if PART > 0:
                 t = tl.where(_visible(keys[None, :], rows[:, None], past, WINDOW), t, 0.0)
@@ -872,15 +889,13 @@ def _row_terms(
 
 @triton.jit
 def _gradients(
-    y, dp, alpha, beta, gain, offset, delta, coupled, factor, visible, PHI: tl.constexpr,
-    SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
+    y, dp, alpha, beta, gain, offset, delta, coupled, factor, visible, distance, slope,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile's weights, but for their factors, and dz from products and the numbers of its rows."""
-    if EXACT:
-        y = y * alpha
-    if BIASED:
-        y += beta
+    y = _argument(y, alpha, beta, distance, slope, EXACT, BIASED)
     a = PHI(y)
     if HALF:
         dp = dp * factor
@@ -917,11 +932,12 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
-    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, GROUP, Lq, Lk,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr, SIGNED: tl.constexpr,
-    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
     bh, block = tl.program_id(0), tl.program_id(1)
@@ -931,6 +947,7 @@ def _backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _load(_at(K, k_strides, b, h // GROUP), k_strides[2], keys, Lk, D, BLOCK_D)
     v = _load(_at(V, v_strides, b, h // GROUP), v_strides[2], keys, Lk, D, BLOCK_D)
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
@@ -948,8 +965,9 @@ def _backward_keys(
             A, dz = _gradients(
                 y, dp, alpha[None, :], beta[None, :], gain[None, :], offset[None, :],
                 delta[None, :], coupled[None, :], factor[None, :],
-                _visible(keys[:, None], rows[None, :], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+                _visible(keys[:, None], rows[None, :], past, WINDOW),
+                rows[None, :] + past - keys[:, None], slope, PHI, SLOPE, SIGNED, P, L1, EXACT,
+                BIASED, HALF, PART > 0,
             )  # fmt: skip
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
             scaled = dz * alpha[None, :] if EXACT else dz
@@ -962,7 +980,7 @@ def _backward_keys(
                 at = DQ + rows[:, None] * (H * D) + columns[None, :]
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
-    dk *= STEP
+    dk *= VALUE / ARGUMENT
     if UNIT:
         inverse = _saved(INVERSE, 0, bh // GROUP, keys, Lk)
         dk = _project(dk, k, inverse) * inverse[:, None]
@@ -974,13 +992,13 @@ def _backward_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_queries(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, VALUE: tl.constexpr, SIGNED: tl.constexpr,
-    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What the atomics would sum for dq, for a block of rows; if LEARNT, the bias's gradient."""
+    """What the atomics would sum for dq, for a block of rows, and the bias's gradient if learnt."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
@@ -991,6 +1009,7 @@ def _backward_queries(
     alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
         ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
     )
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -1005,24 +1024,25 @@ def _backward_queries(
             _, dz = _gradients(
                 y, dp, alpha[:, None], beta[:, None], gain[:, None], offset[:, None],
                 delta[:, None], coupled[:, None], factor[:, None],
-                _visible(keys[None, :], rows[:, None], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+                _visible(keys[None, :], rows[:, None], past, WINDOW),
+                rows[:, None] + past - keys[None, :], slope, PHI, SLOPE, SIGNED, P, L1, EXACT,
+                BIASED, HALF, PART > 0,
             )  # fmt: skip
-            if LEARNT:
+            if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
             dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
     _store(_own(DQ, b, h, H, Lq, D), H * D, rows, Lq, dq, D, BLOCK_D)
-    if LEARNT:
+    if DBIAS is not None:
         _save(DBIAS, 0, VALUE * dbias, bh, rows, Lq)
 
 
 @triton.jit
 def _finish_queries(
-    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, strides, H, L, STEP: tl.constexpr, VALUE: tl.constexpr,
-    UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, strides, H, L, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """dq from its sum over keys and, if LEARNT, the scale's gradient.
+    """dq from its sum over keys and, if it is learnt, the scale's gradient.
 
     That needs the original q: a scale of 0 makes q' 0.
     """
@@ -1030,7 +1050,7 @@ def _finish_queries(
     b, h = bh // H, bh % H
     dq = _load(_own(SUM, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, L)
-    if LEARNT:
+    if DSCALE is not None:
         q = _load(_at(ORIGINAL, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
         dscale = VALUE * tl.sum(dq * q, 1)
         if UNIT:
@@ -1039,7 +1059,7 @@ def _finish_queries(
     if UNIT:
         q = _load(_own(Q, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
         dq = _project(dq, q, alpha)
-    dq *= (STEP * alpha)[:, None]
+    dq *= (VALUE / ARGUMENT * alpha)[:, None]
     _store(_own(DQ, b, h, H, L, D), H * D, rows, L, dq, D, BLOCK_D)
 
 
@@ -1054,8 +1074,8 @@ def _number(X, bh, EACH: tl.constexpr):
 
 @triton.jit
 def _decode_scores(
-    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
+    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
@@ -1066,6 +1086,7 @@ def _decode_scores(
     q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
     alpha = ARGUMENT * _number(scale, bh, SCALES)
     beta = ARGUMENT * _number(bias, bh, BIASES)
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     if UNIT:
         q = q * _inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -1077,7 +1098,7 @@ def _decode_scores(
         y = tl.sum(k * q, 1)
         if UNIT:
             y = y * _inverse_norm(k)
-        y = y * alpha + beta
+        y = _argument(y, alpha, beta, Lk - 1 - keys, slope, True, True)
         visible = keys < Lk
         tl.store(Y + keys, y, mask=visible)
         y = y[None, :]
@@ -1214,6 +1235,7 @@ class Added(NamedTuple):
     """What some variants add to a head's scores or keys, as an argument of the kernels."""
 
     sink: Tensor | None
+    slopes: Tensor | None
 
 
 class Strided(NamedTuple):
@@ -1247,8 +1269,8 @@ def _outputs(
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
-    window: int | None, save: bool,
+    sink: Tensor | None, slopes: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
+    signed: bool, window: int | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
@@ -1273,7 +1295,7 @@ def _forward(
             PHI=function.function, SHIFT=shift, ARGUMENT=function.argument, EXACT=exact,
             BIASED=biased, SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, Added(sink)
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, Added(sink, slopes)
         if p:
             shape = block_shape(TWO_STAGES, q, phi, p)
             _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -1289,15 +1311,16 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit, signed, window, save):
+def _(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit, signed, window, save):
     return _outputs(q, k, bias, sink, shifted, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
     dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    out: Tensor, u: Tensor, rows: Tensor, inverse: Tensor, phi: str, shifted: bool, p: float,
-    unit: bool, signed: bool, window: int | None, l1: bool, biased: bool, learnt: list[bool],
+    slopes: Tensor | None, out: Tensor, u: Tensor, rows: Tensor, inverse: Tensor, phi: str,
+    shifted: bool, p: float, unit: bool, signed: bool, window: int | None, l1: bool, biased: bool,
+    learnt: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, where they are learnt, the gradients of scale, bias and sink, [B, H, Lq].
 
@@ -1306,50 +1329,48 @@ def _backward(
     """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     dout, k, v = map(_rows_contiguous, (dout, k, v))
-    function, head = _phi(phi, q.dtype), _head(d)
-    step = function.value / function.argument
-    learnt_scale, learnt_bias, learnt_sink = learnt
-    dq, dk, dv, dscale, dbias, dsink = _gradients_like(q, k, learnt)
-    atomic = not learnt_bias and not torch.are_deterministic_algorithms_enabled()
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes)
+    dq, dk, dv, *gradients = _gradients_like(q, k, learnt)
+    dscale, dbias, dsink = (x if x.numel() else None for x in gradients)
+    atomic = dbias is None and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32)
     terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
+    units = dict(ARGUMENT=function.argument, VALUE=function.value)
+    functions = dict(PHI=function.function, SLOPE=function.slope, P=_p(p), **units)
     constants = dict(
-        PHI=function.function, SLOPE=function.slope, SIGNED=signed, P=_p(p), L1=l1,
-        EXACT=not (unit or function.smooth), BIASED=biased, PRECISION=_precision(), WINDOW=window,
-        **head,
+        **functions, SIGNED=signed, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
+        PRECISION=_precision(), WINDOW=window, **head,
     )  # fmt: skip
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, scaled_dout, rows, terms, dsink if learnt_sink else None, _strides(dout),
-            H, Lq, Added(sink), PHI=function.function, SLOPE=function.slope, SHIFTED=shifted,
-            ARGUMENT=function.argument, VALUE=function.value, P=_p(p), M=64, **head,
+            dout, out, u, scaled_dout, rows, terms, dsink, _strides(dout), H, Lq, added,
+            SHIFTED=shifted, M=64, **functions, **head,
         )  # fmt: skip
         if atomic:
             summed.zero_()
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
         shape = block_shape(KEYS, q, phi, p)
         _backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
             q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, *sizes, **constants,
-            STEP=step, UNIT=unit, ATOMIC=atomic, **shape,
+            UNIT=unit, ATOMIC=atomic, **shape,
         )  # fmt: skip
         if not atomic:
             shape = block_shape(QUERIES, q, phi, p)
             _backward_queries[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                q, k, v, scaled_dout, rows, terms, summed, dbias, *sizes, **constants,
-                VALUE=function.value, LEARNT=learnt_bias, **shape,
-            )  # fmt: skip
+                q, k, v, scaled_dout, rows, terms, summed, dbias, *sizes, **constants, **shape
+            )
         original_q = q if original_q is None else _rows_contiguous(original_q)
         _finish_queries[B * H, triton.cdiv(Lq, 64)](
-            summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, STEP=step,
-            VALUE=function.value, UNIT=unit, LEARNT=learnt_scale, M=64, **head,
+            summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, UNIT=unit, M=64,
+            **units, **head,
         )  # fmt: skip
-    return dq, dk, dv, dscale, dbias, dsink
+    return dq, dk, dv, *gradients
 
 
 @_backward.register_fake
 def _(
-    dout, original_q, q, k, v, sink, out, u, rows, inverse, phi, shifted, p, unit, signed, window,
-    l1, biased, learnt,
+    dout, original_q, q, k, v, sink, slopes, out, u, rows, inverse, phi, shifted, p, unit, signed,
+    window, l1, biased, learnt,
 ):  # fmt: skip
     return _gradients_like(q, k, learnt)
 
@@ -1365,11 +1386,11 @@ def _gradients_like(
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, sink, phi, shifted, p, unit, signed, window, _ = inputs
+    q, k, v, _, bias, norm, sink, slopes, phi, shifted, p, unit, signed, window, _ = inputs
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
     k = unit_k if unit else k
-    ctx.save_for_backward(original_q, scaled_q, k, v, sink, out, u, rows, inverse)
+    ctx.save_for_backward(original_q, scaled_q, k, v, sink, slopes, out, u, rows, inverse)
     biased = bias is not None or shifted
     ctx.constants = phi, shifted, p, unit, signed, window, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
@@ -1384,7 +1405,7 @@ def _call_backward(ctx, dout, *_):
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
     dscale, dbias, dsink = (x if x.numel() else None for x in gradients)
     dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq, dk, dv, dscale, dbias, None, dsink, *(None,) * 7
+    return dq, dk, dv, dscale, dbias, None, dsink, *(None,) * 8
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1393,12 +1414,12 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
+    sink: Tensor | None, slopes: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     q, k, v = map(_rows_contiguous, (q, k, v))
-    function, head = _phi(phi, q.dtype), _head(d)
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes)
     block_n = 16 if INTERPRETED else 64
     programs = 4 * _processors(q.device)
     wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
@@ -1415,12 +1436,12 @@ def _decode(
     scales, biases, norms = (_one_row(x, q) for x in (scale, bias, norm))
     with _device(q):
         _decode_scores[B * H, splits](
-            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk,
+            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
             SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), UNIT=unit,
             **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, Added(sink),
+            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, added,
             VALUE=function.value, NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None,
             **constants, **reduced,
         )  # fmt: skip
@@ -1429,7 +1450,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit):
+def _(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit):
     return _like(q)
 
 
@@ -1451,7 +1472,7 @@ def _processors(device: torch.device) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
@@ -1463,7 +1484,8 @@ def attend(
     and norm may be on the CPU, one for all sequences and heads.
 
     sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
-    without scale and bias; n does not count it. It needs l1 and a phi that is never 0.
+    without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
+    at least 0, are ALiBi's: each score less its head's slope times the distance of its key.
 
     Gradients flow to q, k, v, scale, bias and sink.
     """
@@ -1471,6 +1493,7 @@ def attend(
     learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, sink, phi, shifted, p, unit)
+        return _decode(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit)
     rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
-    return _forward(q, k, v, *rows, sink, phi, shifted, p, unit, signed, window, save)[0]
+    heads = sink, slopes
+    return _forward(q, k, v, *rows, *heads, phi, shifted, p, unit, signed, window, save)[0]

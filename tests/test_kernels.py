@@ -285,7 +285,7 @@ def test_rows_that_see_no_key_of_their_first_tiles_are_shifted():
 
 # ---- every choice, and their combinations ----
 
-HEADS, KEYS = ("sink",), ("k", "v")  # what is given for heads, and for keys; the rest is for rows
+HEADS, KEYS = ("sink", "slopes"), ("k", "v")  # what is given for heads, and for keys; the rest is for rows
 
 
 def inputs_of(choices, B, H, Hk, Lq, Lk, d, dtype, seed=0):
@@ -303,6 +303,7 @@ def inputs_of(choices, B, H, Hk, Lq, Lk, d, dtype, seed=0):
         "bias": lambda: normal(B, H, Lq),
         "norm": lambda: 1 + normal(1, H, Lq).square(),
         "sink": lambda: normal(H),
+        "slopes": lambda: 2.0 ** -torch.arange(1, H + 1),
     }
     settings = {name: x for name, x in choices.items() if name not in drawn}
     tensors |= {name: draw() for name, draw in drawn.items() if name in choices}
@@ -324,7 +325,7 @@ def check(choices, B=1, H=2, Hk=2, Lq=20, Lk=20, d=16, dtype=FLOAT32, seed=0, sc
     tensors["q"] = scaled * tensors["q"]
 
     def results(tensors, function, gradient):
-        tensors = {name: x.detach().requires_grad_(name != "norm") for name, x in tensors.items()}
+        tensors = {name: x.detach().requires_grad_(name not in ("norm", "slopes")) for name, x in tensors.items()}
         out = function(tensors)
         learnt = [name for name, x in tensors.items() if x.requires_grad]
         found = torch.autograd.grad(out, [tensors[name] for name in learnt], gradient)
@@ -386,6 +387,23 @@ def test_sinks_and_scores_of_ten_thousand(phi, p):
     with torch.no_grad():
         one = {name: x if name in HEADS + KEYS else x[:, :, -1:] for name, x in tensors.items()}
         torch.testing.assert_close(attend(one, settings), out[:, :, -1:], rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=["one stage", "two stages"])
+def test_alibi(stage):
+    check(dict(stage, slopes=True), Lq=5, Lk=37)
+    check(dict(stage, slopes=True), Lq=33, Lk=40)
+
+
+def test_alibi_counts_positions_exactly():
+    """Near the end of 16K, where a bias of rows and one of keys would cancel to 1e-3."""
+    Lk, settings = 2**14, dict(phi="exp", window=40)
+    tensors = {"q": torch.zeros(1, 1, 2, 16), "k": torch.zeros(1, 1, Lk, 16)}
+    tensors["v"] = torch.eye(16).repeat(Lk // 16, 1)[None, None]
+    tensors |= {"scale": torch.ones(1, 1, 2), "slopes": torch.tensor([0.3])}
+    out = attend(tensors, settings)
+    exact = attended(**{name: x.double() for name, x in tensors.items()}, **settings)
+    assert (out - exact).abs().max() < 1e-6
 
 
 # ---- a user's own ----
@@ -517,7 +535,7 @@ def arguments(case, L=20, requires_grad=True):
     r = attn._rows(q, k, slice(None), 64)
     scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[..., 0]
     phi, p = attn.variant.phi.kernel, float(attn.p or 0)
-    return q, k, v, scale, None, None, None, phi, False, p, attn.variant.l2_normalise
+    return q, k, v, scale, None, None, None, None, phi, False, p, attn.variant.l2_normalise
 
 
 @pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
