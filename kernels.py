@@ -480,11 +480,18 @@ def _saved(ROWS, index, bh, rows, L):
 
 
 @triton.jit
-def _argument(y, alpha, beta, distance, slope, EXACT: tl.constexpr, BIASED: tl.constexpr):
-    """y of a tile from its product and the numbers of its rows, which broadcast against it."""
+def _key_bias(ADDED, b, h, keys, Lk, ARGUMENT: tl.constexpr):
+    return ARGUMENT * _numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
+
+
+@triton.jit
+def _argument(y, alpha, beta, distance, slope, key_bias, EXACT: tl.constexpr, BIASED: tl.constexpr):
+    """y of a tile from its product and numbers of its rows and keys, which broadcast against it."""
     if EXACT:
         y = y * alpha
-    if BIASED:
+    if key_bias is not None:  # added to the row's own bias first, which it may nearly cancel
+        beta = key_bias + beta if BIASED else key_bias
+    if BIASED or key_bias is not None:
         y = y + beta
     if slope is not None:
         y = y - slope * distance.to(tl.float32)
@@ -503,7 +510,9 @@ def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _sink(ADDED, h, M: tl.constexpr, PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr):
+def _sink(
+    ADDED, h, M: tl.constexpr, PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr
+):
     """The y of a head's sink for M rows, and phi of it where it is the row's maximum."""
     y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
     return y, PHI(y + SHIFT(y) if SHIFT is not None else y)
@@ -637,15 +646,18 @@ def _visible(keys, rows, past, WINDOW: tl.constexpr):
 
 @triton.jit
 def _arguments(
-    q, K, k_stride, alpha, beta, rows, keys, past, Lk, slope, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, K, k_stride, alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope, ARGUMENT: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a tile [rows, keys]."""
     k = _load(K, k_stride, keys, Lk, D, BLOCK_D)
     y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    return _argument(
-        y, alpha[:, None], beta[:, None], rows[:, None] + past - keys[None, :], slope, EXACT, BIASED
+    key_bias = (
+        None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
     )
+    distance = rows[:, None] + past - keys[None, :]
+    return _argument(y, alpha[:, None], beta[:, None], distance, slope, key_bias, EXACT, BIASED)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -676,8 +688,8 @@ def _forward_one_stage(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, BIASED, D,
-                BLOCK_D, PRECISION,
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, EXACT, BIASED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
@@ -740,8 +752,8 @@ def _forward_two_stages(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, BIASED, D,
-                BLOCK_D, PRECISION,
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, EXACT, BIASED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
@@ -789,8 +801,8 @@ def _forward_two_stages(
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, slope, EXACT, SHIFTED, D,
-                BLOCK_D, PRECISION,
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, EXACT, SHIFTED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             t = _reweighted(PHI(y), gain[:, None], offset[:, None])
             if PART > 0:
@@ -868,10 +880,10 @@ def _backward_rows(
 
 @triton.jit
 def _row_terms(
-    ROWS, TERMS, bh, rows, L, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    HALF: tl.constexpr,
+    ROWS, TERMS, bh, rows, L, AXIS: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of each row that a tile's gradients need."""
+    """The numbers of each row that a tile's gradients need, with a new axis for the keys."""
     delta = _saved(TERMS, DELTA, bh, rows, L)
     alpha, beta, gain, offset, coupled, factor = delta, delta, delta, delta, delta, delta
     if EXACT:
@@ -884,18 +896,22 @@ def _row_terms(
         coupled = _saved(TERMS, COUPLED, bh, rows, L)
     if HALF:
         factor = _saved(TERMS, FACTOR, bh, rows, L)
-    return alpha, beta, gain, offset, delta, coupled, factor
+    return (
+        tl.expand_dims(alpha, AXIS), tl.expand_dims(beta, AXIS), tl.expand_dims(gain, AXIS),
+        tl.expand_dims(offset, AXIS), tl.expand_dims(delta, AXIS), tl.expand_dims(coupled, AXIS),
+        tl.expand_dims(factor, AXIS),
+    )  # fmt: skip
 
 
 @triton.jit
 def _gradients(
-    y, dp, alpha, beta, gain, offset, delta, coupled, factor, visible, distance, slope,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr,
-    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr,
-    MASKED: tl.constexpr,
+    y, dp, terms, visible, distance, slope, key_bias, PHI: tl.constexpr, SLOPE: tl.constexpr,
+    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights, but for their factors, and dz from products and the numbers of its rows."""
-    y = _argument(y, alpha, beta, distance, slope, EXACT, BIASED)
+    """A tile's weights, but for their factors, and dz from products and its rows' terms."""
+    alpha, beta, gain, offset, delta, coupled, factor = terms
+    y = _argument(y, alpha, beta, distance, slope, key_bias, EXACT, BIASED)
     a = PHI(y)
     if HALF:
         dp = dp * factor
@@ -932,14 +948,17 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
-    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, k_strides, v_strides, H, GROUP, Lq,
+    Lk, ADDED, PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
     SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
     BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
+    """dk and dv of a block of keys, its bias's gradient if learnt and, if ATOMIC, its part of dq.
+
+    Tiles are [keys, rows].
+    """
     bh, block = tl.program_id(0), tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     Q, DOUT = _own(Q, b, h, H, Lq, D), _own(DOUT, b, h, H, Lq, D)
@@ -948,29 +967,31 @@ def _backward_keys(
     k = _load(_at(K, k_strides, b, h // GROUP), k_strides[2], keys, Lk, D, BLOCK_D)
     v = _load(_at(V, v_strides, b, h // GROUP), v_strides[2], keys, Lk, D, BLOCK_D)
     slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
+    bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[:, None]
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dkey_bias = tl.zeros([BLOCK_N], tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
             q = _load(Q, H * D, rows, Lq, D, BLOCK_D)
             dout = _load(DOUT, H * D, rows, Lq, D, BLOCK_D)
-            alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
-                ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
-            )
+            terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 0, P, EXACT, BIASED, HALF)
+            # 0 for rows that do not exist, whose y it could make infinite
+            key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
             y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             A, dz = _gradients(
-                y, dp, alpha[None, :], beta[None, :], gain[None, :], offset[None, :],
-                delta[None, :], coupled[None, :], factor[None, :],
-                _visible(keys[:, None], rows[None, :], past, WINDOW),
-                rows[None, :] + past - keys[:, None], slope, PHI, SLOPE, SIGNED, P, L1, EXACT,
-                BIASED, HALF, PART > 0,
+                y, dp, terms, _visible(keys[:, None], rows[None, :], past, WINDOW),
+                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, SIGNED, P, L1,
+                EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
+            if DKEY_BIAS is not None:
+                dkey_bias += tl.sum(dz, 1)
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            scaled = dz * alpha[None, :] if EXACT else dz
+            scaled = dz * terms[0] if EXACT else dz
             dk = tl.dot(scaled.to(q.dtype), q, dk, input_precision=PRECISION)
             if ATOMIC:
                 dz = dz.to(k.dtype)
@@ -988,6 +1009,8 @@ def _backward_keys(
         dv *= 1 / P
     _store(_own(DK, b, h, H, Lk, D), H * D, keys, Lk, dk, D, BLOCK_D)
     _store(_own(DV, b, h, H, Lk, D), H * D, keys, Lk, dv, D, BLOCK_D)
+    if DKEY_BIAS is not None:
+        _save(DKEY_BIAS, 0, VALUE * dkey_bias, bh, keys, Lk)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -1006,9 +1029,7 @@ def _backward_queries(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     dout = _load(_own(DOUT, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
-    alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
-        ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
-    )
+    terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 1, P, EXACT, BIASED, HALF)
     slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
@@ -1021,12 +1042,14 @@ def _backward_queries(
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            key_bias = (
+                None if ADDED.key_bias is None
+                else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
+            )  # fmt: skip
             _, dz = _gradients(
-                y, dp, alpha[:, None], beta[:, None], gain[:, None], offset[:, None],
-                delta[:, None], coupled[:, None], factor[:, None],
-                _visible(keys[None, :], rows[:, None], past, WINDOW),
-                rows[:, None] + past - keys[None, :], slope, PHI, SLOPE, SIGNED, P, L1, EXACT,
-                BIASED, HALF, PART > 0,
+                y, dp, terms, _visible(keys[None, :], rows[:, None], past, WINDOW),
+                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, SIGNED, P, L1,
+                EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
@@ -1075,8 +1098,9 @@ def _number(X, bh, EACH: tl.constexpr):
 @triton.jit
 def _decode_scores(
     Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
-    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
-    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr,
+    BIASES: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1098,7 +1122,8 @@ def _decode_scores(
         y = tl.sum(k * q, 1)
         if UNIT:
             y = y * _inverse_norm(k)
-        y = _argument(y, alpha, beta, Lk - 1 - keys, slope, True, True)
+        key_bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)
+        y = _argument(y, alpha, beta, Lk - 1 - keys, slope, key_bias, True, True)
         visible = keys < Lk
         tl.store(Y + keys, y, mask=visible)
         y = y[None, :]
@@ -1231,13 +1256,6 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
-class Added(NamedTuple):
-    """What some variants add to a head's scores or keys, as an argument of the kernels."""
-
-    sink: Tensor | None
-    slopes: Tensor | None
-
-
 class Strided(NamedTuple):
     data: Tensor
     strides: tuple[int, ...]
@@ -1246,6 +1264,14 @@ class Strided(NamedTuple):
 def _strided(x: Tensor | None) -> Strided | None:
     """x [B, H, L] of any strides, as an argument of a kernel."""
     return None if x is None else Strided(x, x.stride())
+
+
+class Added(NamedTuple):
+    """What some variants add to a head's scores or keys, as an argument of the kernels."""
+
+    sink: Tensor | None
+    slopes: Tensor | None
+    key_bias: Strided | None
 
 
 def _numbers(q: Tensor, count: int) -> Tensor:
@@ -1269,8 +1295,8 @@ def _outputs(
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, slopes: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
-    signed: bool, window: int | None, save: bool,
+    sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
+    p: float, unit: bool, signed: bool, window: int | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
@@ -1295,7 +1321,8 @@ def _forward(
             PHI=function.function, SHIFT=shift, ARGUMENT=function.argument, EXACT=exact,
             BIASED=biased, SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, Added(sink, slopes)
+        added = Added(sink, slopes, _strided(key_bias))
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
         if p:
             shape = block_shape(TWO_STAGES, q, phi, p)
             _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -1311,27 +1338,32 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit, signed, window, save):
+def _(
+    q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, signed, window, save
+):
     return _outputs(q, k, bias, sink, shifted, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
     dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    slopes: Tensor | None, out: Tensor, u: Tensor, rows: Tensor, inverse: Tensor, phi: str,
-    shifted: bool, p: float, unit: bool, signed: bool, window: int | None, l1: bool, biased: bool,
-    learnt: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, where they are learnt, the gradients of scale, bias and sink, [B, H, Lq].
+    slopes: Tensor | None, key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor,
+    inverse: Tensor, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
+    window: int | None, l1: bool, biased: bool, learnt: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and, where they are learnt, the gradients of scale, bias, sink and key_bias.
 
+    Those of the first three are [B, H, Lq], for the sink with a part for each row, and that of
+    key_bias is [B, H, Lk].
     dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`. The
     original q is given if the scale is learnt.
     """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     dout, k, v = map(_rows_contiguous, (dout, k, v))
-    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes)
-    dq, dk, dv, *gradients = _gradients_like(q, k, learnt)
-    dscale, dbias, dsink = (x if x.numel() else None for x in gradients)
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes, _strided(key_bias))
+    outputs = _gradients_like(q, k, learnt)
+    dq, dk, dv, *gradients = outputs
+    dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
     atomic = dbias is None and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32)
     terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
@@ -1351,8 +1383,8 @@ def _backward(
         sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
         shape = block_shape(KEYS, q, phi, p)
         _backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
-            q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, *sizes, **constants,
-            UNIT=unit, ATOMIC=atomic, **shape,
+            q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, dkey_bias, *sizes,
+            **constants, UNIT=unit, ATOMIC=atomic, **shape,
         )  # fmt: skip
         if not atomic:
             shape = block_shape(QUERIES, q, phi, p)
@@ -1364,33 +1396,37 @@ def _backward(
             summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, UNIT=unit, M=64,
             **units, **head,
         )  # fmt: skip
-    return dq, dk, dv, *gradients
+    return outputs
 
 
 @_backward.register_fake
 def _(
-    dout, original_q, q, k, v, sink, slopes, out, u, rows, inverse, phi, shifted, p, unit, signed,
-    window, l1, biased, learnt,
+    dout, original_q, q, k, v, sink, slopes, key_bias, out, u, rows, inverse, phi, shifted, p, unit,
+    signed, window, l1, biased, learnt,
 ):  # fmt: skip
     return _gradients_like(q, k, learnt)
 
 
 def _gradients_like(
     q: Tensor, k: Tensor, learnt: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dscale, dbias, dsink = (
-        q.new_empty(q.shape[:3] if learns else (0,), dtype=torch.float32) for learns in learnt
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    dscale, dbias, dsink, dkey_bias = (
+        q.new_empty((B, H, L) if learns else (0,), dtype=torch.float32)
+        for learns, L in zip(learnt, (Lq, Lq, Lq, Lk), strict=True)
     )
-    dk, dv = (k.new_empty(len(k), k.shape[2], q.shape[1], k.shape[3]) for _ in range(2))
-    return _like(q), dk.transpose(1, 2), dv.transpose(1, 2), dscale, dbias, dsink
+    dk, dv = (k.new_empty(B, Lk, H, d).transpose(1, 2) for _ in range(2))
+    return _like(q), dk, dv, dscale, dbias, dsink, dkey_bias
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, sink, slopes, phi, shifted, p, unit, signed, window, _ = inputs
+    q, k, v, _, bias, norm, sink, slopes, key_bias, *constants, _ = inputs
+    phi, shifted, p, unit, signed, window = constants
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
     k = unit_k if unit else k
-    ctx.save_for_backward(original_q, scaled_q, k, v, sink, slopes, out, u, rows, inverse)
+    given = scaled_q, k, v, sink, slopes, key_bias
+    ctx.save_for_backward(original_q, *given, out, u, rows, inverse)
     biased = bias is not None or shifted
     ctx.constants = phi, shifted, p, unit, signed, window, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
@@ -1398,14 +1434,14 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _call_backward(ctx, dout, *_):
-    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6)]
+    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6, 8)]
     dq, dk, dv, *gradients = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt)
     heads = ctx.saved_tensors[3].shape[1]
     if heads < dk.shape[1]:
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    dscale, dbias, dsink = (x if x.numel() else None for x in gradients)
+    dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
     dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq, dk, dv, dscale, dbias, None, dsink, *(None,) * 8
+    return dq, dk, dv, dscale, dbias, None, dsink, None, dkey_bias, *(None,) * 7
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1414,12 +1450,13 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, slopes: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
+    sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
+    p: float, unit: bool,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     q, k, v = map(_rows_contiguous, (q, k, v))
-    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes)
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes, _strided(key_bias))
     block_n = 16 if INTERPRETED else 64
     programs = 4 * _processors(q.device)
     wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
@@ -1450,7 +1487,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit):
+def _(q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit):
     return _like(q)
 
 
@@ -1472,7 +1509,7 @@ def _processors(device: torch.device) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
-    sink: Tensor | None = None, slopes: Tensor | None = None,
+    sink: Tensor | None = None, slopes: Tensor | None = None, key_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
@@ -1486,14 +1523,18 @@ def attend(
     sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
     without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
     at least 0, are ALiBi's: each score less its head's slope times the distance of its key.
+    key_bias, float32 [B or 1, H, Lk], is added to each key's scores.
 
-    Gradients flow to q, k, v, scale, bias and sink.
+    Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
+    of 7 products; where phi is exp, in one stage without a sink, its gradient is 0: detach it.
     """
     p = 0.0 if p is None else float(p)
-    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink))
+    if key_bias is not None:
+        key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
+    added = sink, slopes, key_bias
+    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink, key_bias))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, sink, slopes, phi, shifted, p, unit)
+        return _decode(q, k, v, scale, bias, norm, *added, phi, shifted, p, unit)
     rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
-    heads = sink, slopes
-    return _forward(q, k, v, *rows, *heads, phi, shifted, p, unit, signed, window, save)[0]
+    return _forward(q, k, v, *rows, *added, phi, shifted, p, unit, signed, window, save)[0]

@@ -185,7 +185,9 @@ def attended(
         x = t.n * A
         top = x.amax(-1, keepdim=True)
         x = torch.relu(x - ((t.n > 3) & (top > 1 + 1e-5)).to(x.dtype))
-        A = l1((x / x.detach().amax(-1, keepdim=True)) ** (p if powers is None else powers[..., None]))
+        A = l1(
+            (x / x.detach().amax(-1, keepdim=True)) ** (p if powers is None else powers[..., None])
+        )
     return A[..., : k.shape[2]] @ v
 
 
