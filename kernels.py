@@ -485,17 +485,35 @@ def _key_bias(ADDED, b, h, keys, Lk, ARGUMENT: tl.constexpr):
 
 
 @triton.jit
-def _argument(y, alpha, beta, distance, slope, key_bias, EXACT: tl.constexpr, BIASED: tl.constexpr):
-    """y of a tile from its product and numbers of its rows and keys, which broadcast against it."""
+def _soft_capped(y, CAP: tl.constexpr):
+    """CAP tanh(y / CAP), and its slope."""
+    e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / CAP))
+    r = reciprocal(1 + e)
+    capped = CAP * (1 - e) * r
+    return tl.where(y < 0, -capped, capped), 4 * e * r * r
+
+
+@triton.jit
+def _argument(
+    y, alpha, beta, distance, slope, key_bias, CAP: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """y of a tile from its product and numbers of its rows and keys, and the soft cap's slope.
+
+    The numbers broadcast against the tile.
+    """
     if EXACT:
         y = y * alpha
+    cap_slope = y
+    if CAP is not None:
+        y, cap_slope = _soft_capped(y, CAP)
     if key_bias is not None:  # added to the row's own bias first, which it may nearly cancel
         beta = key_bias + beta if BIASED else key_bias
     if BIASED or key_bias is not None:
         y = y + beta
     if slope is not None:
         y = y - slope * distance.to(tl.float32)
-    return y
+    return y, cap_slope
 
 
 @triton.jit
@@ -647,8 +665,8 @@ def _visible(keys, rows, past, WINDOW: tl.constexpr):
 @triton.jit
 def _arguments(
     q, K, k_stride, alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope, ARGUMENT: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a tile [rows, keys]."""
     k = _load(K, k_stride, keys, Lk, D, BLOCK_D)
@@ -656,16 +674,20 @@ def _arguments(
     key_bias = (
         None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
     )
-    distance = rows[:, None] + past - keys[None, :]
-    return _argument(y, alpha[:, None], beta[:, None], distance, slope, key_bias, EXACT, BIASED)
+    y, _ = _argument(
+        y, alpha[:, None], beta[:, None], rows[:, None] + past - keys[None, :], slope, key_bias,
+        CAP, EXACT, BIASED,
+    )  # fmt: skip
+    return y
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
     Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr, L1: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -689,7 +711,7 @@ def _forward_one_stage(
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
                 q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
-                ARGUMENT, EXACT, BIASED, D, BLOCK_D, PRECISION,
+                ARGUMENT, CAP, EXACT, BIASED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
@@ -724,10 +746,10 @@ def _forward_one_stage(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
     Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, TOTAL: tl.constexpr, ARGUMENT: tl.constexpr, P: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr, TOTAL: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
+    P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
@@ -753,7 +775,7 @@ def _forward_two_stages(
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
                 q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
-                ARGUMENT, EXACT, BIASED, D, BLOCK_D, PRECISION,
+                ARGUMENT, CAP, EXACT, BIASED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
@@ -802,7 +824,7 @@ def _forward_two_stages(
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
                 q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
-                ARGUMENT, EXACT, SHIFTED, D, BLOCK_D, PRECISION,
+                ARGUMENT, CAP, EXACT, SHIFTED, D, BLOCK_D, PRECISION,
             )  # fmt: skip
             t = _reweighted(PHI(y), gain[:, None], offset[:, None])
             if PART > 0:
@@ -906,12 +928,15 @@ def _row_terms(
 @triton.jit
 def _gradients(
     y, dp, terms, visible, distance, slope, key_bias, PHI: tl.constexpr, SLOPE: tl.constexpr,
-    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights, but for their factors, and dz from products and its rows' terms."""
+    """A tile's weights, but for their factors, dz, and the gradient of its product.
+
+    They are computed from products and the terms of rows.
+    """
     alpha, beta, gain, offset, delta, coupled, factor = terms
-    y = _argument(y, alpha, beta, distance, slope, key_bias, EXACT, BIASED)
+    y, cap_slope = _argument(y, alpha, beta, distance, slope, key_bias, CAP, EXACT, BIASED)
     a = PHI(y)
     if HALF:
         dp = dp * factor
@@ -929,7 +954,7 @@ def _gradients(
         A = A * factor
     if MASKED:
         A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
-    return A, dz
+    return A, dz, dz if CAP is None else dz * cap_slope
 
 
 @triton.jit
@@ -950,10 +975,10 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 def _backward_keys(
     Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, k_strides, v_strides, H, GROUP, Lq,
     Lk, ADDED, PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, its bias's gradient if learnt and, if ATOMIC, its part of dq.
 
@@ -983,20 +1008,20 @@ def _backward_keys(
             key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
             y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            A, dz = _gradients(
+            A, dz, ds = _gradients(
                 y, dp, terms, _visible(keys[:, None], rows[None, :], past, WINDOW),
-                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, CAP, SIGNED, P,
+                L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DKEY_BIAS is not None:
                 dkey_bias += tl.sum(dz, 1)
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            scaled = dz * terms[0] if EXACT else dz
+            scaled = ds * terms[0] if EXACT else ds
             dk = tl.dot(scaled.to(q.dtype), q, dk, input_precision=PRECISION)
             if ATOMIC:
-                dz = dz.to(k.dtype)
-                # not dot(trans(dz), k): Triton before 3.7.1 miscompiles that for Hopper
-                dq = tl.trans(tl.dot(tl.trans(k), dz, input_precision=PRECISION))
+                ds = ds.to(k.dtype)
+                # not dot(trans(ds), k): Triton before 3.7.1 miscompiles that for Hopper
+                dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION))
                 columns = tl.arange(0, BLOCK_D)
                 at = DQ + rows[:, None] * (H * D) + columns[None, :]
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
@@ -1017,9 +1042,9 @@ def _backward_keys(
 def _backward_queries(
     Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
     PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What the atomics would sum for dq, for a block of rows, and the bias's gradient if learnt."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -1046,14 +1071,14 @@ def _backward_queries(
                 None if ADDED.key_bias is None
                 else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
             )  # fmt: skip
-            _, dz = _gradients(
+            _, dz, ds = _gradients(
                 y, dp, terms, _visible(keys[None, :], rows[:, None], past, WINDOW),
-                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, CAP, SIGNED, P,
+                L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
-            dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     _store(_own(DQ, b, h, H, Lq, D), H * D, rows, Lq, dq, D, BLOCK_D)
     if DBIAS is not None:
         _save(DBIAS, 0, VALUE * dbias, bh, rows, Lq)
@@ -1098,9 +1123,9 @@ def _number(X, bh, EACH: tl.constexpr):
 @triton.jit
 def _decode_scores(
     Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
-    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr,
-    BIASES: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
+    SCALES: tl.constexpr, BIASES: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1123,7 +1148,7 @@ def _decode_scores(
         if UNIT:
             y = y * _inverse_norm(k)
         key_bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)
-        y = _argument(y, alpha, beta, Lk - 1 - keys, slope, key_bias, True, True)
+        y, _ = _argument(y, alpha, beta, Lk - 1 - keys, slope, key_bias, CAP, True, True)
         visible = keys < Lk
         tl.store(Y + keys, y, mask=visible)
         y = y[None, :]
@@ -1266,6 +1291,11 @@ def _strided(x: Tensor | None) -> Strided | None:
     return None if x is None else Strided(x, x.stride())
 
 
+def _cap(softcap: float | None, function: Function) -> float | None:
+    """The soft cap of y, as a kernel constant."""
+    return None if softcap is None else function.argument * softcap
+
+
 class Added(NamedTuple):
     """What some variants add to a head's scores or keys, as an argument of the kernels."""
 
@@ -1296,7 +1326,7 @@ def _outputs(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
-    p: float, unit: bool, signed: bool, window: int | None, save: bool,
+    p: float, unit: bool, signed: bool, window: int | None, softcap: float | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
@@ -1318,8 +1348,9 @@ def _forward(
             )
             k = unit_k
         constants = dict(
-            PHI=function.function, SHIFT=shift, ARGUMENT=function.argument, EXACT=exact,
-            BIASED=biased, SAVE=save, PRECISION=_precision(), WINDOW=window, **head,
+            PHI=function.function, SHIFT=shift, ARGUMENT=function.argument,
+            CAP=_cap(softcap, function), EXACT=exact, BIASED=biased, SAVE=save,
+            PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
         added = Added(sink, slopes, _strided(key_bias))
         sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
@@ -1339,8 +1370,9 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, signed, window, save
-):
+    q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, signed, window,
+    softcap, save,
+):  # fmt: skip
     return _outputs(q, k, bias, sink, shifted, p, unit, save)
 
 
@@ -1349,7 +1381,7 @@ def _backward(
     dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
     slopes: Tensor | None, key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor,
     inverse: Tensor, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
-    window: int | None, l1: bool, biased: bool, learnt: list[bool],
+    window: int | None, softcap: float | None, l1: bool, biased: bool, learnt: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and, where they are learnt, the gradients of scale, bias, sink and key_bias.
 
@@ -1370,7 +1402,7 @@ def _backward(
     units = dict(ARGUMENT=function.argument, VALUE=function.value)
     functions = dict(PHI=function.function, SLOPE=function.slope, P=_p(p), **units)
     constants = dict(
-        **functions, SIGNED=signed, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
+        **functions, CAP=_cap(softcap, function), SIGNED=signed, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
         PRECISION=_precision(), WINDOW=window, **head,
     )  # fmt: skip
     with _device(q):
@@ -1402,7 +1434,7 @@ def _backward(
 @_backward.register_fake
 def _(
     dout, original_q, q, k, v, sink, slopes, key_bias, out, u, rows, inverse, phi, shifted, p, unit,
-    signed, window, l1, biased, learnt,
+    signed, window, softcap, l1, biased, learnt,
 ):  # fmt: skip
     return _gradients_like(q, k, learnt)
 
@@ -1421,14 +1453,14 @@ def _gradients_like(
 
 def _save_for_backward(ctx, inputs, output):
     q, k, v, _, bias, norm, sink, slopes, key_bias, *constants, _ = inputs
-    phi, shifted, p, unit, signed, window = constants
+    phi, shifted, p, unit, signed, window, softcap = constants
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
     k = unit_k if unit else k
     given = scaled_q, k, v, sink, slopes, key_bias
     ctx.save_for_backward(original_q, *given, out, u, rows, inverse)
     biased = bias is not None or shifted
-    ctx.constants = phi, shifted, p, unit, signed, window, norm is None, biased
+    ctx.constants = phi, shifted, p, unit, signed, window, softcap, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -1441,7 +1473,7 @@ def _call_backward(ctx, dout, *_):
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
     dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
     dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq, dk, dv, dscale, dbias, None, dsink, None, dkey_bias, *(None,) * 7
+    return dq, dk, dv, dscale, dbias, None, dsink, None, dkey_bias, *(None,) * 8
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1451,7 +1483,7 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
-    p: float, unit: bool,
+    p: float, unit: bool, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
@@ -1474,6 +1506,7 @@ def _decode(
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
+            CAP=_cap(softcap, function),
             SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), UNIT=unit,
             **constants,
         )  # fmt: skip
@@ -1487,7 +1520,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit):
+def _(q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, softcap):
     return _like(q)
 
 
@@ -1510,6 +1543,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
     sink: Tensor | None = None, slopes: Tensor | None = None, key_bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
@@ -1523,7 +1557,8 @@ def attend(
     sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
     without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
     at least 0, are ALiBi's: each score less its head's slope times the distance of its key.
-    key_bias, float32 [B or 1, H, Lk], is added to each key's scores.
+    key_bias, float32 [B or 1, H, Lk], is added to each key's scores. softcap c makes a scaled
+    product z into c tanh(z / c), before anything is added to it.
 
     Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
     of 7 products; where phi is exp, in one stage without a sink, its gradient is 0: detach it.
@@ -1535,6 +1570,7 @@ def attend(
     learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink, key_bias))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, *added, phi, shifted, p, unit)
+        return _decode(q, k, v, scale, bias, norm, *added, phi, shifted, p, unit, softcap)
     rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
-    return _forward(q, k, v, *rows, *added, phi, shifted, p, unit, signed, window, save)[0]
+    constants = phi, shifted, p, unit, signed, window, softcap
+    return _forward(q, k, v, *rows, *added, *constants, save)[0]

@@ -429,6 +429,12 @@ def test_a_forgetting_gate(phi):
         assert (ours[name] - x).norm() < 1e-4 * max(x.norm(), 1e-2 * tensors["gradient"].norm())
 
 
+@stages
+def test_a_soft_cap(stage):
+    check(stage | dict(softcap=1.5), Lq=5, Lk=37)
+    check(stage | dict(softcap=50.0, bias=True), Lq=33, Lk=33)
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -567,9 +573,11 @@ def test_the_operators_are_well_formed(case):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for save, window in ((True, None), (False, None), (True, 7)):
         inputs = arguments(case, requires_grad=save)
-        torch.library.opcheck(kernels._forward, (*inputs, False, window, save), test_utils=checks)
+        torch.library.opcheck(
+            kernels._forward, (*inputs, False, window, None, save), test_utils=checks
+        )
     q, k, v, *rest = arguments(case, 1, requires_grad=False)
-    torch.library.opcheck(kernels._decode, (q, k, v, *rest), test_utils=checks)
+    torch.library.opcheck(kernels._decode, (q, k, v, *rest, None), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", ["lssar_p15.py", "sigmoid.py"])
