@@ -806,9 +806,9 @@ class Attention(nn.Module):
         shaped = q.new_empty(q.shape, device="cpu") if on_cpu else q
         rows = self._rows(shaped, k, slice(None), length)
 
-        def per_row(x: Tensor | float) -> Tensor:  # [H, Lq]
+        def per_row(x: Tensor | float) -> Tensor:  # [1, H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-            return x.expand(1, q.shape[1], q.shape[2], 1)[0, :, :, 0]
+            return x.expand(1, q.shape[1], q.shape[2], 1)[..., 0]
 
         return kernels.attend(
             q.to(v.dtype),

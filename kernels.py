@@ -32,8 +32,8 @@ factor of its row's weights. Both are rounded to the inputs' dtype.
 
 Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
-the order of summation must be fixed (torch.use_deterministic_algorithms) or a bias is learnt, in a
-separate kernel, in 7 products.
+the order of summation must be fixed (torch.use_deterministic_algorithms) or a bias or a power is
+learnt, in a separate kernel, in 7 products.
 
 Products are in the inputs' dtype and accumulate in float32; everything else is float32. float32
 inputs are multiplied in full precision, or in TF32 if torch.backends.cuda.matmul.allow_tf32 is set.
@@ -146,7 +146,7 @@ def capability() -> int:
 
 def shape_name(capability: int, kernel: str, dtype: torch.dtype, d: int, phi: str, p: float) -> str:
     """The name of a measured shape: what it may depend on."""
-    power = f", p {p:g}" if p else ""
+    power = ", powers" if p == PER_ROW.value else f", p {p:g}" if p else ""
     return f"sm_{capability}, {kernel}, {str(dtype).removeprefix('torch.')}, d {d}, {phi}{power}"
 
 
@@ -367,6 +367,11 @@ def shift_to_top(top):
 
 
 @triton.jit
+def shift_to_top_or_zero(top):
+    return tl.minimum(-top, 0.0)
+
+
+@triton.jit
 def shift_out_of_tail(top):
     return tl.maximum(-57.70780163555854 - top, 0.0)  # -40 in log2
 
@@ -385,6 +390,9 @@ class Function(NamedTuple):
     value: float = 1.0
     # phi and |phi| have no kink, across which the rounding of a scaled q could move a score.
     smooth: bool = False
+    # phi is the function less 1, or with a shift less exp2(shift). Where it is negative it counts
+    # in the l1 norm, by its absolute value, but the weight is 0. It has a shift, and one stage.
+    rectified: bool = False
 
 
 IN_LOG2 = dict(argument=LOG2_E.value, smooth=True)
@@ -396,6 +404,10 @@ PHIS = {
     "sigmoid": Function(sigmoid, sigmoid_slope, shift_out_of_tail, **IN_LOG2),
     "softplus": Function(softplus, softplus_slope, **SOFTPLUS),
     "softplus16": Function(softplus16, softplus16_slope, **SOFTPLUS),
+    # relu(exp(z) - 1) / sum |exp(z) - 1|, Zuhri et al. 2025. Their code divides by exp of the
+    # largest z, and adds 1e-6 (its kernel) or 1e-8 to the sum; here it is the largest of the z and
+    # 0, so that a row far below 0 does not overflow, and a row of zeros is dead.
+    "softpick": Function(exp, exp, shift_to_top_or_zero, argument=LOG2_E.value, rectified=True),
     "relu": Function(relu, relu_slope),
     "relu2": Function(relu2, relu2_slope),
     "relu6": Function(relu6, relu6_slope),
@@ -423,6 +435,12 @@ def _own(X, b, h, H, L, D: tl.constexpr):
 
 
 @triton.jit
+def _numbers_of(x, b, h, rows, L, other):
+    """The numbers of these rows, of x [B, H, L] given as `_strided`."""
+    return tl.load(_at(x.data, x.strides, b, h) + rows * x.strides[2], rows < L, other)
+
+
+@triton.jit
 def _load(X, stride, rows, L, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
     columns = tl.arange(0, BLOCK_D)
@@ -443,8 +461,9 @@ def _store(X, stride, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 # The numbers of rows, float32 [.., B H, Lq]. ROWS, for the backward pass, has ALPHA, the factor of
-# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where phi's argument has one, a
-# bias. TERMS has those that follow from dO.
+# q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where they are needed, what is
+# added to phi's argument, its shift included, the shift alone, and the power. TERMS has those that
+# follow from dO.
 ALPHA, GAIN, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 
@@ -452,6 +471,16 @@ DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 @triton.jit
 def _bias_at(P: tl.constexpr):
     return 5 if P else 2
+
+
+@triton.jit
+def _shift_at(P: tl.constexpr):
+    return _bias_at(P) + 1
+
+
+# P, the power of stage 2, is 0 for one stage, and this where each row has one of its own.
+PER_ROW = tl.constexpr(-1)
+POWER = tl.constexpr(7)
 
 
 @triton.jit
@@ -468,6 +497,43 @@ def _saved(ROWS, index, bh, rows, L):
 
 
 @triton.jit
+def _key_bias(ADDED, b, h, keys, Lk, ARGUMENT: tl.constexpr):
+    return ARGUMENT * _numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
+
+
+@triton.jit
+def _soft_capped(y, CAP: tl.constexpr):
+    """CAP tanh(y / CAP), and its slope."""
+    e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / CAP))
+    r = reciprocal(1 + e)
+    capped = CAP * (1 - e) * r
+    return tl.where(y < 0, -capped, capped), 4 * e * r * r
+
+
+@triton.jit
+def _argument(
+    y, alpha, beta, distance, slope, key_bias, CAP: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """y of a tile from its product and numbers of its rows and keys, and the soft cap's slope.
+
+    The numbers broadcast against the tile.
+    """
+    if EXACT:
+        y = y * alpha
+    cap_slope = y
+    if CAP is not None:
+        y, cap_slope = _soft_capped(y, CAP)
+    if key_bias is not None:  # added to the row's own bias first, which it may nearly cancel
+        beta = key_bias + beta if BIASED else key_bias
+    if BIASED or key_bias is not None:
+        y = y + beta
+    if slope is not None:
+        y = y - slope * distance.to(tl.float32)
+    return y, cap_slope
+
+
+@triton.jit
 def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
     """A tile's y, shifted, each row's running maximum of y, and the factor for earlier sums of phi.
 
@@ -476,6 +542,15 @@ def _shifted(y, y_max, visible, SHIFT: tl.constexpr, MASKED: tl.constexpr):
     seen = tl.where(visible, y, -float("inf")) if MASKED else y
     top = tl.maximum(y_max, tl.max(seen, 1))
     return y + SHIFT(top)[:, None], top, tl.exp2(SHIFT(top) - SHIFT(y_max))
+
+
+@triton.jit
+def _sink(
+    ADDED, h, M: tl.constexpr, PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr
+):
+    """The y of a head's sink for M rows, and phi of it where it is the row's maximum."""
+    y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
+    return y, PHI(y + SHIFT(y) if SHIFT is not None else y)
 
 
 # Conditions on sums are false for NaN, so that a row with a NaN in it is NaN, not 0.
@@ -502,9 +577,11 @@ def _reweighted(a, gain, offset):
 
 
 @triton.jit
-def _power_less_one(t, P: tl.constexpr):
-    """t^(p - 1) for t >= 0, and 0 at t = 0."""
-    if P == 1:
+def _power_less_one(t, power, P: tl.constexpr):
+    """t^(p - 1) for t >= 0, and 0 at t = 0. p is P, or `power` if P is PER_ROW."""
+    if P == PER_ROW:
+        return tl.where(t > 0, tl.exp2((power - 1) * tl.log2(t)), 0.0)
+    elif P == 1:
         return tl.where(t > 0, 1.0, 0.0)
     elif P % 1 == 0:
         result = t
@@ -539,9 +616,8 @@ def _project(dy, y, factor):
 
 @triton.jit
 def _scale_queries(
-    Q, SCALE, BIAS, NORM, OUT, ROWS, strides, scale_strides, bias_strides, norm_strides, H, L,
-    ARGUMENT: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    BIASED: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
+    Q, scale, bias, norm, powers, OUT, ROWS, strides, H, L, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """q' = alpha q, and the ROWS that are known by now.
@@ -551,20 +627,18 @@ def _scale_queries(
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     q = _load(_at(Q, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
-    at = h * scale_strides[0] + rows * scale_strides[1]
-    alpha = ARGUMENT * tl.load(SCALE + at, rows < L, 0.0)
+    alpha = ARGUMENT * _numbers_of(scale, b, h, rows, L, 0.0)
     if UNIT:
         alpha *= _inverse_norm(q)
     scaled = q if EXACT else q * alpha[:, None]
     _store(_own(OUT, b, h, H, L, D), H * D, rows, L, scaled, D, BLOCK_D)
     _save(ROWS, ALPHA, alpha, bh, rows, L)
-    if BIASED:
-        at = h * bias_strides[0] + rows * bias_strides[1]
-        bias = ARGUMENT * tl.load(BIAS + at, rows < L, 0.0)
-        _save(ROWS, _bias_at(P), bias, bh, rows, L)
-    if not L1:
-        norm = tl.load(NORM + h * norm_strides[0] + rows * norm_strides[1], rows < L, 1.0)
-        _save(ROWS, GAIN, 1 / (VALUE * norm), bh, rows, L)
+    if bias is not None:
+        _save(ROWS, _bias_at(P), ARGUMENT * _numbers_of(bias, b, h, rows, L, 0.0), bh, rows, L)
+    if powers is not None:
+        _save(ROWS, POWER, _numbers_of(powers, b, h, rows, L, 1.0), bh, rows, L)
+    if norm is not None:
+        _save(ROWS, GAIN, 1 / (VALUE * _numbers_of(norm, b, h, rows, L, 1.0)), bh, rows, L)
 
 
 @triton.jit
@@ -611,23 +685,30 @@ def _visible(keys, rows, past, WINDOW: tl.constexpr):
 
 @triton.jit
 def _arguments(
-    q, K, k_stride, alpha, beta, keys, Lk, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, K, k_stride, alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope, ARGUMENT: tl.constexpr,
+    CAP: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a tile [rows, keys]."""
     k = _load(K, k_stride, keys, Lk, D, BLOCK_D)
     y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if EXACT:
-        y = y * alpha[:, None]
-    return y + beta[:, None] if BIASED else y
+    key_bias = (
+        None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
+    )
+    y, _ = _argument(
+        y, alpha[:, None], beta[:, None], rows[:, None] + past - keys[None, :], slope, key_bias,
+        CAP, EXACT, BIASED,
+    )  # fmt: skip
+    return y
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
-    Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -637,27 +718,35 @@ def _forward_one_stage(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
     beta = _saved(ROWS, _bias_at(0), bh, rows, Lq) if BIASED else alpha * 0
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     a_max = tl.full([BLOCK_M], DEAD, tl.float32)
     y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    if ADDED.sink is not None:
+        y_max, total = _sink(ADDED, h, BLOCK_M, PHI, SHIFT, ARGUMENT)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, CAP, EXACT, BIASED, D, BLOCK_D, PRECISION,
+            )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
                 y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
                 total, acc = total * rescale, acc * rescale[:, None]
             a = PHI(y)
+            if RECTIFIED:
+                a = a - tl.exp2(SHIFT(y_max))[:, None]
             if PART > 0:
                 a = tl.where(visible, a, 0.0)
             if L1:
                 total += tl.sum(tl.abs(a), 1)
+            if RECTIFIED:
+                a = relu(a)
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             if v.dtype == tl.float16:  # its range is too small for unnormalised weights
                 before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
@@ -675,14 +764,17 @@ def _forward_one_stage(
             _save(ROWS, GAIN, gain, bh, rows, Lq)
         if SHIFT is not None:
             _save(ROWS, _bias_at(0), beta + SHIFT(y_max), bh, rows, Lq)
+            if RECTIFIED or ADDED.sink is not None:
+                _save(ROWS, _shift_at(0), SHIFT(y_max), bh, rows, Lq)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_two_stages(
-    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, TOTAL: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, OUT, U, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, TOTAL: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
+    P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
@@ -691,6 +783,7 @@ def _forward_two_stages(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, Lq)
     beta = _saved(ROWS, _bias_at(P), bh, rows, Lq) if BIASED else alpha * 0
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     # ---- pass 1: each row's sum and maximum of phi ----
@@ -698,12 +791,17 @@ def _forward_two_stages(
     total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     compensation = tl.zeros([BLOCK_M], tl.float32)
     y_max = tl.full([BLOCK_M], -float("inf") if WINDOW is None else NO_SCORE, tl.float32)
+    y_sink = y_max
+    if ADDED.sink is not None:
+        y_sink, total = _sink(ADDED, h, BLOCK_M, PHI, SHIFT, ARGUMENT)
+        y_max, a_max = y_sink, total
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, BIASED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, CAP, EXACT, BIASED, D, BLOCK_D, PRECISION,
+            )  # fmt: skip
             visible = _visible(keys[None, :], rows[:, None], past, WINDOW)
             if SHIFT is not None:
                 y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
@@ -726,7 +824,9 @@ def _forward_two_stages(
             total += part
     if SHIFT is not None:
         shift = SHIFT(y_max)
-        beta, y_max = beta + shift, y_max + shift
+        beta, y_max, y_sink = beta + shift, y_max + shift, y_sink + shift
+        if SAVE and ADDED.sink is not None:
+            _save(ROWS, _shift_at(P), shift, bh, rows, Lq)
     if TOTAL is not None:  # the function is increasing
         a_max = TOTAL(y_max[:, None])
     n = rows + past + 1
@@ -739,17 +839,23 @@ def _forward_two_stages(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    power = _saved(ROWS, POWER, bh, rows, Lq) if P == PER_ROW else gain
+    if ADDED.sink is not None:
+        t_sink = _reweighted(PHI(y_sink), gain, offset)
+        total_u = _power_less_one(t_sink, power, P)
+        total_w = total_u * t_sink
     SHIFTED: tl.constexpr = BIASED or SHIFT is not None
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = _arguments(
-                q, K, k_strides[2], alpha, beta, keys, Lk, EXACT, SHIFTED, D, BLOCK_D, PRECISION
-            )
+                q, K, k_strides[2], alpha, beta, rows, keys, past, Lk, ADDED, b, h, slope,
+                ARGUMENT, CAP, EXACT, SHIFTED, D, BLOCK_D, PRECISION,
+            )  # fmt: skip
             t = _reweighted(PHI(y), gain[:, None], offset[:, None])
             if PART > 0:
                 t = tl.where(_visible(keys[None, :], rows[:, None], past, WINDOW), t, 0.0)
-            u = _power_less_one(t, P)
+            u = _power_less_one(t, power[:, None], P)
             w = u * t
             total_w += tl.sum(w, 1)
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
@@ -766,9 +872,10 @@ def _forward_two_stages(
         _store(_own(U, b, h, H, Lq, D), H * D, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
         _save(ROWS, GAIN, gain, bh, rows, Lq)
         _save(ROWS, OFFSET, offset, bh, rows, Lq)
-        _save(ROWS, WEIGHT, P * inv_w, bh, rows, Lq)
+        _save(ROWS, WEIGHT, inv_w if P == PER_ROW else P * inv_w, bh, rows, Lq)
         # E_i / n_i without its factor (dO_i . U_i - D_i)
-        _save(ROWS, COUPLING, offset * top * P * total_u * inv_w / n, bh, rows, Lq)
+        p = power if P == PER_ROW else P
+        _save(ROWS, COUPLING, offset * top * p * total_u * inv_w / n, bh, rows, Lq)
         if SHIFT is not None:
             _save(ROWS, _bias_at(P), beta, bh, rows, Lq)
 
@@ -779,17 +886,28 @@ def _forward_two_stages(
 # A tile's dz from dp_ij = dO'_i . v_j, with dO'_i = factor_i dO_i and delta_i = factor_i D_i:
 # one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
 # two stages   factor = p / W    A = factor t^p / p   dz = gain (t^(p-1) (dp-delta) - E / n) phi'(z)
-# with delta times a's sign in one stage, and none there without l1.
-# dv is then the sum of a or t^p / p times dO'. In float16, whose range is too small for it, dO' is
-# dO, and the factor is applied to dp and A.
+# with delta times a's sign in one stage, and none there without l1. Where rows have powers of their
+# own, factor is 1 / W, and p multiplies t^(p-1) in dz. dv is then the sum of a, t^p / p or t^p
+# times dO'. In float16, whose range is too small for it, dO' is dO, and the factor is applied to dp
+# and A.
+
+
+@triton.jit
+def _power_gradient(t, dt):
+    """The gradient of a power by its part of t^p, from dt = t^(p-1) (dp - delta)."""
+    return tl.where(t > 0, dt * t * tl.log2(t) * (1 / LOG2_E), 0.0)
 
 
 @triton.jit
 def _backward_rows(
-    DOUT, OUT, U, SCALED, ROWS, TERMS, dout_strides, H, L, P: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, M: tl.constexpr,
+    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, DPOWERS, dout_strides, H, L, ADDED,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, SHIFTED: tl.constexpr, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dO' and the TERMS of rows."""
+    """dO', the TERMS of rows and, where they are learnt, the sink's gradient and part of a power's.
+
+    The sink's has a part for each row, and that of a row's power is the sink's.
+    """
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides[2], rows, L, D, BLOCK_D)
@@ -802,6 +920,25 @@ def _backward_rows(
         coupled = _saved(ROWS, COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
         _save(TERMS, COUPLED, coupled, bh, rows, L)
     _save(TERMS, DELTA, factor * along, bh, rows, L)
+    dpower = tl.zeros([M], tl.float32)
+    if ADDED.sink is not None:  # the gradients of a tile whose value is 0
+        y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
+        if SHIFTED:
+            y += _saved(ROWS, _shift_at(P), bh, rows, L)
+        dz = -factor * along
+        if P:
+            gain = _saved(ROWS, GAIN, bh, rows, L)
+            t = _reweighted(PHI(y), gain, _saved(ROWS, OFFSET, bh, rows, L))
+            power = _saved(ROWS, POWER, bh, rows, L) if P == PER_ROW else gain
+            dt = _power_less_one(t, power, P) * dz
+            if P == PER_ROW:
+                dpower = _power_gradient(t, dt)
+                dt = dt * power
+            dz = (dt - coupled) * gain
+        if DSINK is not None:
+            _save(DSINK, 0, VALUE * dz * SLOPE(y), bh, rows, L)
+    if DPOWERS is not None:
+        _save(DPOWERS, 0, dpower, bh, rows, L)
     if SCALED.dtype.element_ty == tl.float16:
         _save(TERMS, FACTOR, factor, bh, rows, L)
     else:
@@ -811,12 +948,13 @@ def _backward_rows(
 
 @triton.jit
 def _row_terms(
-    ROWS, TERMS, bh, rows, L, P: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    HALF: tl.constexpr,
+    ROWS, TERMS, bh, rows, L, AXIS: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
+    BIASED: tl.constexpr, RECTIFIED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of each row that a tile's gradients need."""
+    """The numbers of each row that a tile's gradients need, with a new axis for the keys."""
     delta = _saved(TERMS, DELTA, bh, rows, L)
     alpha, beta, gain, offset, coupled, factor = delta, delta, delta, delta, delta, delta
+    floor, power = delta, delta
     if EXACT:
         alpha = _saved(ROWS, ALPHA, bh, rows, L)
     if BIASED:
@@ -825,32 +963,50 @@ def _row_terms(
         gain = _saved(ROWS, GAIN, bh, rows, L)
         offset = _saved(ROWS, OFFSET, bh, rows, L)
         coupled = _saved(TERMS, COUPLED, bh, rows, L)
+    if P == PER_ROW:
+        power = _saved(ROWS, POWER, bh, rows, L)
     if HALF:
         factor = _saved(TERMS, FACTOR, bh, rows, L)
-    return alpha, beta, gain, offset, delta, coupled, factor
+    if RECTIFIED:
+        floor = tl.exp2(_saved(ROWS, _shift_at(P), bh, rows, L))
+    return (
+        tl.expand_dims(alpha, AXIS), tl.expand_dims(beta, AXIS), tl.expand_dims(gain, AXIS),
+        tl.expand_dims(offset, AXIS), tl.expand_dims(delta, AXIS), tl.expand_dims(coupled, AXIS),
+        tl.expand_dims(factor, AXIS), tl.expand_dims(floor, AXIS), tl.expand_dims(power, AXIS),
+    )  # fmt: skip
 
 
 @triton.jit
 def _gradients(
-    y, dp, alpha, beta, gain, offset, delta, coupled, factor, visible, PHI: tl.constexpr,
-    SLOPE: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
+    y, dp, terms, visible, distance, slope, key_bias, PHI: tl.constexpr, SLOPE: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights, but for their factors, and dz from products and the numbers of its rows."""
-    if EXACT:
-        y = y * alpha
-    if BIASED:
-        y += beta
+    """A tile's weights, but for their factors, dz, and the gradients of its product and the power.
+
+    They are computed from products and the terms of rows.
+    """
+    alpha, beta, gain, offset, delta, coupled, factor, floor, power = terms
+    y, cap_slope = _argument(y, alpha, beta, distance, slope, key_bias, CAP, EXACT, BIASED)
     a = PHI(y)
+    dpower = a
     if HALF:
         dp = dp * factor
     if P:
         t = _reweighted(a, gain, offset)
-        u = _power_less_one(t, P)
+        u = _power_less_one(t, power, P)
         A = u * t
-        dz = (u * (dp - delta) - coupled) * SLOPE(y) * gain
+        dt = u * (dp - delta)
+        if P == PER_ROW:
+            dpower = _power_gradient(t, dt)
+            dt = dt * power
+        dz = (dt - coupled) * SLOPE(y) * gain
     else:
         A = a
+        if RECTIFIED:
+            a = a - floor
+            A, dp = relu(a), tl.where(a > 0, dp, 0.0)
         if L1:  # the gradient of sum |a|
             dp -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
         dz = dp * SLOPE(y)
@@ -858,7 +1014,8 @@ def _gradients(
         A = A * factor
     if MASKED:
         A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
-    return A, dz
+        dpower = tl.where(visible, dpower, 0.0)
+    return A, dz, dz if CAP is None else dz * cap_slope, dpower
 
 
 @triton.jit
@@ -877,13 +1034,17 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_keys(
-    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, k_strides, v_strides, H, GROUP, Lq, Lk,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr, SIGNED: tl.constexpr,
-    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    UNIT: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, k_strides, v_strides, H, GROUP, Lq,
+    Lk, ADDED, PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
+    ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys and, if ATOMIC, its part of dq. Tiles are [keys, rows]."""
+    """dk and dv of a block of keys, its bias's gradient if learnt and, if ATOMIC, its part of dq.
+
+    Tiles are [keys, rows].
+    """
     bh, block = tl.program_id(0), tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     Q, DOUT = _own(Q, b, h, H, Lq, D), _own(DOUT, b, h, H, Lq, D)
@@ -891,56 +1052,66 @@ def _backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _load(_at(K, k_strides, b, h // GROUP), k_strides[2], keys, Lk, D, BLOCK_D)
     v = _load(_at(V, v_strides, b, h // GROUP), v_strides[2], keys, Lk, D, BLOCK_D)
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
+    bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[:, None]
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     tiles = _row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, WINDOW)
 
     dk, dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dkey_bias = tl.zeros([BLOCK_N], tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
             q = _load(Q, H * D, rows, Lq, D, BLOCK_D)
             dout = _load(DOUT, H * D, rows, Lq, D, BLOCK_D)
-            alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
-                ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
-            )
+            terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 0, P, EXACT, BIASED, RECTIFIED, HALF)
+            # 0 for rows that do not exist, whose y it could make infinite
+            key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
             y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            A, dz = _gradients(
-                y, dp, alpha[None, :], beta[None, :], gain[None, :], offset[None, :],
-                delta[None, :], coupled[None, :], factor[None, :],
-                _visible(keys[:, None], rows[None, :], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+            A, dz, ds, _ = _gradients(
+                y, dp, terms, _visible(keys[:, None], rows[None, :], past, WINDOW),
+                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
+                RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
+            if DKEY_BIAS is not None:
+                dkey_bias += tl.sum(dz, 1)
             dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            scaled = dz * alpha[None, :] if EXACT else dz
+            scaled = ds * terms[0] if EXACT else ds
             dk = tl.dot(scaled.to(q.dtype), q, dk, input_precision=PRECISION)
             if ATOMIC:
-                dz = dz.to(k.dtype)
-                # not dot(trans(dz), k): Triton before 3.7.1 miscompiles that for Hopper
-                dq = tl.trans(tl.dot(tl.trans(k), dz, input_precision=PRECISION))
+                ds = ds.to(k.dtype)
+                # not dot(trans(ds), k): Triton before 3.7.1 miscompiles that for Hopper
+                dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PRECISION))
                 columns = tl.arange(0, BLOCK_D)
                 at = DQ + rows[:, None] * (H * D) + columns[None, :]
                 inside = (rows < Lq)[:, None] & (columns < D)[None, :]
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
-    dk *= STEP
+    dk *= VALUE / ARGUMENT
     if UNIT:
         inverse = _saved(INVERSE, 0, bh // GROUP, keys, Lk)
         dk = _project(dk, k, inverse) * inverse[:, None]
-    if P:
+    if P and P != PER_ROW:
         dv *= 1 / P
     _store(_own(DK, b, h, H, Lk, D), H * D, keys, Lk, dk, D, BLOCK_D)
     _store(_own(DV, b, h, H, Lk, D), H * D, keys, Lk, dv, D, BLOCK_D)
+    if DKEY_BIAS is not None:
+        _save(DKEY_BIAS, 0, VALUE * dkey_bias, bh, keys, Lk)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_queries(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk,
-    PHI: tl.constexpr, SLOPE: tl.constexpr, VALUE: tl.constexpr, SIGNED: tl.constexpr,
-    P: tl.constexpr, L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr,
-    LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, DPOWERS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What the atomics would sum for dq, for a block of rows; if LEARNT, the bias's gradient."""
+    """What the atomics would sum for dq, for a block of rows.
+
+    If they are learnt, the bias's gradient, and what the tiles add to that of the powers.
+    """
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
@@ -948,13 +1119,12 @@ def _backward_queries(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     dout = _load(_own(DOUT, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
-    alpha, beta, gain, offset, delta, coupled, factor = _row_terms(
-        ROWS, TERMS, bh, rows, Lq, P, EXACT, BIASED, HALF
-    )
+    terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 1, P, EXACT, BIASED, RECTIFIED, HALF)
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dbias = tl.zeros([BLOCK_M], tl.float32)
+    dbias, dpowers = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -962,27 +1132,34 @@ def _backward_queries(
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             y = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-            _, dz = _gradients(
-                y, dp, alpha[:, None], beta[:, None], gain[:, None], offset[:, None],
-                delta[:, None], coupled[:, None], factor[:, None],
-                _visible(keys[None, :], rows[:, None], past, WINDOW), PHI, SLOPE, SIGNED, P, L1,
-                EXACT, BIASED, HALF, PART > 0,
+            key_bias = (
+                None if ADDED.key_bias is None
+                else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
             )  # fmt: skip
-            if LEARNT:
+            _, dz, ds, dpower = _gradients(
+                y, dp, terms, _visible(keys[None, :], rows[:, None], past, WINDOW),
+                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
+                RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
+            )  # fmt: skip
+            if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
-            dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+            if DPOWERS is not None:
+                dpowers += tl.sum(dpower, 1)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     _store(_own(DQ, b, h, H, Lq, D), H * D, rows, Lq, dq, D, BLOCK_D)
-    if LEARNT:
+    if DBIAS is not None:
         _save(DBIAS, 0, VALUE * dbias, bh, rows, Lq)
+    if DPOWERS is not None:
+        _save(DPOWERS, 0, dpowers + _saved(DPOWERS, 0, bh, rows, Lq), bh, rows, Lq)
 
 
 @triton.jit
 def _finish_queries(
-    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, strides, H, L, STEP: tl.constexpr, VALUE: tl.constexpr,
-    UNIT: tl.constexpr, LEARNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, strides, H, L, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """dq from its sum over keys and, if LEARNT, the scale's gradient.
+    """dq from its sum over keys and, if it is learnt, the scale's gradient.
 
     That needs the original q: a scale of 0 makes q' 0.
     """
@@ -990,7 +1167,7 @@ def _finish_queries(
     b, h = bh // H, bh % H
     dq = _load(_own(SUM, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
     alpha = _saved(ROWS, ALPHA, bh, rows, L)
-    if LEARNT:
+    if DSCALE is not None:
         q = _load(_at(ORIGINAL, strides, b, h), strides[2], rows, L, D, BLOCK_D).to(tl.float32)
         dscale = VALUE * tl.sum(dq * q, 1)
         if UNIT:
@@ -999,7 +1176,7 @@ def _finish_queries(
     if UNIT:
         q = _load(_own(Q, b, h, H, L, D), H * D, rows, L, D, BLOCK_D)
         dq = _project(dq, q, alpha)
-    dq *= (STEP * alpha)[:, None]
+    dq *= (VALUE / ARGUMENT * alpha)[:, None]
     _store(_own(DQ, b, h, H, L, D), H * D, rows, L, dq, D, BLOCK_D)
 
 
@@ -1007,16 +1184,17 @@ def _finish_queries(
 
 
 @triton.jit
-def _number(X, h, EACH: tl.constexpr):
-    """A number, given as a tensor that has one for EACH head, or as itself."""
-    return tl.load(X + h) if EACH else X
+def _number(X, bh, EACH: tl.constexpr):
+    """A number, given as a tensor that has one for EACH sequence and head, or as itself."""
+    return tl.load(X + bh) if EACH else X
 
 
 @triton.jit
 def _decode_scores(
-    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr,
-    UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr,
+    CAP: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1024,8 +1202,9 @@ def _decode_scores(
     K, Y = _at(K, k_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
-    alpha = ARGUMENT * _number(scale, h, SCALES)
-    beta = ARGUMENT * _number(bias, h, BIASES)
+    alpha = ARGUMENT * _number(scale, bh, SCALES)
+    beta = ARGUMENT * _number(bias, bh, BIASES)
+    slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     if UNIT:
         q = q * _inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -1037,14 +1216,18 @@ def _decode_scores(
         y = tl.sum(k * q, 1)
         if UNIT:
             y = y * _inverse_norm(k)
-        y = y * alpha + beta
+        key_bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)
+        y, _ = _argument(y, alpha, beta, Lk - 1 - keys, slope, key_bias, CAP, True, True)
         visible = keys < Lk
         tl.store(Y + keys, y, mask=visible)
         y = y[None, :]
         if SHIFT is not None:
             y, y_max, rescale = _shifted(y, y_max, visible[None, :], SHIFT, True)
             total, a_max = total * rescale, a_max * rescale
-        a = tl.where(visible[None, :], PHI(y), 0.0)
+        a = PHI(y)
+        if RECTIFIED:
+            a = a - tl.exp2(SHIFT(y_max))[:, None]
+        a = tl.where(visible[None, :], a, 0.0)
         total += tl.sum(tl.abs(a), 1)
         a_max = tl.maximum(a_max, tl.max(a, 1))
     at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
@@ -1055,10 +1238,10 @@ def _decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, VALUE: tl.constexpr, NORMS: tl.constexpr, P: tl.constexpr,
-    L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    V, Y, PARTS, norm, power, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
+    SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    NORMS: tl.constexpr, POWERS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1069,27 +1252,39 @@ def _decode_values(
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
     total = tl.load(PARTS + parts * 3 + 1, mask=exists, other=0.0)
     a_max = tl.load(PARTS + parts * 3 + 2, mask=exists, other=0.0)
-    shift = 0.0
+    shift, y_sink = 0.0, 0.0
+    if ADDED.sink is not None:
+        y_sink = ARGUMENT * tl.load(ADDED.sink + h)
     if SHIFT is not None:
         y_max = tl.load(PARTS + parts * 3, mask=exists, other=-float("inf"))
-        shift = SHIFT(tl.max(y_max, 0))
+        top = tl.max(y_max, 0)
+        shift = SHIFT(tl.maximum(top, y_sink) if ADDED.sink is not None else top)
         rescale = tl.exp2(shift - SHIFT(y_max))
         total, a_max = total * rescale, a_max * rescale
     total, a_max = tl.sum(total, 0), tl.max(a_max, 0)
+    a_sink = PHI(y_sink + shift)
+    if ADDED.sink is not None:
+        total, a_max = total + a_sink, tl.maximum(a_max, a_sink)
     gain, offset, _ = _second_stage(total, a_max, Lk.to(tl.float32))
     if not P:
         if L1:
             gain = tl.where(total <= DEAD, 0.0, 1 / total)
         else:
-            gain = 1 / (VALUE * _number(norm, h, NORMS))
+            gain = 1 / (VALUE * _number(norm, bh, NORMS))
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
+    power = _number(power, bh, POWERS)
+    if P and ADDED.sink is not None:  # in the first chunk's sum alone
+        t = _reweighted(a_sink, gain, offset)
+        total_w += tl.where(split == 0, _power_less_one(t, power, P) * t, 0.0)
     end = tl.minimum(split * chunk + chunk, Lk)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
         a = PHI(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)
+        if RECTIFIED:
+            a = relu(a - tl.exp2(shift))
         if P:
             t = _reweighted(a, gain, offset)
-            w = _power_less_one(t, P) * t + 0 * gain  # NaN for a gain of NaN
+            w = _power_less_one(t, power, P) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
             skip = w * Lk <= 2.0**-24
         else:
@@ -1161,40 +1356,72 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
+class Strided(NamedTuple):
+    data: Tensor
+    strides: tuple[int, ...]
+
+
+def _strided(x: Tensor | None) -> Strided | None:
+    """x [B, H, L] of any strides, as an argument of a kernel."""
+    return None if x is None else Strided(x, x.stride())
+
+
+def _cap(softcap: float | None, function: Function) -> float | None:
+    """The soft cap of y, as a kernel constant."""
+    return None if softcap is None else function.argument * softcap
+
+
+class Added(NamedTuple):
+    """What some variants add to a head's scores or keys, as an argument of the kernels."""
+
+    sink: Tensor | None
+    slopes: Tensor | None
+    key_bias: Strided | None
+
+
 def _numbers(q: Tensor, count: int) -> Tensor:
     """That many float32 numbers for each row of q."""
     return q.new_empty(count * q.shape[0] * q.shape[1] * q.shape[2], dtype=torch.float32)
 
 
 def _outputs(
-    q: Tensor, k: Tensor, p: float, biased: bool, unit: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, phi: str, shifted: bool,
+    p: float, unit: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Uninitialised outputs of _forward."""
     u = _like(q) if save and p else q.new_empty(0)
     unit_k = _like(k) if unit else k.new_empty(0)
-    return _like(q), u, _like(q), unit_k, _numbers(q, (5 if p else 2) + biased), _numbers(k, unit)
+    # up to the last that is needed: see ROWS
+    if p == PER_ROW.value:
+        more = 3
+    elif shifted and (sink is not None or PHIS[phi].rectified):
+        more = 2
+    else:
+        more = int(shifted or bias is not None)
+    rows = _numbers(q, (5 if p else 2) + more)
+    return _like(q), u, _like(q), unit_k, rows, _numbers(k, unit)
 
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool, signed: bool, window: int | None, save: bool,
+    powers: Tensor | None, sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None,
+    phi: str, shifted: bool,
+    p: float, unit: bool, signed: bool, window: int | None, softcap: float | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     q, k, v = map(_rows_contiguous, (q, k, v))
-    function, biased, l1 = _phi(phi, q.dtype), bias is not None, norm is None
+    function, biased = _phi(phi, q.dtype), bias is not None
     exact = not (unit or function.smooth)
-    outputs = _outputs(q, k, p, biased or shifted, unit, save)
+    outputs = _outputs(q, k, bias, sink, phi, shifted, p, unit, save)
     out, u, scaled_q, unit_k, rows, inverse = outputs
     head, shift = _head(d), function.shift if shifted else None
     with _device(q):
-        # kernels take a tensor even for an absent argument, and do not read it
-        bias, norm = (scale if x is None else x for x in (bias, norm))
         _scale_queries[B * H, triton.cdiv(Lq, 64)](
-            q, scale, bias, norm, scaled_q, rows, _strides(q), scale.stride(), bias.stride(),
-            norm.stride(), H, Lq, ARGUMENT=function.argument, VALUE=function.value, P=_p(p), L1=l1,
-            BIASED=biased, UNIT=unit, EXACT=exact, M=64, **head,
+            q, *map(_strided, (scale, bias, norm, powers)), scaled_q, rows, _strides(q), H, Lq,
+            ARGUMENT=function.argument, VALUE=function.value, P=_p(p), UNIT=unit, EXACT=exact,
+            M=64, **head,
         )  # fmt: skip
         if unit:
             _normalise_keys[B * k.shape[1], triton.cdiv(Lk, 64)](
@@ -1202,10 +1429,12 @@ def _forward(
             )
             k = unit_k
         constants = dict(
-            PHI=function.function, SHIFT=shift, EXACT=exact, BIASED=biased, SAVE=save,
+            PHI=function.function, SHIFT=shift, ARGUMENT=function.argument,
+            CAP=_cap(softcap, function), EXACT=exact, BIASED=biased, SAVE=save,
             PRECISION=_precision(), WINDOW=window, **head,
         )  # fmt: skip
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
+        added = Added(sink, slopes, _strided(key_bias))
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
         if p:
             shape = block_shape(TWO_STAGES, q, phi, p)
             _forward_two_stages[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -1215,105 +1444,120 @@ def _forward(
         else:
             shape = block_shape(ONE_STAGE, q, phi, p)
             _forward_one_stage[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                scaled_q, k, v, out, rows, *sizes, **constants, L1=l1, **shape
-            )
+                scaled_q, k, v, out, rows, *sizes, **constants, L1=norm is None,
+                RECTIFIED=function.rectified, **shape,
+            )  # fmt: skip
     return outputs
 
 
 @_forward.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save):
-    return _outputs(q, k, p, bias is not None or shifted, unit, save)
+def _(
+    q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, phi, shifted, p, unit, signed,
+    window, softcap, save,
+):  # fmt: skip
+    return _outputs(q, k, bias, sink, phi, shifted, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
-    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    u: Tensor, rows: Tensor, inverse: Tensor, phi: str, p: float, unit: bool, signed: bool,
-    window: int | None, l1: bool, biased: bool, learnt_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, where they are learnt, the gradients of scale and bias, [B, H, Lq].
+    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+    slopes: Tensor | None, key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor,
+    inverse: Tensor, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
+    window: int | None, softcap: float | None, l1: bool, biased: bool, learnt: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and, if learnt, the gradients of scale, bias, powers, sink and key_bias.
 
-    dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`; the
-    scale is learnt if the original q is given.
+    Those of the first four are [B, H, Lq], for the sink with a part for each row, and that of
+    key_bias is [B, H, Lk].
+    dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`. The
+    original q is given if the scale is learnt.
     """
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
     dout, k, v = map(_rows_contiguous, (dout, k, v))
-    function, head = _phi(phi, q.dtype), _head(d)
-    step, learnt_scale = function.value / function.argument, original_q is not None
-    dq, dk, dv, dscale, dbias = _gradients_like(q, k, learnt_scale, learnt_bias)
-    atomic = not learnt_bias and not torch.are_deterministic_algorithms_enabled()
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes, _strided(key_bias))
+    outputs = _gradients_like(q, k, learnt)
+    dq, dk, dv, *gradients = outputs
+    dscale, dbias, dpowers, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
+    atomic = dbias is None and dpowers is None and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32)
     terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
+    units = dict(ARGUMENT=function.argument, VALUE=function.value)
+    functions = dict(PHI=function.function, SLOPE=function.slope, P=_p(p), **units)
     constants = dict(
-        PHI=function.function, SLOPE=function.slope, SIGNED=signed, P=_p(p), L1=l1,
-        EXACT=not (unit or function.smooth), BIASED=biased, PRECISION=_precision(), WINDOW=window,
-        **head,
+        **functions, CAP=_cap(softcap, function), SIGNED=signed or function.rectified,
+        RECTIFIED=function.rectified, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
+        PRECISION=_precision(), WINDOW=window, **head,
     )  # fmt: skip
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, scaled_dout, rows, terms, _strides(dout), H, Lq, P=_p(p), M=64, **head
-        )
+            dout, out, u, scaled_dout, rows, terms, dsink, dpowers, _strides(dout), H, Lq,
+            added, SHIFTED=shifted, M=64, **functions, **head,
+        )  # fmt: skip
         if atomic:
             summed.zero_()
-        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk
+        sizes = _strides(k), _strides(v), H, H // k.shape[1], Lq, Lk, added
         shape = block_shape(KEYS, q, phi, p)
         _backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
-            q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, *sizes, **constants,
-            STEP=step, UNIT=unit, ATOMIC=atomic, **shape,
+            q, k, v, scaled_dout, inverse, rows, terms, summed, dk, dv, dkey_bias, *sizes,
+            **constants, UNIT=unit, ATOMIC=atomic, **shape,
         )  # fmt: skip
         if not atomic:
             shape = block_shape(QUERIES, q, phi, p)
             _backward_queries[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                q, k, v, scaled_dout, rows, terms, summed, dbias, *sizes, **constants,
-                VALUE=function.value, LEARNT=learnt_bias, **shape,
+                q, k, v, scaled_dout, rows, terms, summed, dbias, dpowers, *sizes, **constants,
+                **shape,
             )  # fmt: skip
         original_q = q if original_q is None else _rows_contiguous(original_q)
         _finish_queries[B * H, triton.cdiv(Lq, 64)](
-            summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, STEP=step,
-            VALUE=function.value, UNIT=unit, LEARNT=learnt_scale, M=64, **head,
+            summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, UNIT=unit, M=64,
+            **units, **head,
         )  # fmt: skip
-    return dq, dk, dv, dscale, dbias
+    return outputs
 
 
 @_backward.register_fake
 def _(
-    dout, original_q, q, k, v, out, u, rows, inverse, phi, p, unit, signed, window, l1, biased,
-    learnt_bias,
+    dout, original_q, q, k, v, sink, slopes, key_bias, out, u, rows, inverse, phi, shifted, p, unit,
+    signed, window, softcap, l1, biased, learnt,
 ):  # fmt: skip
-    return _gradients_like(q, k, original_q is not None, learnt_bias)
+    return _gradients_like(q, k, learnt)
 
 
 def _gradients_like(
-    q: Tensor, k: Tensor, learnt_scale: bool, learnt_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dscale, dbias = (
-        q.new_empty(q.shape[:3] if learnt else (0,), dtype=torch.float32)
-        for learnt in (learnt_scale, learnt_bias)
+    q: Tensor, k: Tensor, learnt: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (B, H, Lq, d), Lk = q.shape, k.shape[2]
+    dscale, dbias, dpowers, dsink, dkey_bias = (
+        q.new_empty((B, H, L) if learns else (0,), dtype=torch.float32)
+        for learns, L in zip(learnt, (Lq, Lq, Lq, Lq, Lk), strict=True)
     )
-    dk, dv = (k.new_empty(len(k), k.shape[2], q.shape[1], k.shape[3]) for _ in range(2))
-    return _like(q), dk.transpose(1, 2), dv.transpose(1, 2), dscale, dbias
+    dk, dv = (k.new_empty(B, Lk, H, d).transpose(1, 2) for _ in range(2))
+    return _like(q), dk, dv, dscale, dbias, dpowers, dsink, dkey_bias
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, phi, shifted, p, unit, signed, window, _ = inputs
+    q, k, v, _, bias, norm, _, sink, slopes, key_bias, *constants, _ = inputs
+    phi, shifted, p, unit, signed, window, softcap = constants
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
-    ctx.save_for_backward(original_q, scaled_q, unit_k if unit else k, v, out, u, rows, inverse)
+    k = unit_k if unit else k
+    given = scaled_q, k, v, sink, slopes, key_bias
+    ctx.save_for_backward(original_q, *given, out, u, rows, inverse)
     biased = bias is not None or shifted
-    ctx.constants = phi, p, unit, signed, window, norm is None, biased
+    ctx.constants = phi, shifted, p, unit, signed, window, softcap, norm is None, biased
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _call_backward(ctx, dout, *_):
-    learnt_bias = ctx.needs_input_grad[4]
-    dq, dk, dv, dscale, dbias = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt_bias)
+    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6, 7, 9)]
+    dq, dk, dv, *gradients = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt)
     heads = ctx.saved_tensors[3].shape[1]
     if heads < dk.shape[1]:
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    dscale = dscale.sum(0) if ctx.needs_input_grad[3] else None
-    dbias = dbias.sum(0) if learnt_bias else None
-    return dq, dk, dv, dscale, dbias, *(None,) * 8
+    dscale, dbias, dpowers, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
+    dsink = None if dsink is None else dsink.sum((0, 2))
+    return dq, dk, dv, dscale, dbias, None, dpowers, dsink, None, dkey_bias, *(None,) * 8
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1322,12 +1566,14 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float, unit: bool,
+    powers: Tensor | None, sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None,
+    phi: str, shifted: bool,
+    p: float, unit: bool, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     q, k, v = map(_rows_contiguous, (q, k, v))
-    function, head = _phi(phi, q.dtype), _head(d)
+    function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes, _strided(key_bias))
     block_n = 16 if INTERPRETED else 64
     programs = 4 * _processors(q.device)
     wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
@@ -1338,35 +1584,40 @@ def _decode(
     sums = q.new_empty(B, H, splits, head["BLOCK_D"] + 1, dtype=torch.float32)
     out = _like(q)
     shift = function.shift if shifted else None
-    constants = dict(PHI=function.function, SHIFT=shift, BLOCK_N=block_n, **head)
+    constants = dict(
+        PHI=function.function, SHIFT=shift, RECTIFIED=function.rectified,
+        ARGUMENT=function.argument, BLOCK_N=block_n, **head,
+    )  # fmt: skip
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
-    scales, biases, norms = (_one_row(x) for x in (scale, bias, norm))
+    scales, biases, norms, power = (_one_row(x, q) for x in (scale, bias, norm, powers))
     with _device(q):
         _decode_scores[B * H, splits](
-            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk,
-            ARGUMENT=function.argument, SCALES=isinstance(scales, Tensor),
-            BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
+            q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
+            CAP=_cap(softcap, function),
+            SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), UNIT=unit,
+            **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, VALUE=function.value,
-            NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
+            v, y, parts, norms, power, sums, _strides(v), H, group, Lk, chunk, added,
+            VALUE=function.value, NORMS=isinstance(norms, Tensor),
+            POWERS=isinstance(power, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
         )  # fmt: skip
         _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
     return out
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, phi, shifted, p, unit):
+def _(q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, phi, shifted, p, unit, softcap):
     return _like(q)
 
 
-def _one_row(x: Tensor | None) -> Tensor | float:
-    """[H] of x [H, 1], or a number where x is on the CPU and has one for all heads."""
+def _one_row(x: Tensor | None, q: Tensor) -> Tensor | float:
+    """[B, H] of x [B or 1, H, 1], or a number where x is on the CPU and has one for all of them."""
     if x is None:
         return 0.0
-    if x.is_cpu and (x.shape[0] == 1 or x.stride(0) == 0):
-        return x[0, 0].item()
-    return x[:, 0].contiguous()
+    if x.is_cpu and all(n == 1 or step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+        return x[0, 0, 0].item()
+    return x[:, :, 0].expand(q.shape[:2]).to(q.device).contiguous()
 
 
 def _processors(device: torch.device) -> int:
@@ -1378,21 +1629,38 @@ def _processors(device: torch.device) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
+    sink: Tensor | None = None, slopes: Tensor | None = None, key_bias: Tensor | None = None,
+    softcap: float | None = None, powers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions. scale, bias and norm are float32 [H, Lq] of any strides; without norm it is l1. phi
-    is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None; `unit`
-    normalises q and k to unit length; `signed` means that phi may be negative; `window` is the
-    number of keys that each row sees, or None. A single query sees all k, and its scale, bias and
-    norm may be on the CPU, one for all heads. Gradients flow to q, k, v, scale and bias.
+    positions. scale, bias, norm and powers are float32 [B or 1, H, Lq] of any strides; without norm
+    it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None,
+    and powers has one for each row instead; `unit` normalises q and k to unit length; `signed`
+    means that phi may be negative; `window` is the number of keys that each row sees, or None. A
+    single query sees all k, and its scale, bias, norm and powers may be on the CPU, one for all
+    sequences and heads.
+
+    sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
+    without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
+    at least 0, are ALiBi's: each score less its head's slope times the distance of its key.
+    key_bias, float32 [B or 1, H, Lk], is added to each key's scores. softcap c makes a scaled
+    product z into c tanh(z / c), before anything is added to it.
+
+    Gradients flow to q, k, v, scale, bias, powers, sink and key_bias. A learnt bias or power takes
+    the backward pass of 7 products. Where phi is exp, in one stage without a sink, the gradient of
+    a bias is 0: detach it.
     """
-    p = 0.0 if p is None else float(p)
-    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias))
+    p = float(p or 0) if powers is None else float(PER_ROW.value)
+    if key_bias is not None:
+        key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
+    added = sink, slopes, key_bias
+    rows = scale, bias, norm, powers
+    learns = any(x is not None and x.requires_grad for x in (q, k, v, *rows, *added))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, phi, shifted, p, unit)
-    scale = scale.to(q.device)
-    bias, norm = (x if x is None else x.to(q.device) for x in (bias, norm))
-    return _forward(q, k, v, scale, bias, norm, phi, shifted, p, unit, signed, window, save)[0]
+        return _decode(q, k, v, *rows, *added, phi, shifted, p, unit, softcap)
+    shaped = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in rows)
+    constants = phi, shifted, p, unit, signed, window, softcap
+    return _forward(q, k, v, *shaped, *added, *constants, save)[0]

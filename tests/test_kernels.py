@@ -21,6 +21,7 @@ from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import SMALL, small_config
 from tests.textbook import (
     TEXTBOOK,
+    attended,
     build,
     draw,
     draw_off_kinks,
@@ -282,6 +283,199 @@ def test_rows_that_see_no_key_of_their_first_tiles_are_shifted():
         torch.testing.assert_close(found["out"], exact["out"], rtol=0, atol=1e-3)
 
 
+# ---- every choice, and their combinations ----
+
+HEADS, KEYS = ("sink", "slopes"), ("k", "v", "key_bias")  # given for heads and keys, not for rows
+CONSTANT = ("norm", "slopes")  # have no gradient
+
+
+def inputs_of(choices, B=1, H=2, Hk=2, Lq=20, Lk=20, d=16, dtype=FLOAT32, seed=0):
+    """q, k, v, the chosen tensors and the output's gradient, by name, and the other settings."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g)
+
+    tensors = {"q": normal(B, H, Lq, d), "k": normal(B, Hk, Lk, d), "v": normal(B, Hk, Lk, d)}
+    tensors["gradient"] = normal(B, H, Lq, d)
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    scale = 1 if choices.get("unit") else d**-0.5
+    tensors["scale"] = (scale * (2 + normal(1, H, Lq))).expand(B, -1, -1)
+    drawn = {
+        "bias": lambda: normal(B, H, Lq),
+        "norm": lambda: 1 + normal(1, H, Lq).square(),
+        "sink": lambda: normal(H),
+        "slopes": lambda: 2.0 ** -torch.arange(1, H + 1),
+        "key_bias": lambda: normal(B, Lk, H).mT,
+        "powers": lambda: 2 + 3 * torch.rand(1, H, Lq, generator=g),
+    }
+    settings = {name: x for name, x in choices.items() if name not in drawn}
+    return tensors | {name: draw() for name, draw in drawn.items() if name in choices}, settings
+
+
+def attend(*, phi, norm=None, **inputs):
+    """kernels.attend, with what attention.py would pass for this phi."""
+    shifted = norm is None and kernels.PHIS[phi].shift is not None
+    defaults = dict(bias=None, p=None, unit=False, window=None, signed=phi == "gelu")
+    return kernels.attend(**defaults | inputs, norm=norm, phi=phi, shifted=shifted)
+
+
+def differentiated(function, gradient, settings, **tensors):
+    """A function's output and its gradients, by name."""
+    tensors = {name: x.detach().requires_grad_(name not in CONSTANT) for name, x in tensors.items()}
+    out = function(**tensors, **settings)
+    learnt = {name: x for name, x in tensors.items() if x.requires_grad}
+    found = torch.autograd.grad(out, list(learnt.values()), gradient)
+    return {"out": out.detach()} | dict(zip(learnt, found, strict=True))
+
+
+def decoded(tensors, settings):
+    """The last query's output from the decoding kernels."""
+    window, keys = settings.get("window"), tensors["k"].shape[2]
+    seen = slice(max(0, keys - window) if window else 0, None)
+    one = {name: x if name in HEADS else x[:, :, seen] if name in KEYS else x[:, :, -1:]
+           for name, x in tensors.items() if name != "gradient"}  # fmt: skip
+    with torch.no_grad():
+        return attend(**one, **settings)
+
+
+def check(choices, **sizes):
+    """Asserts that the kernels' output and all gradients are those of the formula in float64."""
+    tensors, settings = inputs_of(choices, **sizes)
+    ours = differentiated(attend, settings=settings, **tensors)
+    exact, bar = (
+        differentiated(attended, settings=settings, **{n: x.to(dtype) for n, x in tensors.items()})
+        for dtype in (torch.float64, FLOAT32)
+    )
+    half = tensors["q"].dtype is FLOAT16
+    # a soft cap is exact to its own float32 rounding, whatever the score
+    roundings = 1e-5 * (1 + settings.get("p", 4)) + 2e-6 * settings.get("softcap", 0)
+    # With few keys most gradients are 0. A number's gradient is one sum of terms that cancel.
+    keys = min(tensors["k"].shape[2], settings.get("window") or math.inf)
+    least = (1 if keys <= 5 else 1e-2) * tensors["gradient"].norm()
+    for name, x in exact.items():
+        size = max(x.norm(), least) * (1 if x.dim() == 4 else 10)
+        error, allowed = (ours[name] - x).norm(), 4 * (bar[name] - x).norm()
+        assert error <= allowed + (3e-2 if half else roundings) * size, (name, error / size)
+    found, last = decoded(tensors, settings), exact["out"][:, :, -1:]
+    torch.testing.assert_close(found.double(), last, rtol=0, atol=1e-2 if half else 1e-4)
+
+
+STAGES = [dict(phi="exp"), dict(phi="softplus", p=3.0, unit=True)]
+stages = pytest.mark.parametrize("stage", STAGES, ids=["one stage", "two stages"])
+
+
+@stages
+def test_a_bias_for_each_sequence(stage):
+    check(stage | dict(bias=True), B=2)
+
+
+@pytest.mark.parametrize("p", [None, 3.0])
+@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+def test_a_sink(phi, p):
+    check(dict(phi=phi, sink=True) | ({"p": p} if p else {}), Lq=5, Lk=37)
+
+
+@pytest.mark.parametrize("p", [None, 3.0])
+@pytest.mark.parametrize("phi", ["exp", "softplus", "sigmoid"])
+def test_sinks_and_scores_of_ten_thousand(phi, p):
+    """Sinks far above all scores, far below, and among them, where scores are far from 0 or not."""
+    sizes = [(1, 1e4), (1, -1e4), (-1e4, 0), (1e4, 0), (-1e4, -1e4), (1e4, 1e4)]
+    tensors, settings = inputs_of(dict(phi=phi, p=p, sink=True), H=len(sizes), Hk=len(sizes))
+    scales, tensors["sink"] = torch.tensor(sizes).T.contiguous()
+    tensors["scale"] = scales[None, :, None].expand(1, -1, 20)
+    tensors["q"], tensors["k"] = tensors["q"].abs() / 16, tensors["k"].abs()
+    found = differentiated(attend, settings=settings, **tensors)
+    tensors.pop("gradient")
+    exact = attended(**{name: x.double() for name, x in tensors.items()}, **settings)
+    torch.testing.assert_close(found["out"].double(), exact, rtol=0, atol=2e-2)
+    assert phi != "exp" or (found["out"][:, 0] == 0).all()
+    assert all(x.isfinite().all() for x in found.values())
+    last = found["out"][:, :, -1:]
+    torch.testing.assert_close(decoded(tensors, settings), last, rtol=0, atol=1e-2)
+
+
+@stages
+def test_alibi(stage):
+    check(stage | dict(slopes=True), Lq=5, Lk=37)
+    check(stage | dict(slopes=True), Lq=33, Lk=40)
+
+
+def test_alibi_counts_positions_exactly():
+    """Near the end of 16K, where a bias of rows and one of keys would cancel to 1e-3."""
+    Lk, settings = 2**14, dict(phi="exp", window=40)
+    tensors = {"q": torch.zeros(1, 1, 2, 16), "k": torch.zeros(1, 1, Lk, 16)}
+    tensors["v"] = torch.eye(16).repeat(Lk // 16, 1)[None, None]
+    tensors |= {"scale": torch.ones(1, 1, 2), "slopes": torch.tensor([0.3])}
+    exact = attended(**{name: x.double() for name, x in tensors.items()}, **settings)
+    assert (attend(**tensors, **settings) - exact).abs().max() < 1e-6
+
+
+@stages
+def test_a_bias_for_each_key(stage):
+    check(stage | dict(key_bias=True), Lq=5, Lk=37, B=2)
+
+
+@pytest.mark.parametrize("phi", ["exp", "softplus"])
+def test_a_forgetting_gate(phi):
+    """Biases of rows and keys that nearly cancel, and would make the padding of a tile infinite."""
+    tensors, settings = inputs_of(dict(phi=phi, bias=True, key_bias=True), Lq=40, Lk=40)
+    gates = torch.nn.functional.logsigmoid(10 * tensors["bias"] - 10).cumsum(-1)
+    assert gates.min() < -300
+    tensors |= {"bias": gates, "key_bias": -gates}
+    ours = differentiated(attend, settings=settings, **tensors)
+    exactly = {name: x.double() for name, x in tensors.items()}
+    exact = differentiated(attended, settings=settings, **exactly)
+    for name, x in exact.items():
+        assert (ours[name] - x).norm() < 1e-4 * max(x.norm(), 1e-2 * tensors["gradient"].norm())
+
+
+@stages
+def test_a_soft_cap(stage):
+    check(stage | dict(softcap=1.5), Lq=5, Lk=37)
+    check(stage | dict(softcap=50.0, bias=True), Lq=33, Lk=33)
+
+
+def test_softpick():
+    for dtype, Lq, Lk in ((FLOAT32, 5, 37), (FLOAT16, 33, 40)):
+        check(dict(phi="softpick"), Lq=Lq, Lk=Lk, dtype=dtype)
+
+
+def test_softpick_of_extreme_scores():
+    """Rows of large scores, of zeros, of scores far below 0, which get no weight, and of both."""
+    tensors, settings = inputs_of(dict(phi="softpick", key_bias=True), H=4, Hk=4)
+    tensors["scale"] = torch.zeros(1, 4, 20)
+    alternating = 1e4 * (1 - 2 * (torch.arange(20) % 2))
+    rows = 1e4 + torch.arange(20.0), torch.zeros(20), torch.full((20,), -1e4), alternating
+    tensors["key_bias"] = torch.stack(rows)[None]
+    found = differentiated(attend, settings=settings, **tensors)
+    assert all(x.isfinite().all() for x in found.values())
+    out, v = found["out"][0], tensors["v"][0]
+    assert not out[1:3].any() and not found["v"][0, 1:3].any()
+    last = decoded(tensors, settings)[0]
+    exact = torch.softmax(torch.arange(20.0), 0) @ v[0], v[3, ::2].mean(0)
+    for head, expected in zip((0, 3), exact, strict=True):
+        torch.testing.assert_close(out[head, -1], expected, rtol=0, atol=2e-3)
+        torch.testing.assert_close(last[head, 0], expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("phi", ["exp", "softplus"])
+def test_a_power_for_each_row(phi):
+    check(dict(phi=phi, powers=True), Lq=5, Lk=37, B=2)
+    check(dict(phi=phi, powers=True, sink=True), Lq=33, Lk=33)
+
+
+def test_powers_of_rows_are_those_of_a_number():
+    """Of a power of 1 too, whose t^(p - 1) is 0 at t = 0."""
+    tensors, settings = inputs_of(dict(phi="softplus", unit=True))
+    for p in (1.0, 2.0, 15.0):
+        number = differentiated(attend, settings=settings | dict(p=p), **tensors)
+        powers = torch.full((1, 2, 20), p)
+        found = differentiated(attend, settings=settings, **tensors, powers=powers)
+        for name, x in number.items():
+            assert (found[name] - x).norm() < 1e-4 * x.norm()
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -317,7 +511,7 @@ def apply(Z, A, SLOPES, N: tl.constexpr, PHI: tl.constexpr, SLOPE: tl.constexpr)
     tl.store(SLOPES + at, SLOPE(z))
 
 
-@pytest.mark.parametrize("name", kernels.PHIS)
+@pytest.mark.parametrize("name", kernels.PHIS.keys() - {"softpick"})
 def test_phis_and_their_slopes(name):
     """To float32 precision; in an exponential tail relative to its small numbers."""
     phis = {row.phi.kernel: row.phi for row in VARIANTS.values()}
@@ -409,9 +603,9 @@ def arguments(case, L=20, requires_grad=True):
     attn = build(case, 16, TRITON)
     q, k, v, _ = (x.requires_grad_(requires_grad) for x in draw(L, L, 16, FLOAT32))
     r = attn._rows(q, k, slice(None), 64)
-    scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[0, :, :, 0]
+    scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[..., 0]
     phi, p = attn.variant.phi.kernel, float(attn.p or 0)
-    return q, k, v, scale, None, None, phi, False, p, attn.variant.l2_normalise
+    return q, k, v, scale, *(None,) * 6, phi, False, p, attn.variant.l2_normalise
 
 
 @pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
@@ -420,9 +614,11 @@ def test_the_operators_are_well_formed(case):
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for save, window in ((True, None), (False, None), (True, 7)):
         inputs = arguments(case, requires_grad=save)
-        torch.library.opcheck(kernels._forward, (*inputs, False, window, save), test_utils=checks)
+        torch.library.opcheck(
+            kernels._forward, (*inputs, False, window, None, save), test_utils=checks
+        )
     q, k, v, *rest = arguments(case, 1, requires_grad=False)
-    torch.library.opcheck(kernels._decode, (q, k, v, *rest), test_utils=checks)
+    torch.library.opcheck(kernels._decode, (q, k, v, *rest, None), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", ["lssar_p15.py", "sigmoid.py"])

@@ -137,6 +137,60 @@ def textbook(q, k, v, learnable, formula, window=None):
     return formula(Textbook(q, k, **parameters, window=window)) @ v
 
 
+# ---- the kernels' own arguments: every choice, for tests of combinations that no config has ----
+
+# log phi(z), so that a row is a softmax and nothing under- or overflows.
+LOG_PHI = {
+    "exp": lambda z: z,
+    "sigmoid": F.logsigmoid,
+    "softplus": lambda z: torch.where(z < -30, z, F.softplus(z.clamp_min(-30)).log()),
+}
+PHI = {"exp": torch.exp, "sigmoid": torch.sigmoid, "relu": torch.relu, "gelu": F.gelu}
+
+
+def attended(
+    q, k, v, scale, bias=None, norm=None, sink=None, slopes=None, key_bias=None, powers=None, *,
+    phi, p=None, unit=False, window=None, softcap=None,
+):  # fmt: skip
+    """What kernels.attend computes, a whole matrix at a time."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if unit:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    t = Textbook(q, k, window=window)
+    z = scale[..., None] * (q @ k.mT)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if bias is not None:
+        z = z + bias[..., None]
+    if slopes is not None:
+        keys = torch.arange(k.shape[2])
+        z = z - slopes[:, None, None] * (keys[-q.shape[2] :, None] - keys)
+    if key_bias is not None:
+        z = z + key_bias[:, :, None]
+    z = z.masked_fill(~t.seen, 0)
+    if norm is not None:
+        A = PHI[phi](z) * t.seen / norm[..., None]
+    elif phi == "softpick":
+        a = torch.expm1(z) * t.seen
+        A = torch.relu(a) / a.abs().sum(-1, keepdim=True)
+    elif phi in LOG_PHI:
+        log_phi = LOG_PHI[phi](z).masked_fill(~t.seen, -math.inf)
+        if sink is not None:
+            sinks = LOG_PHI[phi](sink)[:, None, None].expand(*z.shape[:3], 1)
+            log_phi = torch.cat((log_phi, sinks), dim=-1)
+        A = torch.softmax(log_phi, -1)
+    else:
+        A = l1(PHI[phi](z) * t.seen)
+    if p is not None or powers is not None:
+        x = t.n * A
+        top = x.amax(-1, keepdim=True)
+        x = torch.relu(x - ((t.n > 3) & (top > 1 + 1e-5)).to(x.dtype))
+        A = l1(
+            (x / x.detach().amax(-1, keepdim=True)) ** (p if powers is None else powers[..., None])
+        )
+    return A[..., : k.shape[2]] @ v
+
+
 # ---- inputs ----
 
 
