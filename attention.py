@@ -619,22 +619,18 @@ class Attention(nn.Module):
         softmax = self.impl == "auto" and self.variant.is_softmax and plain
         if softmax and not (windowed and q.is_cuda):
             return "sdpa"
-        obstacle = self._triton_obstacle(q, from_input)
+        obstacle = self._triton_obstacle(q)
         if obstacle is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {obstacle}")
         return "sdpa" if softmax else "blocked"
 
-    def _triton_obstacle(self, q: Tensor, from_input: FromInput = FromInput()) -> str | None:
+    def _triton_obstacle(self, q: Tensor) -> str | None:
         """Why the fused kernels cannot take these queries; None if they can."""
         obstacle = kernel_obstacle(self.variant, self.head_size)
         if obstacle is not None:
             return obstacle
-        if self.softcap or self.alibi_heads or self.has_sink or self.p_law != "constant":
-            return "they do not have its settings"
-        if from_input.rows or from_input.log_forget is not None:
-            return "they take nothing from the layer's input"
         if kernels is None:
             return "Triton is not installed"
         if not (q.is_cuda or kernels.INTERPRETED):
@@ -802,27 +798,44 @@ class Attention(nn.Module):
         assert kernels is not None
         variant = self.variant
         # The numbers of a single row are computed on the CPU, where no operation is a launch.
-        on_cpu = q.shape[2] == 1 and not variant.learnable and not torch.compiler.is_compiling()
+        learns = next(self.parameters(), None) is not None
+        given_numbers = given.rows or given.log_forget is not None
+        on_cpu = q.shape[2] == 1 and not (learns or given_numbers or torch.compiler.is_compiling())
         shaped = q.new_empty(q.shape, device="cpu") if on_cpu else q
-        rows = self._rows(shaped, k, slice(None), length)
+        rows = self._rows(shaped, k, slice(None), length, given)
 
-        def per_row(x: Tensor | float) -> Tensor:  # [1, H, Lq]
+        def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-            return x.expand(1, q.shape[1], q.shape[2], 1)[..., 0]
+            shape = torch.broadcast_shapes(x.shape, (1, q.shape[1], q.shape[2], 1))
+            return x.expand(shape)[..., 0]
 
+        bias = None if variant.bias is None else per_row(variant.bias(rows))
+        key_bias = None
+        if given.log_forget is not None:
+            kept = given.log_forget.float().cumsum(-1)
+            own, key_bias = kept[:, :, -q.shape[2] :], -kept
+            # softmax is the same for all scores of a row shifted alike: no gradient to compute
+            shifts = variant.is_softmax and self.p is None and not self.has_sink
+            bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
+        power = self._power(rows)
         return kernels.attend(
             q.to(v.dtype),
             k.to(v.dtype),
             v,
             scale=per_row(score_scale * variant.scale(rows)),
-            bias=None if variant.bias is None else per_row(variant.bias(rows)),
+            bias=bias,
             norm=None if variant.norm is None else per_row(variant.norm(rows)),
             phi=variant.phi.kernel,
             shifted=self._shift(given) is not None,
-            p=self.p,
+            p=None if isinstance(power, Tensor) else power,
             unit=variant.l2_normalise,
-            signed=variant.phi.signed,
+            signed=variant.phi.signed and variant.row_weights is None,
             window=self.window if self._cuts(k) else None,
+            sink=self._sink(rows)[:, 0, 0].to(q.device) if self.has_sink else None,
+            slopes=self._slopes(rows)[:, 0, 0].to(q.device) if self.alibi_heads else None,
+            key_bias=key_bias,
+            softcap=self.softcap,
+            powers=per_row(power) if isinstance(power, Tensor) else None,
         )
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:

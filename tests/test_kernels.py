@@ -40,7 +40,7 @@ if not kernels.INTERPRETED:
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
-LEARNABLE = ("ds", "db", "dp_n")
+LEARNABLE = ("ds", "db", "dp_n", "dsink", "dlog_power")
 LENGTHS = [1, 3, 4, 5, 31, 33, 64, 100]
 # interpreted blocks are 32 queries and 16 keys: 100 is several of both, and a part of one
 FUSED = [

@@ -28,6 +28,7 @@ class Textbook:
     s: Tensor | None = None  # [H, 1, 1], of the dtype of q
     b: Tensor | None = None
     p_n: Tensor | None = None  # [Lq, 1]
+    sink: Tensor | None = None  # [H, 1, 1]
     window: int | None = None
 
     @property
@@ -50,7 +51,29 @@ class Textbook:
         return factor * (self.q @ self.k.mT) / math.sqrt(self.q.shape[-1])
 
     def softmax(self, factor=1.0):
-        return torch.softmax(self.z(factor).masked_fill(~self.seen, -math.inf), -1)
+        return self.softmax_of(self.z(factor))
+
+    def softmax_of(self, z):
+        return torch.softmax(z.masked_fill(~self.seen, -math.inf), -1)
+
+    def softmax_with(self, sink):
+        """With one more key, whose score is sink."""
+        z = self.z().masked_fill(~self.seen, -math.inf)
+        return torch.softmax(torch.cat((z, sink.expand(*z.shape[:3], 1)), -1), -1)[..., :-1]
+
+    @property
+    def distance(self):
+        keys = torch.arange(self.k.shape[2], dtype=self.q.dtype)
+        return keys[-self.q.shape[2] :, None] - keys
+
+    def alibi_z(self):
+        H = self.q.shape[1]
+        slopes = 2.0 ** (-8 * torch.arange(1, H + 1, dtype=self.q.dtype) / H)
+        return self.z() - slopes[:, None, None] * self.distance
+
+    def softpick(self):
+        a = torch.expm1(self.z()) * self.seen
+        return torch.relu(a) / a.abs().sum(-1, keepdim=True)
 
     def phi(self, function, bias=0.0):
         return function(self.z() + bias) * self.seen
@@ -108,6 +131,11 @@ TEXTBOOK = {
     "ssmax_fixed.py": lambda t: t.softmax(t.log_n),
     "ssmax_bias.py": lambda t: t.softmax(t.s * t.log_n + t.b),
     "softmax_logn.py": lambda t: t.softmax(t.log_n / math.log(BLOCK_SIZE)),
+    "softmax_alibi.py": lambda t: t.softmax_of(t.alibi_z()),
+    "softmax_off_by_one.py": lambda t: t.softmax_with(torch.zeros((), dtype=t.q.dtype)),
+    "softmax_sink.py": lambda t: t.softmax_with(t.sink),
+    "softcap.py": lambda t: t.softmax_of(50 * torch.tanh(t.z() / 50)),
+    "softpick.py": lambda t: t.softpick(),
     "ablations/softmax_inverse.py": lambda t: -t.softmax(),
     "ablations/softmax_recentred.py": lambda t: t.recentred(t.softmax()),
     "ablations/softmax_recentred_l1.py": lambda t: l1(t.recentred(t.softmax())),
@@ -132,7 +160,7 @@ def textbook(q, k, v, learnable, formula, window=None):
     if "p_n" in parameters:
         n = Textbook(q, k, window=window).n.long().flatten()
         parameters["p_n"] = parameters["p_n"][(n - 1).clamp_max(BLOCK_SIZE - 1), None]
-    for name in {"s", "b"} & parameters.keys():
+    for name in {"s", "b", "sink"} & parameters.keys():
         parameters[name] = parameters[name][:, None, None]
     return formula(Textbook(q, k, **parameters, window=window)) @ v
 
