@@ -367,6 +367,11 @@ def shift_to_top(top):
 
 
 @triton.jit
+def shift_to_top_or_zero(top):
+    return tl.minimum(-top, 0.0)
+
+
+@triton.jit
 def shift_out_of_tail(top):
     return tl.maximum(-57.70780163555854 - top, 0.0)  # -40 in log2
 
@@ -385,6 +390,10 @@ class Function(NamedTuple):
     value: float = 1.0
     # phi and |phi| have no kink, across which the rounding of a scaled q could move a score.
     smooth: bool = False
+    # phi is the function less 1, or with a shift less exp2(shift). Where it is negative it counts
+    # in the l1 norm, by its absolute value, but the weight is 0. Its shift always applies, and it
+    # has one stage.
+    rectified: bool = False
 
 
 IN_LOG2 = dict(argument=LOG2_E.value, smooth=True)
@@ -396,6 +405,10 @@ PHIS = {
     "sigmoid": Function(sigmoid, sigmoid_slope, shift_out_of_tail, **IN_LOG2),
     "softplus": Function(softplus, softplus_slope, **SOFTPLUS),
     "softplus16": Function(softplus16, softplus16_slope, **SOFTPLUS),
+    # relu(exp(z) - 1) / sum |exp(z) - 1|, Zuhri et al. 2025. Their code divides by exp of the
+    # largest z, and adds 1e-6 (its kernel) or 1e-8 to the sum; here it is the largest of the z and
+    # 0, so that a row far below 0 does not overflow, and a row of zeros is dead.
+    "softpick": Function(exp, exp, shift_to_top_or_zero, argument=LOG2_E.value, rectified=True),
     "relu": Function(relu, relu_slope),
     "relu2": Function(relu2, relu2_slope),
     "relu6": Function(relu6, relu6_slope),
@@ -684,10 +697,10 @@ def _arguments(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward_one_stage(
     Q, K, V, OUT, ROWS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, SAVE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # longest rows first, so that the GPU does not wait for one long block at the end
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -718,10 +731,14 @@ def _forward_one_stage(
                 y, y_max, rescale = _shifted(y, y_max, visible, SHIFT, PART > 0)
                 total, acc = total * rescale, acc * rescale[:, None]
             a = PHI(y)
+            if RECTIFIED:
+                a = a - tl.exp2(SHIFT(y_max))[:, None]
             if PART > 0:
                 a = tl.where(visible, a, 0.0)
             if L1:
                 total += tl.sum(tl.abs(a), 1)
+            if RECTIFIED:
+                a = relu(a)
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
             if v.dtype == tl.float16:  # its range is too small for unnormalised weights
                 before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
@@ -739,7 +756,7 @@ def _forward_one_stage(
             _save(ROWS, GAIN, gain, bh, rows, Lq)
         if SHIFT is not None:
             _save(ROWS, _bias_at(0), beta + SHIFT(y_max), bh, rows, Lq)
-            if ADDED.sink is not None:
+            if RECTIFIED or ADDED.sink is not None:
                 _save(ROWS, _shift_at(0), SHIFT(y_max), bh, rows, Lq)
 
 
@@ -903,11 +920,12 @@ def _backward_rows(
 @triton.jit
 def _row_terms(
     ROWS, TERMS, bh, rows, L, AXIS: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
-    BIASED: tl.constexpr, HALF: tl.constexpr,
+    BIASED: tl.constexpr, RECTIFIED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The numbers of each row that a tile's gradients need, with a new axis for the keys."""
     delta = _saved(TERMS, DELTA, bh, rows, L)
     alpha, beta, gain, offset, coupled, factor = delta, delta, delta, delta, delta, delta
+    floor = delta
     if EXACT:
         alpha = _saved(ROWS, ALPHA, bh, rows, L)
     if BIASED:
@@ -918,24 +936,27 @@ def _row_terms(
         coupled = _saved(TERMS, COUPLED, bh, rows, L)
     if HALF:
         factor = _saved(TERMS, FACTOR, bh, rows, L)
+    if RECTIFIED:
+        floor = tl.exp2(_saved(ROWS, _shift_at(P), bh, rows, L))
     return (
         tl.expand_dims(alpha, AXIS), tl.expand_dims(beta, AXIS), tl.expand_dims(gain, AXIS),
         tl.expand_dims(offset, AXIS), tl.expand_dims(delta, AXIS), tl.expand_dims(coupled, AXIS),
-        tl.expand_dims(factor, AXIS),
+        tl.expand_dims(factor, AXIS), tl.expand_dims(floor, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
 def _gradients(
     y, dp, terms, visible, distance, slope, key_bias, PHI: tl.constexpr, SLOPE: tl.constexpr,
-    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile's weights, but for their factors, dz, and the gradient of its product.
 
     They are computed from products and the terms of rows.
     """
-    alpha, beta, gain, offset, delta, coupled, factor = terms
+    alpha, beta, gain, offset, delta, coupled, factor, floor = terms
     y, cap_slope = _argument(y, alpha, beta, distance, slope, key_bias, CAP, EXACT, BIASED)
     a = PHI(y)
     if HALF:
@@ -947,6 +968,9 @@ def _gradients(
         dz = (u * (dp - delta) - coupled) * SLOPE(y) * gain
     else:
         A = a
+        if RECTIFIED:
+            a = a - floor
+            A, dp = relu(a), tl.where(a > 0, dp, 0.0)
         if L1:  # the gradient of sum |a|
             dp -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if SIGNED else delta
         dz = dp * SLOPE(y)
@@ -975,10 +999,10 @@ def _row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WI
 def _backward_keys(
     Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, k_strides, v_strides, H, GROUP, Lq,
     Lk, ADDED, PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr, ATOMIC: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
+    ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, its bias's gradient if learnt and, if ATOMIC, its part of dq.
 
@@ -1003,15 +1027,15 @@ def _backward_keys(
             rows = start + tl.arange(0, BLOCK_M)
             q = _load(Q, H * D, rows, Lq, D, BLOCK_D)
             dout = _load(DOUT, H * D, rows, Lq, D, BLOCK_D)
-            terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 0, P, EXACT, BIASED, HALF)
+            terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 0, P, EXACT, BIASED, RECTIFIED, HALF)
             # 0 for rows that do not exist, whose y it could make infinite
             key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
             y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             A, dz, ds = _gradients(
                 y, dp, terms, _visible(keys[:, None], rows[None, :], past, WINDOW),
-                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, CAP, SIGNED, P,
-                L1, EXACT, BIASED, HALF, PART > 0,
+                rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
+                RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DKEY_BIAS is not None:
                 dkey_bias += tl.sum(dz, 1)
@@ -1042,9 +1066,10 @@ def _backward_keys(
 def _backward_queries(
     Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
     PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    CAP: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
-    EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
+    L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What the atomics would sum for dq, for a block of rows, and the bias's gradient if learnt."""
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -1054,7 +1079,7 @@ def _backward_queries(
     q = _load(_own(Q, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     dout = _load(_own(DOUT, b, h, H, Lq, D), H * D, rows, Lq, D, BLOCK_D)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
-    terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 1, P, EXACT, BIASED, HALF)
+    terms = _row_terms(ROWS, TERMS, bh, rows, Lq, 1, P, EXACT, BIASED, RECTIFIED, HALF)
     slope = None if ADDED.slopes is None else ARGUMENT * tl.load(ADDED.slopes + h)
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
@@ -1073,8 +1098,8 @@ def _backward_queries(
             )  # fmt: skip
             _, dz, ds = _gradients(
                 y, dp, terms, _visible(keys[None, :], rows[:, None], past, WINDOW),
-                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, CAP, SIGNED, P,
-                L1, EXACT, BIASED, HALF, PART > 0,
+                rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
+                RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
@@ -1123,9 +1148,9 @@ def _number(X, bh, EACH: tl.constexpr):
 @triton.jit
 def _decode_scores(
     Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
-    PHI: tl.constexpr, SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, CAP: tl.constexpr,
-    SCALES: tl.constexpr, BIASES: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr,
+    CAP: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1155,7 +1180,10 @@ def _decode_scores(
         if SHIFT is not None:
             y, y_max, rescale = _shifted(y, y_max, visible[None, :], SHIFT, True)
             total, a_max = total * rescale, a_max * rescale
-        a = tl.where(visible[None, :], PHI(y), 0.0)
+        a = PHI(y)
+        if RECTIFIED:
+            a = a - tl.exp2(SHIFT(y_max))[:, None]
+        a = tl.where(visible[None, :], a, 0.0)
         total += tl.sum(tl.abs(a), 1)
         a_max = tl.maximum(a_max, tl.max(a, 1))
     at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
@@ -1167,9 +1195,9 @@ def _decode_scores(
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
     V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr, NORMS: tl.constexpr,
-    P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    NORMS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1207,6 +1235,8 @@ def _decode_values(
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
         a = PHI(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)
+        if RECTIFIED:
+            a = relu(a - tl.exp2(shift))
         if P:
             t = _reweighted(a, gain, offset)
             w = _power_less_one(t, P) * t + 0 * gain  # NaN for a gain of NaN
@@ -1310,14 +1340,15 @@ def _numbers(q: Tensor, count: int) -> Tensor:
 
 
 def _outputs(
-    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, shifted: bool, p: float,
-    unit: bool, save: bool,
+    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, phi: str, shifted: bool,
+    p: float, unit: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Uninitialised outputs of _forward."""
     u = _like(q) if save and p else q.new_empty(0)
     unit_k = _like(k) if unit else k.new_empty(0)
     # up to the last that is needed: see ROWS
-    more = 2 if shifted and sink is not None else shifted or bias is not None
+    alone = shifted and (sink is not None or PHIS[phi].rectified)
+    more = 2 if alone else shifted or bias is not None
     rows = _numbers(q, (5 if p else 2) + more)
     return _like(q), u, _like(q), unit_k, rows, _numbers(k, unit)
 
@@ -1333,7 +1364,7 @@ def _forward(
     q, k, v = map(_rows_contiguous, (q, k, v))
     function, biased = _phi(phi, q.dtype), bias is not None
     exact = not (unit or function.smooth)
-    outputs = _outputs(q, k, bias, sink, shifted, p, unit, save)
+    outputs = _outputs(q, k, bias, sink, phi, shifted, p, unit, save)
     out, u, scaled_q, unit_k, rows, inverse = outputs
     head, shift = _head(d), function.shift if shifted else None
     with _device(q):
@@ -1363,8 +1394,9 @@ def _forward(
         else:
             shape = block_shape(ONE_STAGE, q, phi, p)
             _forward_one_stage[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                scaled_q, k, v, out, rows, *sizes, **constants, L1=norm is None, **shape
-            )
+                scaled_q, k, v, out, rows, *sizes, **constants, L1=norm is None,
+                RECTIFIED=function.rectified, **shape,
+            )  # fmt: skip
     return outputs
 
 
@@ -1373,7 +1405,7 @@ def _(
     q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, signed, window,
     softcap, save,
 ):  # fmt: skip
-    return _outputs(q, k, bias, sink, shifted, p, unit, save)
+    return _outputs(q, k, bias, sink, phi, shifted, p, unit, save)
 
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
@@ -1402,7 +1434,8 @@ def _backward(
     units = dict(ARGUMENT=function.argument, VALUE=function.value)
     functions = dict(PHI=function.function, SLOPE=function.slope, P=_p(p), **units)
     constants = dict(
-        **functions, CAP=_cap(softcap, function), SIGNED=signed, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
+        **functions, CAP=_cap(softcap, function), SIGNED=signed or function.rectified,
+        RECTIFIED=function.rectified, L1=l1, EXACT=not (unit or function.smooth), BIASED=biased,
         PRECISION=_precision(), WINDOW=window, **head,
     )  # fmt: skip
     with _device(q):
@@ -1499,8 +1532,10 @@ def _decode(
     sums = q.new_empty(B, H, splits, head["BLOCK_D"] + 1, dtype=torch.float32)
     out = _like(q)
     shift = function.shift if shifted else None
-    constants = dict(PHI=function.function, SHIFT=shift, ARGUMENT=function.argument)
-    constants |= dict(BLOCK_N=block_n, **head)
+    constants = dict(
+        PHI=function.function, SHIFT=shift, RECTIFIED=function.rectified,
+        ARGUMENT=function.argument, BLOCK_N=block_n, **head,
+    )  # fmt: skip
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
     scales, biases, norms = (_one_row(x, q) for x in (scale, bias, norm))
     with _device(q):
@@ -1563,6 +1598,7 @@ def attend(
     Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
     of 7 products; where phi is exp, in one stage without a sink, its gradient is 0: detach it.
     """
+    shifted = shifted or PHIS[phi].rectified
     p = 0.0 if p is None else float(p)
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])

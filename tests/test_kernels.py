@@ -435,6 +435,29 @@ def test_a_soft_cap(stage):
     check(stage | dict(softcap=50.0, bias=True), Lq=33, Lk=33)
 
 
+def test_softpick():
+    for dtype, Lq, Lk in ((FLOAT32, 5, 37), (FLOAT16, 33, 40)):
+        check(dict(phi="softpick"), Lq=Lq, Lk=Lk, dtype=dtype)
+
+
+def test_softpick_of_extreme_scores():
+    """Rows of large scores, of zeros, of scores far below 0, which get no weight, and of both."""
+    tensors, settings = inputs_of(dict(phi="softpick", key_bias=True), H=4, Hk=4)
+    tensors["scale"] = torch.zeros(1, 4, 20)
+    alternating = 1e4 * (1 - 2 * (torch.arange(20) % 2))
+    rows = 1e4 + torch.arange(20.0), torch.zeros(20), torch.full((20,), -1e4), alternating
+    tensors["key_bias"] = torch.stack(rows)[None]
+    found = differentiated(attend, settings=settings, **tensors)
+    assert all(x.isfinite().all() for x in found.values())
+    out, v = found["out"][0], tensors["v"][0]
+    assert not out[1:3].any() and not found["v"][0, 1:3].any()
+    last = decoded(tensors, settings)[0]
+    exact = torch.softmax(torch.arange(20.0), 0) @ v[0], v[3, ::2].mean(0)
+    for head, expected in zip((0, 3), exact, strict=True):
+        torch.testing.assert_close(out[head, -1], expected, rtol=0, atol=2e-3)
+        torch.testing.assert_close(last[head, 0], expected, rtol=0, atol=2e-3)
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -478,7 +501,7 @@ def test_phis_and_their_slopes(name):
     found = torch.empty(2, 1024)
     entry = kernels.PHIS[name]
     apply[(1,)](entry.argument * z, *found, N=1024, PHI=entry.function, SLOPE=entry.slope)
-    found[0] /= entry.value
+    found[0] = found[0] / entry.value - float(entry.rectified)
     exact = z.double().requires_grad_()
     expected = phis[name.removesuffix("16")].function(exact)
     slopes = torch.autograd.grad(expected.sum(), exact)
@@ -648,7 +671,8 @@ def test_a_phi_without_an_entry_has_kernel_obstacle():
 def test_constants_and_phis_are_those_of_the_table():
     assert kernels.DEAD.value == attention.DEAD and kernels.TIED.value == attention.TIED
     for row in VARIANTS.values():
-        assert (kernels.PHIS[row.phi.kernel].shift is None) == (row.phi.shift is None)
+        entry = kernels.PHIS[row.phi.kernel]
+        assert entry.rectified or (entry.shift is None) == (row.phi.shift is None)
 
 
 def test_sums_of_softplus_by_products():

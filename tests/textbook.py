@@ -55,6 +55,9 @@ class Textbook:
     def phi(self, function, bias=0.0):
         return function(self.z() + bias) * self.seen
 
+    def expm1(self):
+        return self.phi(torch.expm1)
+
     def lssa_z(self):
         cosines = F.normalize(self.q, dim=-1) @ F.normalize(self.k, dim=-1).mT
         return math.log(self.q.shape[-1]) * self.log_n * cosines
@@ -108,6 +111,7 @@ TEXTBOOK = {
     "ssmax_fixed.py": lambda t: t.softmax(t.log_n),
     "ssmax_bias.py": lambda t: t.softmax(t.s * t.log_n + t.b),
     "softmax_logn.py": lambda t: t.softmax(t.log_n / math.log(BLOCK_SIZE)),
+    "softpick.py": lambda t: torch.relu(t.expm1()) / t.expm1().abs().sum(-1, keepdim=True),
     "ablations/softmax_inverse.py": lambda t: -t.softmax(),
     "ablations/softmax_recentred.py": lambda t: t.recentred(t.softmax()),
     "ablations/softmax_recentred_l1.py": lambda t: l1(t.recentred(t.softmax())),
