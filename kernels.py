@@ -32,8 +32,8 @@ factor of its row's weights. Both are rounded to the inputs' dtype.
 
 Matrix products: one stage has 2 forward and 5 backward, like FlashAttention; two stages have 4 (3
 without gradients) and 5. The backward pass accumulates dq with atomics, in 5 products, or, where
-the order of summation must be fixed (torch.use_deterministic_algorithms) or a bias is learnt, in a
-separate kernel, in 7 products.
+the order of summation must be fixed (torch.use_deterministic_algorithms) or a bias or a power is
+learnt, in a separate kernel, in 7 products.
 
 Products are in the inputs' dtype and accumulate in float32; everything else is float32. float32
 inputs are multiplied in full precision, or in TF32 if torch.backends.cuda.matmul.allow_tf32 is set.
@@ -146,7 +146,7 @@ def capability() -> int:
 
 def shape_name(capability: int, kernel: str, dtype: torch.dtype, d: int, phi: str, p: float) -> str:
     """The name of a measured shape: what it may depend on."""
-    power = f", p {p:g}" if p else ""
+    power = ", powers" if p == PER_ROW.value else f", p {p:g}" if p else ""
     return f"sm_{capability}, {kernel}, {str(dtype).removeprefix('torch.')}, d {d}, {phi}{power}"
 
 
@@ -463,8 +463,8 @@ def _store(X, stride, rows, L, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 # The numbers of rows, float32 [.., B H, Lq]. ROWS, for the backward pass, has ALPHA, the factor of
 # q, GAIN and, of two stages, OFFSET, WEIGHT and COUPLING; and last, where they are needed, what is
-# added to phi's argument, its shift included, and the shift alone. TERMS has those that follow from
-# dO.
+# added to phi's argument, its shift included, the shift alone, and the power. TERMS has those that
+# follow from dO.
 ALPHA, GAIN, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
 
@@ -477,6 +477,11 @@ def _bias_at(P: tl.constexpr):
 @triton.jit
 def _shift_at(P: tl.constexpr):
     return _bias_at(P) + 1
+
+
+# P, the power of stage 2, is 0 for one stage, and this where each row has one of its own.
+PER_ROW = tl.constexpr(-1)
+POWER = tl.constexpr(7)
 
 
 @triton.jit
@@ -573,9 +578,11 @@ def _reweighted(a, gain, offset):
 
 
 @triton.jit
-def _power_less_one(t, P: tl.constexpr):
-    """t^(p - 1) for t >= 0, and 0 at t = 0."""
-    if P == 1:
+def _power_less_one(t, power, P: tl.constexpr):
+    """t^(p - 1) for t >= 0, and 0 at t = 0. p is P, or `power` if P is PER_ROW."""
+    if P == PER_ROW:
+        return tl.where(t > 0, tl.exp2((power - 1) * tl.log2(t)), 0.0)
+    elif P == 1:
         return tl.where(t > 0, 1.0, 0.0)
     elif P % 1 == 0:
         result = t
@@ -610,8 +617,8 @@ def _project(dy, y, factor):
 
 @triton.jit
 def _scale_queries(
-    Q, scale, bias, norm, OUT, ROWS, strides, H, L, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    P: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
+    Q, scale, bias, norm, powers, OUT, ROWS, strides, H, L, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """q' = alpha q, and the ROWS that are known by now.
@@ -629,6 +636,8 @@ def _scale_queries(
     _save(ROWS, ALPHA, alpha, bh, rows, L)
     if bias is not None:
         _save(ROWS, _bias_at(P), ARGUMENT * _numbers_of(bias, b, h, rows, L, 0.0), bh, rows, L)
+    if powers is not None:
+        _save(ROWS, POWER, _numbers_of(powers, b, h, rows, L, 1.0), bh, rows, L)
     if norm is not None:
         _save(ROWS, GAIN, 1 / (VALUE * _numbers_of(norm, b, h, rows, L, 1.0)), bh, rows, L)
 
@@ -831,9 +840,10 @@ def _forward_two_stages(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    power = _saved(ROWS, POWER, bh, rows, Lq) if P == PER_ROW else gain
     if ADDED.sink is not None:
         t_sink = _reweighted(PHI(y_sink), gain, offset)
-        total_u = _power_less_one(t_sink, P)
+        total_u = _power_less_one(t_sink, power, P)
         total_w = total_u * t_sink
     SHIFTED: tl.constexpr = BIASED or SHIFT is not None
     for PART in tl.static_range(2 if WINDOW is None else 3):
@@ -846,7 +856,7 @@ def _forward_two_stages(
             t = _reweighted(PHI(y), gain[:, None], offset[:, None])
             if PART > 0:
                 t = tl.where(_visible(keys[None, :], rows[:, None], past, WINDOW), t, 0.0)
-            u = _power_less_one(t, P)
+            u = _power_less_one(t, power[:, None], P)
             w = u * t
             total_w += tl.sum(w, 1)
             v = _load(V, v_strides[2], keys, Lk, D, BLOCK_D)
@@ -863,9 +873,10 @@ def _forward_two_stages(
         _store(_own(U, b, h, H, Lq, D), H * D, rows, Lq, acc_u * inv_u[:, None], D, BLOCK_D)
         _save(ROWS, GAIN, gain, bh, rows, Lq)
         _save(ROWS, OFFSET, offset, bh, rows, Lq)
-        _save(ROWS, WEIGHT, P * inv_w, bh, rows, Lq)
+        _save(ROWS, WEIGHT, inv_w if P == PER_ROW else P * inv_w, bh, rows, Lq)
         # E_i / n_i without its factor (dO_i . U_i - D_i)
-        _save(ROWS, COUPLING, offset * top * P * total_u * inv_w / n, bh, rows, Lq)
+        p = power if P == PER_ROW else P
+        _save(ROWS, COUPLING, offset * top * p * total_u * inv_w / n, bh, rows, Lq)
         if SHIFT is not None:
             _save(ROWS, _bias_at(P), beta, bh, rows, Lq)
 
@@ -876,18 +887,28 @@ def _forward_two_stages(
 # A tile's dz from dp_ij = dO'_i . v_j, with dO'_i = factor_i dO_i and delta_i = factor_i D_i:
 # one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
 # two stages   factor = p / W    A = factor t^p / p   dz = gain (t^(p-1) (dp-delta) - E / n) phi'(z)
-# with delta times a's sign in one stage, and none there without l1.
-# dv is then the sum of a or t^p / p times dO'. In float16, whose range is too small for it, dO' is
-# dO, and the factor is applied to dp and A.
+# with delta times a's sign in one stage, and none there without l1. Where rows have powers of their
+# own, factor is 1 / W, and p multiplies t^(p-1) in dz. dv is then the sum of a, t^p / p or t^p
+# times dO'. In float16, whose range is too small for it, dO' is dO, and the factor is applied to dp
+# and A.
+
+
+@triton.jit
+def _power_gradient(t, dt):
+    """The gradient of a power by its part of t^p, from dt = t^(p-1) (dp - delta)."""
+    return tl.where(t > 0, dt * t * tl.log2(t) * (1 / LOG2_E), 0.0)
 
 
 @triton.jit
 def _backward_rows(
-    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, dout_strides, H, L, ADDED, PHI: tl.constexpr,
-    SLOPE: tl.constexpr, SHIFTED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, DPOWERS, dout_strides, H, L, ADDED,
+    PHI: tl.constexpr, SLOPE: tl.constexpr, SHIFTED: tl.constexpr, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dO', the TERMS of rows and, if DSINK is given, their parts of the sink's gradient."""
+    """dO', the TERMS of rows and, where they are learnt, the sink's gradient and part of a power's.
+
+    The sink's has a part for each row, and that of a row's power is the sink's.
+    """
     bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     b, h = bh // H, bh % H
     dout = _load(_at(DOUT, dout_strides, b, h), dout_strides[2], rows, L, D, BLOCK_D)
@@ -900,7 +921,8 @@ def _backward_rows(
         coupled = _saved(ROWS, COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
         _save(TERMS, COUPLED, coupled, bh, rows, L)
     _save(TERMS, DELTA, factor * along, bh, rows, L)
-    if DSINK is not None:  # a tile's gradient for a value of 0
+    dpower = tl.zeros([M], tl.float32)
+    if ADDED.sink is not None:  # the gradients of a tile whose value is 0
         y = tl.zeros([M], tl.float32) + ARGUMENT * tl.load(ADDED.sink + h)
         if SHIFTED:
             y += _saved(ROWS, _shift_at(P), bh, rows, L)
@@ -908,8 +930,16 @@ def _backward_rows(
         if P:
             gain = _saved(ROWS, GAIN, bh, rows, L)
             t = _reweighted(PHI(y), gain, _saved(ROWS, OFFSET, bh, rows, L))
-            dz = (_power_less_one(t, P) * dz - coupled) * gain
-        _save(DSINK, 0, VALUE * dz * SLOPE(y), bh, rows, L)
+            power = _saved(ROWS, POWER, bh, rows, L) if P == PER_ROW else gain
+            dt = _power_less_one(t, power, P) * dz
+            if P == PER_ROW:
+                dpower = _power_gradient(t, dt)
+                dt = dt * power
+            dz = (dt - coupled) * gain
+        if DSINK is not None:
+            _save(DSINK, 0, VALUE * dz * SLOPE(y), bh, rows, L)
+    if DPOWERS is not None:
+        _save(DPOWERS, 0, dpower, bh, rows, L)
     if SCALED.dtype.element_ty == tl.float16:
         _save(TERMS, FACTOR, factor, bh, rows, L)
     else:
@@ -925,7 +955,7 @@ def _row_terms(
     """The numbers of each row that a tile's gradients need, with a new axis for the keys."""
     delta = _saved(TERMS, DELTA, bh, rows, L)
     alpha, beta, gain, offset, coupled, factor = delta, delta, delta, delta, delta, delta
-    floor = delta
+    floor, power = delta, delta
     if EXACT:
         alpha = _saved(ROWS, ALPHA, bh, rows, L)
     if BIASED:
@@ -934,6 +964,8 @@ def _row_terms(
         gain = _saved(ROWS, GAIN, bh, rows, L)
         offset = _saved(ROWS, OFFSET, bh, rows, L)
         coupled = _saved(TERMS, COUPLED, bh, rows, L)
+    if P == PER_ROW:
+        power = _saved(ROWS, POWER, bh, rows, L)
     if HALF:
         factor = _saved(TERMS, FACTOR, bh, rows, L)
     if RECTIFIED:
@@ -941,7 +973,7 @@ def _row_terms(
     return (
         tl.expand_dims(alpha, AXIS), tl.expand_dims(beta, AXIS), tl.expand_dims(gain, AXIS),
         tl.expand_dims(offset, AXIS), tl.expand_dims(delta, AXIS), tl.expand_dims(coupled, AXIS),
-        tl.expand_dims(factor, AXIS), tl.expand_dims(floor, AXIS),
+        tl.expand_dims(factor, AXIS), tl.expand_dims(floor, AXIS), tl.expand_dims(power, AXIS),
     )  # fmt: skip
 
 
@@ -952,20 +984,25 @@ def _gradients(
     L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, HALF: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights, but for their factors, dz, and the gradient of its product.
+    """A tile's weights, but for their factors, dz, and the gradients of its product and the power.
 
     They are computed from products and the terms of rows.
     """
-    alpha, beta, gain, offset, delta, coupled, factor, floor = terms
+    alpha, beta, gain, offset, delta, coupled, factor, floor, power = terms
     y, cap_slope = _argument(y, alpha, beta, distance, slope, key_bias, CAP, EXACT, BIASED)
     a = PHI(y)
+    dpower = a
     if HALF:
         dp = dp * factor
     if P:
         t = _reweighted(a, gain, offset)
-        u = _power_less_one(t, P)
+        u = _power_less_one(t, power, P)
         A = u * t
-        dz = (u * (dp - delta) - coupled) * SLOPE(y) * gain
+        dt = u * (dp - delta)
+        if P == PER_ROW:
+            dpower = _power_gradient(t, dt)
+            dt = dt * power
+        dz = (dt - coupled) * SLOPE(y) * gain
     else:
         A = a
         if RECTIFIED:
@@ -978,7 +1015,8 @@ def _gradients(
         A = A * factor
     if MASKED:
         A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
-    return A, dz, dz if CAP is None else dz * cap_slope
+        dpower = tl.where(visible, dpower, 0.0)
+    return A, dz, dz if CAP is None else dz * cap_slope, dpower
 
 
 @triton.jit
@@ -1032,7 +1070,7 @@ def _backward_keys(
             key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
             y = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            A, dz, ds = _gradients(
+            A, dz, ds, _ = _gradients(
                 y, dp, terms, _visible(keys[:, None], rows[None, :], past, WINDOW),
                 rows[None, :] + past - keys[:, None], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
                 RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
@@ -1054,7 +1092,7 @@ def _backward_keys(
     if UNIT:
         inverse = _saved(INVERSE, 0, bh // GROUP, keys, Lk)
         dk = _project(dk, k, inverse) * inverse[:, None]
-    if P:
+    if P and P != PER_ROW:
         dv *= 1 / P
     _store(_own(DK, b, h, H, Lk, D), H * D, keys, Lk, dk, D, BLOCK_D)
     _store(_own(DV, b, h, H, Lk, D), H * D, keys, Lk, dv, D, BLOCK_D)
@@ -1064,14 +1102,17 @@ def _backward_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_queries(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, DPOWERS, k_strides, v_strides, H, GROUP, Lq, Lk, ADDED,
     PHI: tl.constexpr, SLOPE: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
     CAP: tl.constexpr, SIGNED: tl.constexpr, RECTIFIED: tl.constexpr, P: tl.constexpr,
     L1: tl.constexpr, EXACT: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What the atomics would sum for dq, for a block of rows, and the bias's gradient if learnt."""
+    """What the atomics would sum for dq, for a block of rows.
+
+    If they are learnt, the bias's gradient, and what the tiles add to that of the powers.
+    """
     bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, past = bh // H, bh % H, Lk - Lq
     K, V = _at(K, k_strides, b, h // GROUP), _at(V, v_strides, b, h // GROUP)
@@ -1084,7 +1125,7 @@ def _backward_queries(
     tiles = _key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, WINDOW)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dbias = tl.zeros([BLOCK_M], tl.float32)
+    dbias, dpowers = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for PART in tl.static_range(2 if WINDOW is None else 3):
         for start in range(tiles[PART][0], tiles[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -1096,17 +1137,21 @@ def _backward_queries(
                 None if ADDED.key_bias is None
                 else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)[None, :]
             )  # fmt: skip
-            _, dz, ds = _gradients(
+            _, dz, ds, dpower = _gradients(
                 y, dp, terms, _visible(keys[None, :], rows[:, None], past, WINDOW),
                 rows[:, None] + past - keys[None, :], slope, key_bias, PHI, SLOPE, CAP, SIGNED,
                 RECTIFIED, P, L1, EXACT, BIASED, HALF, PART > 0,
             )  # fmt: skip
             if DBIAS is not None:
                 dbias += tl.sum(dz, 1)
+            if DPOWERS is not None:
+                dpowers += tl.sum(dpower, 1)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     _store(_own(DQ, b, h, H, Lq, D), H * D, rows, Lq, dq, D, BLOCK_D)
     if DBIAS is not None:
         _save(DBIAS, 0, VALUE * dbias, bh, rows, Lq)
+    if DPOWERS is not None:
+        _save(DPOWERS, 0, dpowers + _saved(DPOWERS, 0, bh, rows, Lq), bh, rows, Lq)
 
 
 @triton.jit
@@ -1194,10 +1239,10 @@ def _decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Y, PARTS, norm, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
+    V, Y, PARTS, norm, power, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
     SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
-    NORMS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    NORMS: tl.constexpr, POWERS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -1228,9 +1273,11 @@ def _decode_values(
         else:
             gain = 1 / (VALUE * _number(norm, bh, NORMS))
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
+    power = _number(power, bh, POWERS)
     if P and ADDED.sink is not None:  # in the first chunk's sum alone
-        t = _reweighted(a_sink, gain, offset)
-        total_w += tl.where(split == 0, _power_less_one(t, P) * t, 0.0)
+        t_sink = _reweighted(a_sink, gain, offset)
+        w_sink = _power_less_one(t_sink, power, P) * t_sink
+        total_w += tl.where(split == 0, w_sink, 0.0)
     end = tl.minimum(split * chunk + chunk, Lk)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
@@ -1239,7 +1286,7 @@ def _decode_values(
             a = relu(a - tl.exp2(shift))
         if P:
             t = _reweighted(a, gain, offset)
-            w = _power_less_one(t, P) * t + 0 * gain  # NaN for a gain of NaN
+            w = _power_less_one(t, power, P) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
             skip = w * Lk <= 2.0**-24
         else:
@@ -1347,8 +1394,12 @@ def _outputs(
     u = _like(q) if save and p else q.new_empty(0)
     unit_k = _like(k) if unit else k.new_empty(0)
     # up to the last that is needed: see ROWS
-    alone = shifted and (sink is not None or PHIS[phi].rectified)
-    more = 2 if alone else shifted or bias is not None
+    if p == PER_ROW.value:
+        more = 3
+    elif shifted and (sink is not None or PHIS[phi].rectified):
+        more = 2
+    else:
+        more = int(shifted or bias is not None)
     rows = _numbers(q, (5 if p else 2) + more)
     return _like(q), u, _like(q), unit_k, rows, _numbers(k, unit)
 
@@ -1356,7 +1407,8 @@ def _outputs(
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
+    powers: Tensor | None, sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None,
+    phi: str, shifted: bool,
     p: float, unit: bool, signed: bool, window: int | None, softcap: float | None, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output and, for the backward pass, U, q', k / |k| if `unit`, ROWS and 1 / |k|."""
@@ -1369,7 +1421,7 @@ def _forward(
     head, shift = _head(d), function.shift if shifted else None
     with _device(q):
         _scale_queries[B * H, triton.cdiv(Lq, 64)](
-            q, *map(_strided, (scale, bias, norm)), scaled_q, rows, _strides(q), H, Lq,
+            q, *map(_strided, (scale, bias, norm, powers)), scaled_q, rows, _strides(q), H, Lq,
             ARGUMENT=function.argument, VALUE=function.value, P=_p(p), UNIT=unit, EXACT=exact,
             M=64, **head,
         )  # fmt: skip
@@ -1402,8 +1454,8 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, signed, window,
-    softcap, save,
+    q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, phi, shifted, p, unit, signed,
+    window, softcap, save,
 ):  # fmt: skip
     return _outputs(q, k, bias, sink, phi, shifted, p, unit, save)
 
@@ -1414,10 +1466,10 @@ def _backward(
     slopes: Tensor | None, key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor,
     inverse: Tensor, phi: str, shifted: bool, p: float, unit: bool, signed: bool,
     window: int | None, softcap: float | None, l1: bool, biased: bool, learnt: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and, where they are learnt, the gradients of scale, bias, sink and key_bias.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and, if learnt, the gradients of scale, bias, powers, sink and key_bias.
 
-    Those of the first three are [B, H, Lq], for the sink with a part for each row, and that of
+    Those of the first four are [B, H, Lq], for the sink with a part for each row, and that of
     key_bias is [B, H, Lk].
     dk and dv are [B, H, Lk, d], a part for each head of q. q is q', and k is k / |k| if `unit`. The
     original q is given if the scale is learnt.
@@ -1427,8 +1479,8 @@ def _backward(
     function, head, added = _phi(phi, q.dtype), _head(d), Added(sink, slopes, _strided(key_bias))
     outputs = _gradients_like(q, k, learnt)
     dq, dk, dv, *gradients = outputs
-    dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
-    atomic = dbias is None and not torch.are_deterministic_algorithms_enabled()
+    dscale, dbias, dpowers, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
+    atomic = dbias is None and dpowers is None and not torch.are_deterministic_algorithms_enabled()
     summed = _like(q, torch.float32)
     terms, scaled_dout = _numbers(q, 3 if q.dtype == torch.float16 else 2 if p else 1), _like(dout)
     units = dict(ARGUMENT=function.argument, VALUE=function.value)
@@ -1440,8 +1492,8 @@ def _backward(
     )  # fmt: skip
     with _device(q):
         _backward_rows[B * H, triton.cdiv(Lq, 64)](
-            dout, out, u, scaled_dout, rows, terms, dsink, _strides(dout), H, Lq, added,
-            SHIFTED=shifted, M=64, **functions, **head,
+            dout, out, u, scaled_dout, rows, terms, dsink, dpowers, _strides(dout), H, Lq,
+            added, SHIFTED=shifted, M=64, **functions, **head,
         )  # fmt: skip
         if atomic:
             summed.zero_()
@@ -1454,8 +1506,9 @@ def _backward(
         if not atomic:
             shape = block_shape(QUERIES, q, phi, p)
             _backward_queries[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                q, k, v, scaled_dout, rows, terms, summed, dbias, *sizes, **constants, **shape
-            )
+                q, k, v, scaled_dout, rows, terms, summed, dbias, dpowers, *sizes, **constants,
+                **shape,
+            )  # fmt: skip
         original_q = q if original_q is None else _rows_contiguous(original_q)
         _finish_queries[B * H, triton.cdiv(Lq, 64)](
             summed, q, rows, original_q, dq, dscale, _strides(original_q), H, Lq, UNIT=unit, M=64,
@@ -1474,18 +1527,18 @@ def _(
 
 def _gradients_like(
     q: Tensor, k: Tensor, learnt: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (B, H, Lq, d), Lk = q.shape, k.shape[2]
-    dscale, dbias, dsink, dkey_bias = (
+    dscale, dbias, dpowers, dsink, dkey_bias = (
         q.new_empty((B, H, L) if learns else (0,), dtype=torch.float32)
-        for learns, L in zip(learnt, (Lq, Lq, Lq, Lk), strict=True)
+        for learns, L in zip(learnt, (Lq, Lq, Lq, Lq, Lk), strict=True)
     )
     dk, dv = (k.new_empty(B, Lk, H, d).transpose(1, 2) for _ in range(2))
-    return _like(q), dk, dv, dscale, dbias, dsink, dkey_bias
+    return _like(q), dk, dv, dscale, dbias, dpowers, dsink, dkey_bias
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, sink, slopes, key_bias, *constants, _ = inputs
+    q, k, v, _, bias, norm, _, sink, slopes, key_bias, *constants, _ = inputs
     phi, shifted, p, unit, signed, window, softcap = constants
     out, u, scaled_q, unit_k, rows, inverse = output
     original_q = q if ctx.needs_input_grad[3] else None
@@ -1499,14 +1552,14 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _call_backward(ctx, dout, *_):
-    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6, 8)]
+    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6, 7, 9)]
     dq, dk, dv, *gradients = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt)
     heads = ctx.saved_tensors[3].shape[1]
     if heads < dk.shape[1]:
         dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
+    dscale, dbias, dpowers, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
     dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq, dk, dv, dscale, dbias, None, dsink, None, dkey_bias, *(None,) * 8
+    return dq, dk, dv, dscale, dbias, None, dpowers, dsink, None, dkey_bias, *(None,) * 8
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -1515,7 +1568,8 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool,
+    powers: Tensor | None, sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None,
+    phi: str, shifted: bool,
     p: float, unit: bool, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
@@ -1537,7 +1591,7 @@ def _decode(
         ARGUMENT=function.argument, BLOCK_N=block_n, **head,
     )  # fmt: skip
     reduced = dict(SPLITS=triton.next_power_of_2(splits))
-    scales, biases, norms = (_one_row(x, q) for x in (scale, bias, norm))
+    scales, biases, norms, power = (_one_row(x, q) for x in (scale, bias, norm, powers))
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
@@ -1546,16 +1600,16 @@ def _decode(
             **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, sums, _strides(v), H, group, Lk, chunk, added,
-            VALUE=function.value, NORMS=isinstance(norms, Tensor), P=_p(p), L1=norm is None,
-            **constants, **reduced,
+            v, y, parts, norms, power, sums, _strides(v), H, group, Lk, chunk, added,
+            VALUE=function.value, NORMS=isinstance(norms, Tensor),
+            POWERS=isinstance(power, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
         )  # fmt: skip
         _decode_sum[(B * H,)](sums, out, splits, P=_p(p), **head, **reduced)
     return out
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, sink, slopes, key_bias, phi, shifted, p, unit, softcap):
+def _(q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, phi, shifted, p, unit, softcap):
     return _like(q)
 
 
@@ -1578,16 +1632,17 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
     sink: Tensor | None = None, slopes: Tensor | None = None, key_bias: Tensor | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, powers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions. scale, bias and norm are float32 [B or 1, H, Lq] of any strides; without norm it is
-    l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None;
-    `unit` normalises q and k to unit length; `signed` means that phi may be negative; `window` is
-    the number of keys that each row sees, or None. A single query sees all k, and its scale, bias
-    and norm may be on the CPU, one for all sequences and heads.
+    positions. scale, bias, norm and powers are float32 [B or 1, H, Lq] of any strides; without norm
+    it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None,
+    and powers has one for each row instead; `unit` normalises q and k to unit length; `signed`
+    means that phi may be negative; `window` is the number of keys that each row sees, or None. A
+    single query sees all k, and its scale, bias, norm and powers may be on the CPU, one for all
+    sequences and heads.
 
     sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
     without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
@@ -1595,18 +1650,20 @@ def attend(
     key_bias, float32 [B or 1, H, Lk], is added to each key's scores. softcap c makes a scaled
     product z into c tanh(z / c), before anything is added to it.
 
-    Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
-    of 7 products; where phi is exp, in one stage without a sink, its gradient is 0: detach it.
+    Gradients flow to q, k, v, scale, bias, powers, sink and key_bias. A learnt bias or power takes
+    the backward pass of 7 products. Where phi is exp, in one stage without a sink, the gradient of
+    a bias is 0: detach it.
     """
     shifted = shifted or PHIS[phi].rectified
-    p = 0.0 if p is None else float(p)
+    p = float(p or 0) if powers is None else float(PER_ROW.value)
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
     added = sink, slopes, key_bias
-    learns = any(x is not None and x.requires_grad for x in (q, k, v, scale, bias, sink, key_bias))
+    rows = scale, bias, norm, powers
+    learns = any(x is not None and x.requires_grad for x in (q, k, v, *rows, *added))
     save = torch.is_grad_enabled() and learns
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, scale, bias, norm, *added, phi, shifted, p, unit, softcap)
-    rows = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in (scale, bias, norm))
+        return _decode(q, k, v, *rows, *added, phi, shifted, p, unit, softcap)
+    shaped = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in rows)
     constants = phi, shifted, p, unit, signed, window, softcap
-    return _forward(q, k, v, *rows, *added, *constants, save)[0]
+    return _forward(q, k, v, *shaped, *added, *constants, save)[0]

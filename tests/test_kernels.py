@@ -307,6 +307,7 @@ def inputs_of(choices, B=1, H=2, Hk=2, Lq=20, Lk=20, d=16, dtype=FLOAT32, seed=0
         "sink": lambda: normal(H),
         "slopes": lambda: 2.0 ** -torch.arange(1, H + 1),
         "key_bias": lambda: normal(B, Lk, H).mT,
+        "powers": lambda: 2 + 3 * torch.rand(1, H, Lq, generator=g),
     }
     settings = {name: x for name, x in choices.items() if name not in drawn}
     return tensors | {name: draw() for name, draw in drawn.items() if name in choices}, settings
@@ -458,6 +459,23 @@ def test_softpick_of_extreme_scores():
         torch.testing.assert_close(last[head, 0], expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("phi", ["exp", "softplus"])
+def test_a_power_for_each_row(phi):
+    check(dict(phi=phi, powers=True), Lq=5, Lk=37, B=2)
+    check(dict(phi=phi, powers=True, sink=True), Lq=33, Lk=33)
+
+
+def test_powers_of_rows_are_those_of_a_number():
+    """Of a power of 1 too, whose t^(p - 1) is 0 at t = 0."""
+    tensors, settings = inputs_of(dict(phi="softplus", unit=True))
+    for p in (1.0, 2.0, 15.0):
+        number = differentiated(attend, settings=settings | dict(p=p), **tensors)
+        powers = torch.full((1, 2, 20), p)
+        found = differentiated(attend, settings=settings, **tensors, powers=powers)
+        for name, x in number.items():
+            assert (found[name] - x).norm() < 1e-4 * x.norm()
+
+
 # ---- a user's own ----
 
 MINE = {
@@ -587,7 +605,7 @@ def arguments(case, L=20, requires_grad=True):
     r = attn._rows(q, k, slice(None), 64)
     scale = torch.as_tensor(attn.variant.scale(r)).expand(1, 2, L, 1)[..., 0]
     phi, p = attn.variant.phi.kernel, float(attn.p or 0)
-    return q, k, v, scale, *(None,) * 5, phi, False, p, attn.variant.l2_normalise
+    return q, k, v, scale, *(None,) * 6, phi, False, p, attn.variant.l2_normalise
 
 
 @pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
