@@ -391,7 +391,8 @@ class Function(NamedTuple):
     # phi and |phi| have no kink, across which the rounding of a scaled q could move a score.
     smooth: bool = False
     # phi is the function less 1, or with a shift less exp2(shift). Where it is negative it counts
-    # in the l1 norm, by its absolute value, but the weight is 0. It has a shift, and one stage.
+    # in the l1 norm, by its absolute value, but the weight is 0. Its shift always applies, and it
+    # has one stage.
     rectified: bool = False
 
 
@@ -1274,8 +1275,9 @@ def _decode_values(
     acc, total_w = tl.zeros([BLOCK_D], tl.float32), 0.0
     power = _number(power, bh, POWERS)
     if P and ADDED.sink is not None:  # in the first chunk's sum alone
-        t = _reweighted(a_sink, gain, offset)
-        total_w += tl.where(split == 0, _power_less_one(t, power, P) * t, 0.0)
+        t_sink = _reweighted(a_sink, gain, offset)
+        w_sink = _power_less_one(t_sink, power, P) * t_sink
+        total_w += tl.where(split == 0, w_sink, 0.0)
     end = tl.minimum(split * chunk + chunk, Lk)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
@@ -1652,6 +1654,7 @@ def attend(
     the backward pass of 7 products. Where phi is exp, in one stage without a sink, the gradient of
     a bias is 0: detach it.
     """
+    shifted = shifted or PHIS[phi].rectified
     p = float(p or 0) if powers is None else float(PER_ROW.value)
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])

@@ -78,6 +78,9 @@ class Textbook:
     def phi(self, function, bias=0.0):
         return function(self.z() + bias) * self.seen
 
+    def expm1(self):
+        return self.phi(torch.expm1)
+
     def lssa_z(self):
         cosines = F.normalize(self.q, dim=-1) @ F.normalize(self.k, dim=-1).mT
         return math.log(self.q.shape[-1]) * self.log_n * cosines
