@@ -632,7 +632,14 @@ def test_compiles_without_graph_breaks(case):
         torch.testing.assert_close(compiled[name], eager[name])
 
 
-@pytest.mark.parametrize("case", ["lssar_p15.py", "relu_shen.py"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "lssar_p15.py",
+        "lssar_p3.py --positions=alibi --sink=learned --gate=head --window=9 --p_law=learned",
+        "fox.py --n_kv_head=1 --softcap=3 --qk_norm=True",
+    ],
+)
 def test_a_model_trains_and_generates_as_with_the_reference(case):
     def run(impl):
         torch.manual_seed(0)

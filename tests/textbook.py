@@ -72,14 +72,11 @@ class Textbook:
         return self.z() - slopes[:, None, None] * self.distance
 
     def softpick(self):
-        a = torch.expm1(self.z()) * self.seen
+        a = self.phi(torch.expm1)
         return torch.relu(a) / a.abs().sum(-1, keepdim=True)
 
     def phi(self, function, bias=0.0):
         return function(self.z() + bias) * self.seen
-
-    def expm1(self):
-        return self.phi(torch.expm1)
 
     def lssa_z(self):
         cosines = F.normalize(self.q, dim=-1) @ F.normalize(self.k, dim=-1).mT
