@@ -453,8 +453,8 @@ def first_seed(table: dict) -> int:
 # The columns of Table 3: what is better, and the truth.
 PHYSICS: dict[str, tuple[str | None, float | None]] = {
     "cosine": ("higher", 1), "error": ("lower", 0), "rank correlation": ("higher", 1),
-    "median error": ("lower", 0), "exponent of r": (None, -2), "of m1": (None, 1),
-    "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5), "m1 / r^2 found": (None, None),
+    "median error": ("lower", 0), "above 0": ("higher", 1), "exponent of r": (None, -2),
+    "of m1": (None, 1), "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5), "m1 / r^2 found": (None, None),
 }  # fmt: skip
 LAWS = {"m1 m2 / r^2": [-2.0, 1.0, 1.0], "m1 / r^2": [-2.0, 1.0, 0.0]}  # powers of r, m1 and m2
 
