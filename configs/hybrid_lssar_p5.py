@@ -2,4 +2,4 @@
 attention = "lssar"
 p = 5
 nope_share = 0.5
-local_window = 64
+local_window = 256

@@ -1,4 +1,4 @@
 # As hybrid.py, with SSMax in the heads without positions.
 attention = "ssmax"
 nope_share = 0.5
-local_window = 64
+local_window = 256

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parent.parent
 # case -> options of the export; all that is shared between layers, or not, and a scaled RoPE
 CASES = {
-    "lssar_p15.py": [],
+    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": [],
     "softmax.py --tokenizer=gpt2 --vocab_size=50300": ["--rope", "none"],
-    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": ["--rope", "yarn"],
+    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": ["--rope", "yarn"],
     "ablations/ssmax_probe.py --tie_embeddings=False": ["--rope_theta", "5e5"],
 }
 LENGTHS = (5, 16, 40)  # the training length is 16

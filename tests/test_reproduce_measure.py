@@ -243,6 +243,39 @@ def test_the_cost_of_a_step_is_a_ratio_to_softmax(reproduced, call, tmp_path, mo
     assert len(commands) == 3 and "another machine" in text
 
 
+def test_the_league_has_losses_positions_and_the_cost_of_a_step(reproduced, monkeypatch):
+    pairs = []
+
+    def measured(rows, rounds, phases):
+        pairs.append({row: (config.window, config.local_window) for row, config in rows.items()})
+        return {row: {"train_ms": 2.0 + i, "train_mb": 4.0 - i} for i, row in enumerate(rows)}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    only = "--only=softmax,softmax:adaptive_temperature,swa,hybrid"
+    table = read_table(folder := reproduced("league", only))
+    softmax = {"softmax": (None, None)}
+    assert pairs[0] == softmax and pairs[1:] == [
+        softmax | {row: config}
+        for row, config in (
+            ("softmax:adaptive_temperature", (None, None)),
+            ("swa", (4, None)),
+            ("hybrid", (None, 4)),
+        )
+    ]  # fmt: skip
+    costs = {row: entry["mean"][-3:] for row, entry in table["rows"].items()}
+    assert costs["softmax"][1:] == [1, 1] and costs["swa"][1:] == [1.5, 0.75]
+    assert costs["softmax"][0] == costs["swa"][0] > 0.01
+    losses = {row: entry["mean"][:5] for row, entry in table["rows"].items()}
+    assert len({tuple(row) for row in losses.values()}) == 4
+    evaluation = table["rows"]["swa"]["runs"][0]["evaluation"]
+    assert evaluation["window"] == evaluation["control"]["window"] == 4
+    names = {path.name for path in folder.glob("*.png")}
+    assert names == {"league.png", "by_position_positions.png", "by_position_whole_rows.png"}
+    pairs.clear()
+    reproduced("league", only)
+    assert not pairs  # timed once
+
+
 def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path, monkeypatch):
     timed = []
 
@@ -253,7 +286,11 @@ def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path
     monkeypatch.setattr(benchmark, "measure", measured)
     table = read_table(folder := reproduced("t6", "--only=softmax,t6"))
     assert timed == [{"softmax": (256, 1), "t6": (256, 1)}]  # at 16 times the length
-    assert table["columns"][-4:] == [f"16x, {report.SLIDING}", tables.GAIN, *measure.COSTS]
+    assert table["columns"][-4:] == [
+        f"16x, {report.SLIDING}",
+        tables.GAIN,
+        *measure.WithDecoding.costs,
+    ]
     # two layers in float32: keys and values of 32, and factors of rank 2 for two heads of 64
     assert table["rows"]["softmax"]["mean"][-2:] == [2 * 2 * 32 * 4 / 1000, 2.0]
     assert table["rows"]["t6"]["mean"][-2:] == [2 * 2 * 2 * (2 + 64) * 4 / 1000, 3.0]

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from config import Config
 from errors import EXIT_MISTAKE, UserError
-from model import KVCache, Trunk
+from model import GPT, KVCache, Trunk
 from runtime import checkpoint
 from runtime.device import autocast, environment, pick_compile, pick_device, pick_dtype
 from runtime.files import read_json, write_json
@@ -178,37 +178,27 @@ class Evaluation:
         return results
 
 
-COSTS = ("cache (kB a token)", "generation (ms a token)")
-ROUNDS = 50
-
-
 @dataclass(frozen=True)
-class WithDecoding(Evaluation):
-    """The same with two more columns: the size of a row's cache, and the time of a token."""
+class WithCosts(Evaluation):
+    """The same with more columns: what the rows cost, measured once for each row and machine."""
 
-    cached: float = 1.0  # multiples of the training length that are in the cache
+    costs: ClassVar[tuple[str, ...]]  # the columns
+    what: ClassVar[str]
+    rounds: ClassVar[int]
+
+    def time(self, work: Work) -> dict[str, dict]:
+        """The figures of every row."""
+        raise NotImplementedError
+
+    def cost(self, figures: dict) -> list[float]:
+        """The columns of a row's figures."""
+        raise NotImplementedError
 
     def columns(self, config: Config) -> tuple:
-        return super().columns(config) + COSTS
-
-    def notes(self, config: Config) -> tuple[str, ...]:
-        return (
-            *super().notes(config),
-            f"Generation: one more token of one sequence, of which {at(self.cached, config) - 1:,} "
-            f"are cached; the rows take turns, median of {ROUNDS} rounds. The cache is that of all "
-            "layers.",
-        )
+        return super().columns(config) + self.costs
 
     def file(self, work: Work) -> Path:
-        return work.folder / "decoding.json"
-
-    def rows(self, work: Work) -> dict[str, Config]:
-        """The rows, and all that were measured before, as models of the cached length."""
-        length = at(self.cached, work.scale.config)
-        sizes = {"block_size": length, "batch_size": 1, "total_batch_size": length}
-        seed = work.seeds[0]
-        names = dict.fromkeys([*self.timed(work), *work.rows])
-        return {row: work.scale.run(row, seed).config.replace(**sizes) for row in names}
+        return work.folder / "costs.json"
 
     def timed(self, work: Work) -> dict[str, dict]:
         """The figures of rows that were measured on this machine."""
@@ -218,28 +208,95 @@ class WithDecoding(Evaluation):
 
     def plan(self, work: Work) -> str:
         left = [row for row in work.rows if row not in self.timed(work)]
-        rest = f"\nto time: a generated token of {len(work.rows)} rows" if left else ""
+        rest = f"\nto time: {self.what} of {len(work.rows)} rows" if left else ""
         return super().plan(work) + rest
 
     def measure(self, work: Work) -> list[str]:
         failures = super().measure(work)
         if any(row not in self.timed(work) for row in work.rows):
-            rows = self.rows(work)
-            figures = benchmark.measure(rows, ROUNDS, phases=("decode",))
-            for row, config in rows.items():
-                figures[row]["cache_bytes"] = cache_bytes(config)
+            rows = self.time(work)
             work.folder.mkdir(parents=True, exist_ok=True)
             threads = torch.get_num_threads()
-            made = {"environment": environment(), "threads": threads, "rounds": ROUNDS}
-            write_json(self.file(work), made | {"rows": figures})
+            made = {"environment": environment(), "threads": threads, "rounds": self.rounds}
+            write_json(self.file(work), made | {"rows": rows})
         return failures
 
     def results(self, work: Work, row: str) -> list[dict]:
         if (timed := self.timed(work).get(row)) is None:
             return []
-        costs = [timed["cache_bytes"] / 1000, timed["decode_ms"]]
-        results = super().results(work, row)
+        costs, results = self.cost(timed), super().results(work, row)
         return [result | {"values": result["values"] + costs} for result in results]
+
+
+@dataclass(frozen=True)
+class WithDecoding(WithCosts):
+    """The size of a row's cache, and the time of a token."""
+
+    cached: float = 1.0  # multiples of the training length that are in the cache
+
+    costs = "cache (kB a token)", "generation (ms a token)"
+    what, rounds = "a generated token", 50
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        return (
+            *super().notes(config),
+            f"Generation: one more token of one sequence, of which {at(self.cached, config) - 1:,} "
+            f"are cached; the rows take turns, median of {self.rounds} rounds. The cache is that "
+            "of all layers.",
+        )
+
+    def time(self, work: Work) -> dict[str, dict]:
+        """Of the rows, and all that were measured before, as models of the cached length."""
+        length = at(self.cached, work.scale.config)
+        sizes = {"block_size": length, "batch_size": 1, "total_batch_size": length}
+        names = dict.fromkeys([*self.timed(work), *work.rows])
+        rows = {row: work.scale.run(row, work.seeds[0]).config.replace(**sizes) for row in names}
+        figures = benchmark.measure(rows, self.rounds, phases=("decode",))
+        for row, config in rows.items():
+            figures[row]["cache_bytes"] = cache_bytes(config)
+        return figures
+
+    def cost(self, figures: dict) -> list[float]:
+        return [figures["cache_bytes"] / 1000, figures["decode_ms"]]
+
+
+@dataclass(frozen=True)
+class WithSteps(WithCosts):
+    """The number of parameters, and the time and memory of a training step over softmax's."""
+
+    costs = "parameters (M)", "time of a step", "memory of a step"
+    what, rounds = "a training step", 20
+
+    def notes(self, config: Config) -> tuple[str, ...]:
+        return (
+            *super().notes(config),
+            "Time and memory are of a training step with one micro-batch, over those of softmax, "
+            f"with which the row takes turns: medians of {self.rounds} rounds.",
+        )
+
+    def time(self, work: Work) -> dict[str, dict]:
+        def config_of(row: str) -> Config:
+            return work.scale.run(row, work.seeds[0]).config
+
+        found = self.timed(work)
+        softmax = config_of("softmax")
+        for row in work.rows:
+            if row not in found:
+                pair = {"softmax": softmax, row: config_of(row)}
+                figures = benchmark.measure(pair, self.rounds, phases=("train",))
+                with torch.device("meta"):
+                    parameters = GPT(pair[row]).count_parameters()
+                found[row] = {
+                    "parameters": parameters,
+                    "ms": figures[row]["train_ms"] / figures["softmax"]["train_ms"],
+                    "mb": figures[row]["train_mb"] / figures["softmax"]["train_mb"],
+                    "softmax": figures["softmax"],
+                    "row": figures[row],
+                }
+        return found
+
+    def cost(self, figures: dict) -> list[float]:
+        return [figures["parameters"] / 1e6, figures["ms"], figures["mb"]]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ A table is that of scripts.common.tables, with the keys
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,22 @@ def components(table: dict) -> dict[str, Figure]:
         else:
             groups.setdefault("not re-weighted", {})[name] = name
     return grouped(table, groups)
+
+
+def league(table: dict, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Figure]:
+    """A panel for each kind of attention, over length; and the same by position, with softmax."""
+    present = {
+        kind: {row: row for row in rows if row in table["rows"]} for kind, rows in kinds.items()
+    }
+    kept = {kind: rows for kind, rows in present.items() if rows.keys() - {"softmax"}}
+    pictures = grouped(table, kept or present)
+    for kind, rows in kept.items():
+        some = table | {
+            "name": f"by_position_{kind.replace(' ', '_').replace(chr(39), '')}",
+            "rows": {row: table["rows"][row] for row in rows},
+        }
+        pictures |= positions(some)
+    return pictures
 
 
 def blocks(table: dict) -> dict[str, Figure]:

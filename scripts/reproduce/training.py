@@ -85,6 +85,11 @@ def probe(scale: Config) -> dict:
     return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
 
 
+def quarter(setting: str) -> Callable[[Config], dict]:
+    """A window of a quarter of the training length, as its config has it at 1,024 tokens."""
+    return lambda scale: {setting: max(1, scale.block_size // 4)}
+
+
 def untrained(scale: Config) -> dict:
     """A random trunk, for what fine-tuning alone gives."""
     return {"max_iters": 0}
@@ -106,6 +111,11 @@ ROWS = {
         Row("softmax_window", CONFIGS / "softmax.py", two_points),
         Row("softmax_swiglu", CONFIGS / "softmax.py", t6_blocks),
         Row("lssar_p15_swiglu", CONFIGS / "lssar_p15.py", t6_blocks),
+        Row("swa", CONFIGS / "swa.py", quarter("window")),
+        *(
+            Row(name, CONFIGS / f"{name}.py", quarter("local_window"))
+            for name in ("hybrid", "hybrid_ssmax", "hybrid_lssar_p5")
+        ),
         Row("ssmax_probe", CONFIGS / "ablations/ssmax_probe.py", probe),
     )
 }
