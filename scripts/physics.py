@@ -283,6 +283,8 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
         schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
     )  # fmt: skip
+    if run.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as in training
     torch.manual_seed(config.seed)
     model, outputs = run.model, task.forces.shape[-1]
     model.lm_head = nn.Linear(config.n_embd, outputs)
@@ -303,7 +305,7 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
                 return error[~y.isnan()].square().sum() / labels
 
             parts = [
-                (tensor(task.tokens[part], run).long(), tensor(targets[part], run))
+                (on_device(task.tokens[part].astype(np.int64), run), on_device(targets[part], run))
                 for part in np.split(rows, range(config.batch_size, sequences, config.batch_size))
             ]
             loss, norm = train_step(
@@ -321,14 +323,12 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
     predicted = []
     with torch.no_grad(), autocast(run.device, run.dtype):
         for begin in range(0, len(task.tokens), config.batch_size):
-            x = tensor(task.tokens[begin : begin + config.batch_size], run).long()
-            predicted.append(model(x)[:, 1::2].float().cpu().double().numpy())
+            x = task.tokens[begin : begin + config.batch_size].astype(np.int64)
+            predicted.append(model(on_device(x, run))[:, 1::2].float().cpu().double().numpy())
     return np.concatenate(predicted)
 
 
-def tensor(array: np.ndarray, run: LoadedRun) -> Tensor:
-    if array.dtype == np.uint16:
-        array = array.astype(np.int64)
+def on_device(array: np.ndarray, run: LoadedRun) -> Tensor:
     return torch.from_numpy(array).to(run.device)
 
 

@@ -453,8 +453,9 @@ def first_seed(table: dict) -> int:
 # The columns of Table 3: what is better, and the truth.
 PHYSICS: dict[str, tuple[str | None, float | None]] = {
     "cosine": ("higher", 1), "error": ("lower", 0), "rank correlation": ("higher", 1),
-    "median error": ("lower", 0), "exponent of r": (None, -2), "of m1": (None, 1),
-    "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5), "m1 / r^2 found": (None, None),
+    "median error": ("lower", 0), "above 0": ("higher", 1), "exponent of r": (None, -2),
+    "of m1": (None, 1), "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5),
+    "m1 / r^2 found": (None, None),
 }  # fmt: skip
 LAWS = {"m1 m2 / r^2": [-2.0, 1.0, 1.0], "m1 / r^2": [-2.0, 1.0, 0.0]}  # powers of r, m1 and m2
 
@@ -470,6 +471,8 @@ def draw_physics(table: dict) -> dict[str, Figure]:
             ax.plot(values, [y] * len(values), "o", color="C0", alpha=0.6)
         if (truth := PHYSICS[column][1]) is not None:
             ax.axvline(truth, color="C2", linestyle="--", linewidth=1)
+        if column.endswith("found"):
+            ax.set_xlim(-0.4, 5.4)  # of five draws
         ax.set_xlabel(column, fontsize="small")
         ax.grid(alpha=0.3)
     for ax in axes.flat[len(columns) :]:

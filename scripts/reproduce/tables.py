@@ -378,7 +378,8 @@ def probes(vectors_only: bool = False) -> Evaluation:
         magnitudes, draws = parts["magnitudes"], parts["laws"]["draws"]
         return [
             vectors["cosine"], vectors["relative_error"], magnitudes["rank_correlation"],
-            magnitudes["median_relative_error"], *magnitudes["exponents"].values(),
+            magnitudes["median_relative_error"], magnitudes["positive"],
+            *magnitudes["exponents"].values(),
             *(sum(draw["powers"] == powers for draw in draws) for powers in figures.LAWS.values()),
         ]  # fmt: skip
 
@@ -501,9 +502,9 @@ EXPERIMENTS = {
         probes(), figures.draw_physics, task="orbits", remarks=figures.laws_found, notes=(
             "Cosine and error: of force vectors in the solar system, over eight planets. The other "
             "columns are of magnitudes in two-body systems: the rank correlation with m1 m2 / r^2, "
-            "the median relative error, the exponents of a plain log-log regression (r -2, m1 1 "
-            "and m2 1 are Newton's), and how many of five draws give the law by symbolic "
-            "regression.",
+            "the median relative error, the share above 0, the exponents of a plain log-log "
+            "regression of that share (r -2, m1 1 and m2 1 are Newton's), and how many of five "
+            "draws give the law by symbolic regression.",
             "`oracle` averages the true forces of the nearest labelled states; `untrained` "
             "fine-tunes random weights; `softmax_window` sees two points of each body.",
             "No label that is judged is seen: the last step's weights are taken. The published "
