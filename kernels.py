@@ -1662,6 +1662,7 @@ def attend(
     p = float(p or 0) if powers is None else float(PER_ROW.value)
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
+    sink, slopes = (x if x is None else x.contiguous() for x in (sink, slopes))
     added = sink, slopes, key_bias
     rows = scale, bias, norm, powers
     save = torch.is_grad_enabled() and any(

@@ -397,6 +397,14 @@ def test_sinks_and_scores_of_ten_thousand(phi, p):
     torch.testing.assert_close(decoded(tensors, settings), last, rtol=0, atol=1e-2)
 
 
+def test_numbers_of_heads_have_any_strides():
+    tensors, settings = inputs_of(dict(phi="exp"), Lq=4, Lk=9)
+    tensors.pop("gradient")
+    out = attend(**tensors, **settings, sink=torch.ones(2), slopes=torch.ones(2))
+    one = torch.ones(1).expand(2)
+    assert torch.equal(attend(**tensors, **settings, sink=one, slopes=one), out)
+
+
 @stages
 def test_alibi(stage):
     check(stage | dict(slopes=True), Lq=5, Lk=37)
