@@ -2,12 +2,17 @@
 
 For one head, and row i that sees the keys j < n_i (in attention.py's notation):
 
-    z_ij = scale_i s_ij + bias_i + shift_i,   a_ij = phi(z_ij)
+    z_ij = c tanh(scale_i s_ij / c) + bias_i + b_j - m (i - j) + shift_i,   a_ij = phi(z_ij)
 
 one stage     O_i = gain_i sum_j a_ij v_j             gain is 1 / sum_j |a_ij|, or 1 / norm_i
 two stages    x_ij = gain_i a_ij - offset_i           gain is n_i / sum_j a_ij
               t_ij = relu(x_ij) / max_j x_ij          within 0 to 1, so that no power overflows
               O_i = sum_j t_ij^p v_j / W_i            W_i = sum_j t_ij^p
+
+The soft cap c, a bias b_j for each key and ALiBi's slope m are choices, and so is a sink: one more
+key, whose value is 0 and whose score is a logit of its head, which enters every sum and maximum
+over j, but not n_i. What a variant does not choose is not compiled. p is a number, or one for each
+row; the gradient of a row's is sum_j A_ij ln(t_ij) (dO_i . v_j - D_i).
 
 The second stage needs the row's sum and maximum first: its forward pass reads the keys twice. With
 U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, its backward is
@@ -1595,9 +1600,8 @@ def _decode(
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
-            CAP=_cap(softcap, function),
-            SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), UNIT=unit,
-            **constants,
+            CAP=_cap(softcap, function), SCALES=isinstance(scales, Tensor),
+            BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
             v, y, parts, norms, power, sums, _strides(v), H, group, Lk, chunk, added,
@@ -1658,10 +1662,12 @@ def attend(
     p = float(p or 0) if powers is None else float(PER_ROW.value)
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
+    sink, slopes = (x if x is None else x.contiguous() for x in (sink, slopes))
     added = sink, slopes, key_bias
     rows = scale, bias, norm, powers
-    learns = any(x is not None and x.requires_grad for x in (q, k, v, *rows, *added))
-    save = torch.is_grad_enabled() and learns
+    save = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, *rows, *added)
+    )
     if q.shape[2] == 1 and not save:
         return _decode(q, k, v, *rows, *added, phi, shifted, p, unit, softcap)
     shaped = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in rows)

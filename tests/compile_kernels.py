@@ -7,7 +7,7 @@ GPU.
 
 python -m tests.compile_kernels             counts as below, and compares with results/kernels.json
 python -m tests.compile_kernels --update    writes what the installed Triton gives into that file
-python -m tests.compile_kernels --rows      launches every row of the table, and counts nothing
+python -m tests.compile_kernels --rows      launches every row and choice, and counts nothing
 
 For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
 whether the assembler serialises its asynchronous matrix products (warnings such as C7515), how
@@ -31,6 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
+import kernels
 from attention import FromInput
 from model import build_attention
 from tests.helpers import ATTENTIONS as ROWS
@@ -83,10 +84,21 @@ driver = Driver()
 def launches(
     capability: int, row: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
 ) -> list[tuple[str, dict, CompiledKernel]]:
-    """What a row's forward and backward pass and its decoding launch.
+    """What a row's forward and backward pass and its decoding launch."""
+    attn = build(row, d, *settings)
+    q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
 
-    Each is a kernel's name, the options of its launch, and the compiled kernel.
-    """
+    def calls() -> None:
+        attn._triton(q, k, v, 256, 1.0, FromInput()).sum().backward()
+        with torch.no_grad():
+            attn._triton(q, k, v, 256, 1.0, FromInput())
+            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput())
+
+    return launched(capability, calls)
+
+
+def launched(capability: int, calls: Callable[[], None]) -> list[tuple[str, dict, CompiledKernel]]:
+    """Each launch: a kernel's name, the options of its launch, and the compiled kernel."""
     driver.device = capability
     triton.runtime.driver.set_active(driver)
     found = []
@@ -97,14 +109,9 @@ def launches(
         found.append((self.__name__.lstrip("_"), options, compiled))
         return compiled
 
-    attn = build(row, d, *settings)
-    q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     triton.JITFunction.run = recorded
     try:
-        attn._triton(q, k, v, 256, 1.0, FromInput()).sum().backward()
-        with torch.no_grad():
-            attn._triton(q, k, v, 256, 1.0, FromInput())
-            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput())
+        calls()
     finally:
         triton.JITFunction.run = run
     return found
@@ -227,7 +234,7 @@ def main() -> None:
     # the table is of Triton's own assembler
     os.environ["TRITON_PTXAS_PATH"] = str(TOOLS / "ptxas")
     if arguments.rows:
-        launch_every_row()
+        launch_everything()
         return
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     before = table.get(triton.__version__, {})
@@ -258,7 +265,7 @@ def write(table: dict) -> None:
     TABLE.write_text("{\n" + ",\n".join(releases) + "\n}\n")
 
 
-def launch_every_row() -> None:
+def launch_everything() -> None:
     fused = [
         row
         for row in ROWS
@@ -278,6 +285,43 @@ def launch_every_row() -> None:
         for capability in (86, 80, 90):
             launch_row(capability, row, 128, torch.float32)
         torch.backends.cuda.matmul.allow_tf32 = False
+    for choices in CHOICES:
+        for capability, dtype in ((90, torch.bfloat16), (80, torch.float16)):
+            launch_choices(capability, choices, dtype)
+
+
+# What no row of the table has, alone and together.
+CHOICES = [
+    {"phi": "exp", "sink": True},
+    {"phi": "exp", "slopes": True},
+    {"phi": "exp", "key_bias": True},
+    {"phi": "exp", "softcap": 50.0},
+    {"phi": "softpick"},
+    {"phi": "softplus", "powers": True},
+    {"phi": "exp", "sink": True, "slopes": True, "key_bias": True, "softcap": 50.0, "powers": True},
+    {"phi": "softpick", "slopes": True, "key_bias": True, "softcap": 50.0, "window": 100},
+]
+
+
+def launch_choices(capability: int, choices: dict, dtype: torch.dtype) -> None:
+    shapes = {"sink": (2,), "slopes": (2,), "key_bias": (1, 2, 256), "powers": (1, 2, 256)}
+    learnt = {
+        name: torch.ones(shapes[name], requires_grad=name != "slopes")
+        for name in shapes.keys() & choices.keys()
+    }
+    q, k, v = (torch.zeros(1, 2, 256, 64, dtype=dtype, requires_grad=True) for _ in "qkv")
+    arguments = dict(bias=None, norm=None, p=None, unit=False, signed=False, shifted=True)
+    arguments |= {"window": None} | choices | learnt
+
+    def calls() -> None:
+        kernels.attend(q, k, v, torch.ones(1, 2, 256), **arguments).sum().backward()
+        if "powers" in choices:
+            arguments["powers"] = learnt["powers"][:, :, -1:]
+        with torch.no_grad():
+            kernels.attend(q[:, :, -1:], k, v, torch.ones(1, 2, 1), **arguments)
+
+    names = [name for name, _, _ in launched(capability, calls)]
+    print(f"sm_{capability}, {choices}, {dtype}: {len(names)} launches", flush=True)
 
 
 def launch_row(capability: int, row: str, d: int, dtype=torch.bfloat16, *settings: str) -> None:

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import attention
 from attention import VARIANTS, Phi, Variant
@@ -93,7 +95,7 @@ BASES = ["lssa.py", "softmax.py", "sigmoid_logn_l1.py", "relu_li.py", "ablations
 def test_powers(p):
     """Whole powers are computed by multiplication, others by exp2 and log2."""
     for step, base in enumerate(BASES):
-        L = LENGTHS[(3 * POWERS.index(p) + step) % len(LENGTHS)]
+        L = (5, 31, 33, 40)[(3 * POWERS.index(p) + step) % 4]
         compare(base, draw_off_kinks(L, L, 16, FLOAT32, B=1), f"--p={p}")
 
 
@@ -395,6 +397,14 @@ def test_sinks_and_scores_of_ten_thousand(phi, p):
     torch.testing.assert_close(decoded(tensors, settings), last, rtol=0, atol=1e-2)
 
 
+def test_numbers_of_heads_have_any_strides():
+    tensors, settings = inputs_of(dict(phi="exp"), Lq=4, Lk=9)
+    tensors.pop("gradient")
+    out = attend(**tensors, **settings, sink=torch.ones(2), slopes=torch.ones(2))
+    one = torch.ones(1).expand(2)
+    assert torch.equal(attend(**tensors, **settings, sink=one, slopes=one), out)
+
+
 @stages
 def test_alibi(stage):
     check(stage | dict(slopes=True), Lq=5, Lk=37)
@@ -474,6 +484,75 @@ def test_powers_of_rows_are_those_of_a_number():
         found = differentiated(attend, settings=settings, **tensors, powers=powers)
         for name, x in number.items():
             assert (found[name] - x).norm() < 1e-4 * x.norm()
+
+
+PAIRS = [
+    dict(phi="softplus", p=3.0, unit=True, sink=True, slopes=True),
+    dict(phi="exp", softcap=2.0, sink=True),
+    dict(phi="exp", bias=True, key_bias=True, sink=True),
+    dict(phi="softplus", powers=True, key_bias=True),
+    dict(phi="sigmoid", p=2.0, softcap=3.0, slopes=True),
+    dict(phi="softpick", slopes=True, softcap=3.0),
+    dict(phi="sigmoid", norm=True, bias=True, key_bias=True),
+    dict(phi="softplus", powers=True, sink=True, unit=True),
+]
+
+
+@pytest.mark.parametrize("choices", PAIRS, ids=lambda choices: " ".join(map(str, choices)))
+def test_pairs_of_choices_without_atomics_in_a_window_and_with_grouped_heads(choices, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(choices | dict(window=9), Lq=21, Lk=24, Hk=1)
+
+
+ADDITIONS = {
+    "bias": True, "sink": True, "slopes": True, "key_bias": True, "softcap": 2.5, "unit": True
+}  # fmt: skip
+
+
+@st.composite
+def combinations(draw):
+    """Arguments of kernels.attend that go together, and sizes."""
+    phi = draw(st.sampled_from(["exp", "softplus", "sigmoid", "softpick"]))
+    names = draw(st.sets(st.sampled_from(sorted(ADDITIONS))))
+    if phi == "softpick":
+        stage = {}
+    else:
+        stage = draw(st.sampled_from([{}, {"p": 3.0}, {"p": 1.5}, {"powers": True}]))
+    choices = {name: ADDITIONS[name] for name in names if phi != "softpick" or name != "sink"}
+    choices |= stage | {"window": draw(st.sampled_from([None, 1, 5]))}
+    Lk = draw(st.sampled_from([1, 4, 19, 34]))
+    sizes = dict(Lk=Lk, Lq=draw(st.integers(1, Lk)), Hk=draw(st.sampled_from([1, 2])))
+    dtype = draw(st.sampled_from([FLOAT32, FLOAT16]))
+    return dict(choices, phi=phi), sizes | dict(dtype=dtype, seed=draw(st.integers(0, 9)))
+
+
+@hypothesis.given(combinations(), st.booleans())
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
+def test_any_combination_of_choices(drawn, atomic):
+    choices, sizes = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not atomic)
+        check(choices, **sizes)
+
+
+@stages
+def test_a_nan_comes_out_as_nan_with_every_choice(stage):
+    """In a number of a row, in one of a key, and in a head's sink."""
+    names = ["bias", "sink", "slopes", "key_bias"]
+    tensors, settings = inputs_of(stage | dict.fromkeys(names, True) | dict(softcap=5.0))
+    tensors.pop("gradient")
+    for name, at, seen in (
+        ("bias", (0, 0, 7), slice(7, 8)),
+        ("key_bias", (0, 0, 7), slice(7, None)),
+        ("sink", (0,), slice(0, None)),
+    ):
+        broken = tensors[name].clone()
+        broken[at] = math.nan
+        out = attend(**tensors | {name: broken}, **settings)
+        assert out[0, 0, seen].isnan().all() and out[0, 0, : seen.start].isfinite().all()
+        assert out[0, 1].isfinite().all()
+        last = decoded(tensors | {name: broken}, settings)
+        assert last[0, 0].isnan().all() == (name != "bias") and last[0, 1].isfinite().all()
 
 
 # ---- a user's own ----

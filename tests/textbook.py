@@ -165,7 +165,7 @@ def textbook(q, k, v, learnable, formula, window=None):
     return formula(Textbook(q, k, **parameters, window=window)) @ v
 
 
-# ---- the kernels' own arguments: every choice, for tests of combinations that no config has ----
+# ---- the arguments of kernels.attend, in combinations that no config has ----
 
 # log phi(z), so that a row is a softmax and nothing under- or overflows.
 LOG_PHI = {
