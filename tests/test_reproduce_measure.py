@@ -281,7 +281,7 @@ def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path
 
     def measured(rows, rounds, phases):
         timed.append({row: (config.block_size, config.batch_size) for row, config in rows.items()})
-        return {row: {"decode_ms": 2.0 + i} for i, row in enumerate(rows)}
+        return {row: {"decode_ms_spread": [2.0 + i, 9.0]} for i, row in enumerate(rows)}
 
     monkeypatch.setattr(benchmark, "measure", measured)
     table = read_table(folder := reproduced("t6", "--only=softmax,t6"))
