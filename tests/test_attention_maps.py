@@ -32,7 +32,7 @@ def last_layer_softmax(run, ids):
     model = GPT(checkpoint.read_config(run)).double().eval()
     checkpoint.load_weights(model, run)
     first, last = model.trunk.blocks
-    L, H = len(ids), last.attn.n_head
+    L, H = len(ids), model.config.n_head
     frequencies = (10000 * max(1, L / 16) ** (16 / 14)) ** -(torch.arange(8).double() / 8)
     turns = torch.polar(torch.ones(L, 8).double(), torch.arange(L)[:, None] * frequencies)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)

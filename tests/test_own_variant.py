@@ -104,8 +104,9 @@ def test_is_evaluated_beyond_the_training_length(printed, run):
 
 
 def test_is_sampled_beyond_the_training_length(printed):
-    text = printed["sample"].result().removesuffix("\n" + "-" * 80 + "\n")
+    text, rule, rest = printed["sample"].result().partition("\n" + "-" * 80 + "\n")
     assert text.startswith("abc") and len(text) == 43  # the data are words, in ASCII
+    assert rule and rest.startswith("cache: ")
 
 
 def test_is_benchmarked(printed, copy):

@@ -15,7 +15,8 @@ from tests.runs import wait_for
 # Every option of every evaluation, at another value than its default.
 OPENED = {
     "rope": "yarn", "rope_factor": 2.5, "rope_theta": 500000.0, "checkpoint": "best",
-    "window": 7, "p": 2.0, "attention_impl": "reference", "device": "cpu", "dtype": "bfloat16",
+    "attention": "lssa", "window": 7, "p": 2.0, "attention_impl": "reference", "device": "cpu",
+    "dtype": "bfloat16",
 }  # fmt: skip
 REQUESTS = [
     eval_length.LossRequest(
