@@ -389,7 +389,9 @@ VARIANTS: dict[str, Variant] = {
         learnable=("s", "b", "p_n"),
     ),
     # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
-    "softmax_logn": Variant(EXP, scale=lambda rows: rows.n.log() / math.log(rows.L) * rows.d**-0.5),
+    "softmax_logn": Variant(
+        EXP, scale=lambda rows: rows.n.log() / math.log(max(rows.L, 2)) * rows.d**-0.5
+    ),
     # Zuhri et al. 2025 (arXiv 2504.20966)
     "softpick": Variant(EXPM1, row_weights=softpick),
     # Martins and Astudillo 2016; Peters et al. 2019
@@ -670,9 +672,10 @@ class Attention(nn.Module):
         if call.from_input.log_forget is not None:
             kept = call.from_input.log_forget.to(z.dtype).cumsum(-1)
             z = z + (kept[:, :, -q.shape[2] :, None] - kept[:, :, None])
-        z = z.masked_fill(~rows.sees(k.shape[2]), phi.zero)
+        hidden = ~rows.sees(k.shape[2])
         if variant.row_weights is not None:
-            return variant.row_weights(z.masked_fill(~rows.sees(k.shape[2]), -math.inf), rows)
+            return variant.row_weights(z.masked_fill(hidden, -math.inf), rows)
+        z = z.masked_fill(hidden, phi.zero)
         if self.has_sink:  # the last column
             z = torch.cat((z, self._sink(rows).expand(*z.shape[:3], 1)), dim=-1)
         if (shift := self._shift(call.from_input)) is not None:
@@ -703,7 +706,7 @@ class Attention(nn.Module):
             return self.p
         if self.log_power is not None:
             return (self.p * self.log_power[rows.head].exp()).clamp_min(1)
-        return (self.p * rows.n.log() / math.log(self.trained_length)).clamp_min(1)
+        return (self.p * rows.n.log() / math.log(max(self.trained_length, 2))).clamp_min(1)
 
     def _rows(
         self,

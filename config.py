@@ -288,9 +288,7 @@ class Config:
     def n_vocab(self) -> int:
         """The number of token ids, end-of-text included; of orbits, that of one coordinate."""
         if self.task == "orbits":
-            return (
-                self.bins + 3
-            )  # two time steps, and an id that the published vocabulary has unused
+            return self.bins + 3  # two time steps, and one that the published one has unused
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)

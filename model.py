@@ -317,13 +317,11 @@ class SelfAttention(nn.Module):
             k, v = self.projections.keys_and_values(kept, decoding)
             length = cache.size if cache else None
             out.append(attention(q[:, mine], k, v, score_scale, length, from_input=given))
-        y = torch.cat(out, dim=1).transpose(1, 2).flatten(2)  # [B, L, H d]
-        if self.c_gate is not None:
-            gate = self.c_gate(x).sigmoid()
-            y = (
-                y.unflatten(2, (self.heads[0], -1)) * gate.unflatten(2, (self.heads[0], -1))
-            ).flatten(2)
-        return self.c_proj(y)
+        # joining the heads of one part copies nothing: kernels lay them out side by side
+        y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
+        if self.c_gate is not None:  # [B, L, H, 1 or d]
+            y = y * self.c_gate(x).sigmoid().unflatten(2, (self.heads[0], -1))
+        return self.c_proj(y.flatten(2))
 
     def parts(self) -> list[tuple[Attention, slice]]:
         """The attention of each part of the heads."""
@@ -339,7 +337,9 @@ class SelfAttention(nn.Module):
             numbers = self.c_rows(x).unflatten(2, (len(self.row_numbers), -1)).permute(2, 0, 3, 1)
             rows = dict(zip(self.row_numbers, numbers.unbind(), strict=True))
         if self.c_forget is not None:
-            gates = F.logsigmoid(self.c_forget(x).float()).transpose(1, 2)
+            gates = self.c_forget(x)
+            dtype = torch.promote_types(gates.dtype, torch.float32)
+            gates = F.logsigmoid(gates.to(dtype)).transpose(1, 2)
         return FromInput(rows, gates)
 
 
@@ -631,7 +631,9 @@ class GPT(nn.Module):
         c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         matrices += sum(layer.projections.products for layer in self.attention_layers())
-        L = c.block_size
-        W = L if c.window is None else min(c.window, L)
-        attention = 6 * c.n_layer * c.n_head * c.d_head * W * (2 * L - W) // L  # 3 x 2 products
-        return 6 * (matrices - self.padding()) + attention
+        L, attention = c.block_size, 0
+        for part, heads in (part for layer in self.attention_layers() for part in layer.parts()):
+            W = L if part.window is None else min(part.window, L)
+            width = (heads.stop - heads.start) * c.d_head
+            attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
+        return 6 * (matrices - self.padding()) + attention // L

@@ -32,8 +32,7 @@ def load_gpt2(model: GPT, name: str) -> Found:
     their initial values. Raises UserError where transformers or the weights are missing, or a
     setting differs.
     """
-    theirs = read_gpt2(name)
-    check_settings(model, name, theirs.config)
+    theirs = read_gpt2(model, name)
     own, found = model.state_dict(), {}
     for key, x in theirs.state_dict().items():
         key = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
@@ -50,7 +49,8 @@ def load_gpt2(model: GPT, name: str) -> Found:
     return Found(Path(f"{PREFIX}{name}"), 0, checksum(found))
 
 
-def read_gpt2(name: str) -> Any:
+def read_gpt2(model: GPT, name: str) -> Any:
+    """The GPT2LMHeadModel; its settings are read, and compared, before its weights."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
@@ -59,6 +59,7 @@ def read_gpt2(name: str) -> Any:
         kind = GPT2Config.get_config_dict(name)[0].get("model_type")
         if kind != "gpt2":
             raise UserError(f"hf:{name} is a {kind} model; only GPT-2's weights fit this trunk")
+        check_settings(model, name, GPT2Config.from_pretrained(name))
         return GPT2LMHeadModel.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -74,8 +75,7 @@ def check_settings(model: GPT, name: str, theirs: Any) -> None:
         )
     wanted = {
         "positions": "learned", "projections": "linear", "norm": "layernorm", "mlp": "gelu",
-        "bias": True,
-        "tie_embeddings": True, "n_layer": theirs.n_layer, "n_head": theirs.n_head,
+        "bias": True, "tie_embeddings": True, "n_layer": theirs.n_layer, "n_head": theirs.n_head,
         "n_embd": theirs.n_embd, "n_vocab": theirs.vocab_size,
         "d_head": theirs.n_embd // theirs.n_head, "kv_heads": theirs.n_head, "qk_norm": False,
         "gate": "none", "forget": False,

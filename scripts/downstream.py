@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -184,14 +185,9 @@ def load_tasks(names: tuple[str, ...], folder: str | None) -> dict[str, dict]:
     fingerprint of their `content`; and their number of `samples`. Raises UserError for an unknown
     name, and where data are neither cached nor reachable.
     """
-    from lm_eval.tasks import TaskManager
-
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--include_path {folder}: no such folder")
-    # listing the harness's own 14,000 tasks takes 10 s, so only if they are needed
-    manager = TaskManager(include_path=folder, include_defaults=False)
-    if not set(names) <= set(manager.all_subtasks):
-        manager = TaskManager(include_path=folder)
+    manager = open_manager(names, folder)
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, n=1)
@@ -199,6 +195,31 @@ def load_tasks(names: tuple[str, ...], folder: str | None) -> dict[str, dict]:
             raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint}")
     refuse_retries()
     return {name: load_task(manager, name) for name in tqdm(names, desc="tasks", delay=2)}
+
+
+def open_manager(names: tuple[str, ...], folder: str | None) -> Any:
+    """The harness's TaskManager, with all of its tasks only where they are needed.
+
+    Reading its 14,000 YAML files takes 5 s of CPU, searching them for these names 0.5 s.
+    """
+    from lm_eval import tasks
+
+    own, root = () if folder is None else (folder,), Path(tasks.__file__).parent
+    wanted = "|".join(map(re.escape, names))
+    defines = re.compile(rf"^(task|group): *[\"']?({wanted})[\"']? *$".encode(), re.MULTILINE)
+    files = (path for path in root.rglob("*.yaml") if defines.search(path.read_bytes()))
+    folders = {str(root / path.relative_to(root).parts[0]) for path in files}
+    some = tasks.TaskManager(include_path=(*sorted(folders), *own), include_defaults=False)
+
+    def complete(name: str | dict) -> bool:
+        if isinstance(name, dict):  # of a group: another one with changes, or a group of its own
+            return "task" in name and isinstance(name["task"], str) and complete(name["task"])
+        entry = some.task_index.get(name)
+        members = (entry.cfg or {}).get("task") if entry else None
+        inside = members if isinstance(members, list) else []  # a task's is its own name
+        return entry is not None and all(map(complete, inside))
+
+    return some if all(map(complete, names)) else tasks.TaskManager(include_path=own)
 
 
 def count_samples(names: tuple[str, ...], folder: str | None) -> int:

@@ -447,6 +447,12 @@ def test_learnables_start_at_their_settings():
     assert attn.sink.tolist() == attn.log_power.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("case", ["softmax_logn.py", "lssar_p3.py --p_law=log_n"])
+def test_a_training_length_of_one_key_has_a_scale(case):
+    attn = build_attention(small_config(case, "--block_size=1")).double()
+    assert_finite(attn.weights(*draw(3, 5)[:2]))
+
+
 def test_lssar_rows_1_to_4_by_hand():
     """d = 2; the keys' cosines with every query are 1, 0.6, 0 and -1."""
     k = torch.tensor([[1, 0], [0.6, 0.8], [0, 1], [-1, 0]], dtype=torch.float64)

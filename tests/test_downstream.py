@@ -400,6 +400,23 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
     assert "41 tokens, more than --max_length 40" in capsys.readouterr().err
 
 
+def test_the_harness_lists_the_tasks_that_are_asked_for(tasks):
+    """With all that a group refers to; all 14,000 only for what no file of its own defines."""
+    import lm_eval.tasks
+
+    everything = lm_eval.tasks.TaskManager(include_path=()).task_index
+    for names in (("arc_easy", "piqa"), ("mmlu",), ("openllm",), ("ai2_arc",)):
+        found = downstream.open_manager(names, None).task_index
+        assert (len(found) < 1000) == (names[0] in ("arc_easy", "mmlu"))
+        for name in names:
+            assert found[name].yaml_path == everything[name].yaml_path
+    own = downstream.open_manager(("choice", "piqa"), str(tasks)).task_index
+    assert str(own["choice"].yaml_path).startswith(str(tasks)) and "piqa" in own
+    write_task(tasks, "sciq", [{"t": "x"}], output_type="loglikelihood")
+    shadowed = downstream.open_manager(("sciq",), str(tasks)).task_index["sciq"]
+    assert str(shadowed.yaml_path).startswith(str(tasks))
+
+
 def test_group(evaluate, tmp_path, capsys):
     run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
     scores = evaluate(run, "both")["parts"]["both"]["scores"]

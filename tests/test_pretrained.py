@@ -64,7 +64,10 @@ def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
             load_initial(GPT(load_config([*SIZES, *settings])), f"hf:{name}")
         return str(caught.value)
 
-    assert "positions = 'rope', but hf:" in refused("--positions=rope")
+    weights = transformers.GPT2LMHeadModel
+    with pytest.MonkeyPatch.context() as patch:  # before the weights are read
+        patch.setattr(weights, "from_pretrained", lambda name: pytest.fail("the weights"))
+        assert "positions = 'rope', but hf:" in refused("--positions=rope")
     assert "n_layer = 3, but hf:" in refused("--n_layer=3")
     assert "n_vocab = 300, but hf:" in refused("--vocab_size=300")
     assert "gate = 'head', but hf:" in refused("--gate=head")

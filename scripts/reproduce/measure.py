@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib.util
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,20 +180,20 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class WithCosts(Evaluation):
+class WithCosts(Evaluation, ABC):
     """The same with more columns: what the rows cost, measured once for each row and machine."""
 
     costs: ClassVar[tuple[str, ...]]  # the columns
     what: ClassVar[str]
     rounds: ClassVar[int]
 
+    @abstractmethod
     def time(self, work: Work) -> dict[str, dict]:
         """The figures of every row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cost(self, figures: dict) -> list[float]:
         """The columns of a row's figures."""
-        raise NotImplementedError
 
     def columns(self, config: Config) -> tuple:
         return super().columns(config) + self.costs
