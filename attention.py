@@ -675,7 +675,7 @@ class Attention(nn.Module):
         hidden = ~rows.sees(k.shape[2])
         if variant.row_weights is not None:
             return variant.row_weights(z.masked_fill(hidden, -math.inf), rows)
-        z = z.masked_fill(hidden, phi.zero)
+        z = torch.where(hidden, phi.zero, z)  # masked_fill takes twice the passes over z
         if self.has_sink:  # the last column
             z = torch.cat((z, self._sink(rows).expand(*z.shape[:3], 1)), dim=-1)
         if (shift := self._shift(call.from_input)) is not None:
@@ -770,30 +770,30 @@ class Attention(nn.Module):
         heads = heads // group * group or max(n for n in range(1, heads + 1) if group % n == 0)
         recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
 
-        def block(part: tuple[slice, slice], start: int, end: int) -> Tensor:
-            keys = slice(first_key(Lk - Lq + start, self.window), Lk - Lq + end)
-            theirs = part[0], slice(part[1].start // group, -(-part[1].stop // group))
-            args = (
-                q[part][:, :, start:end],
-                k[theirs][:, :, keys],
-                v[theirs][:, :, keys],
-                call.part(part, slice(start, end), keys),
-            )
+        def block(*args: Tensor | Call) -> Tensor:
             if recompute:
-                return checkpoint(self._reference, *args, use_reentrant=False)
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                return checkpoint(self._reference, *args, **options)
             return self._reference(*args)
 
-        out = []
-        for b in range(0, B, sequences):
-            head_outputs = []
-            for h in range(0, H, heads):
-                part = slice(b, b + sequences), slice(h, h + heads)
-                # the largest block first: the others then fit into the memory that it frees
-                ends = range(Lq, 0, -queries)
-                blocks = [block(part, max(0, end - queries), end) for end in ends]
-                head_outputs.append(torch.cat(blocks[::-1], dim=2))
-            out.append(torch.cat(head_outputs, dim=1))
-        return torch.cat(out)
+        def part_of(part: tuple[slice, slice]) -> Tensor:
+            theirs = part[0], slice(part[1].start // group, -(-part[1].stop // group))
+            own, keys, values, end, out = q[part], k[theirs], v[theirs], Lq, []
+            # The largest block first: the others then fit into the memory that it frees, and its
+            # keys hold theirs, so that their gradients are padded to as many, not to all.
+            for some in reversed(own.split(queries, dim=2)):
+                start = end - some.shape[2]
+                last = Lk - Lq + end
+                first = first_key(Lk - Lq + start, self.window)
+                keys, values = keys[:, :, :last], values[:, :, :last]
+                given = call.part(part, slice(start, end), slice(first, last))
+                out.append(block(some, keys[:, :, first:], values[:, :, first:], given))
+                end = start
+            return torch.cat(out[::-1], dim=2)
+
+        sequences_of = [slice(b, b + sequences) for b in range(0, B, sequences)]
+        heads_of = [slice(h, h + heads) for h in range(0, H, heads)]
+        return torch.cat([torch.cat([part_of((b, h)) for h in heads_of], 1) for b in sequences_of])
 
     def _triton(
         self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float, given: FromInput

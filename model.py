@@ -520,14 +520,21 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
-        chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
-        large = self.tables == 1 and len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
-        if chunked and large and x.is_cpu and torch.is_grad_enabled():
-            # never holds all logits, and on a CPU is faster than the two steps below
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAINED_ROWS)
-            head = self.lm_head.weight[: self.n_vocab]
-            return F.linear_cross_entropy(x, head, targets, options=options)
+        if self._has_chunked_loss(x):
+            return self._chunked_loss(x, targets, TRAINED_ROWS, "mean")
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
+
+    def _has_chunked_loss(self, x: Tensor) -> bool:
+        """Whether torch computes the loss without all logits, which on a CPU is faster too."""
+        large = self.tables == 1 and len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
+        chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
+        # it would round each loss to a 16-bit dtype of x
+        return chunked and large and x.is_cpu and x.dtype.itemsize >= 4
+
+    def _chunked_loss(self, x: Tensor, targets: Tensor, rows: int, reduction: str) -> Tensor:
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+        head = self.lm_head.weight[: self.n_vocab]
+        return F.linear_cross_entropy(x, head, targets, reduction=reduction, options=options)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [.., n_vocab] of hidden states [.., n_embd]."""
@@ -536,13 +543,15 @@ class GPT(nn.Module):
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats of every target, in their shape and float32; never holds all logits."""
-        x = self.trunk(self.wte(idx)).flatten(0, 1).split(EVALUATED_ROWS)
-        parts = zip(x, targets.flatten(0, 1).split(EVALUATED_ROWS), strict=True)
-        losses = [
+        x = self.trunk(self.wte(idx)).flatten(0, 1)
+        if self._has_chunked_loss(x):
+            losses = self._chunked_loss(x, targets.flatten(), EVALUATED_ROWS, "none")
+            return losses.float().view(targets.shape)
+        targets_of = targets.flatten(0, 1).split(EVALUATED_ROWS)
+        return torch.cat([
             F.cross_entropy(self.logits(h).float().flatten(0, -2), t.flatten(), reduction="none")
-            for h, t in parts
-        ]
-        return torch.cat(losses).view(targets.shape)
+            for h, t in zip(x.split(EVALUATED_ROWS), targets_of, strict=True)
+        ]).view(targets.shape)  # fmt: skip
 
     @torch.no_grad()
     def generate(

@@ -96,6 +96,17 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
     assert metrics(back) == pytest.approx(metrics(whole), rel=1e-5)
 
 
+def test_orbits_do_not_depend_on_the_number_of_processes(tmp_path):
+    settings = ("--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
+                "--systems=20", "--bins=50", "--val_tokens=64", "--max_iters=6")  # fmt: skip
+    pair, _ = group(arguments("none", tmp_path / "two", *settings), tmp_path, {}, batch_size=2)
+    assert both(pair) == [0, 0]
+    assert run(arguments("none", tmp_path / "one", *settings)) == 0
+    for key in ("loss", "val_loss", "grad_norm"):
+        two = metrics(tmp_path / "two", key)
+        assert two == pytest.approx(metrics(tmp_path / "one", key), rel=1e-5), key
+
+
 @pytest.mark.parametrize(
     "faults, says",
     [
