@@ -770,11 +770,11 @@ class Attention(nn.Module):
         heads = heads // group * group or max(n for n in range(1, heads + 1) if group % n == 0)
         recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
 
-        def block(*args: Tensor | Call) -> Tensor:
+        def block(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             if recompute:
                 options = {"use_reentrant": False, "preserve_rng_state": False}
-                return checkpoint(self._reference, *args, **options)
-            return self._reference(*args)
+                return checkpoint(self._reference, q, k, v, call, **options)
+            return self._reference(q, k, v, call)
 
         def part_of(part: tuple[slice, slice]) -> Tensor:
             theirs = part[0], slice(part[1].start // group, -(-part[1].stop // group))
