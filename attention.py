@@ -771,10 +771,11 @@ class Attention(nn.Module):
         recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
 
         def block(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-            if recompute:
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                return checkpoint(self._reference, q, k, v, call, **options)
-            return self._reference(q, k, v, call)
+            if not recompute:
+                return self._reference(q, k, v, call)
+            return checkpoint(
+                self._reference, q, k, v, call, use_reentrant=False, preserve_rng_state=False
+            )
 
         def part_of(part: tuple[slice, slice]) -> Tensor:
             theirs = part[0], slice(part[1].start // group, -(-part[1].stop // group))
