@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -524,6 +526,99 @@ def test_is_causal(case):
         after = attn(*changed)
         assert torch.equal(after[:, :, :t], before[:, :, :t])
         assert not torch.equal(after[:, :, t:], before[:, :, t:])
+
+
+# ---- the code of others: Lq = 5 queries after 6 keys ----
+
+
+def assert_same(ours, theirs, inputs, **near):
+    """Output and gradients."""
+    found = []
+    for function in (ours, theirs):
+        tensors = leaves(*inputs)
+        out = function(*tensors)
+        gradient = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+        found.append((out, *torch.autograd.grad(out, tensors, gradient)))
+    for x, y in zip(*found, strict=True):
+        assert_near(x, y, **near)
+
+
+def causal_mask(window=11):
+    """0 for the keys that each query sees, and -inf."""
+    distance = torch.arange(6, 11)[:, None] - torch.arange(11)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(5, 11, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.5, 300])
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15"])
+def test_sparse_rows_are_those_of_the_package_entmax(name, size):
+    mapping = getattr(pytest.importorskip("entmax"), name)
+
+    def theirs(q, k, v):
+        return mapping(q @ k.mT / math.sqrt(8) + causal_mask(), dim=-1) @ v
+
+    assert_same(build(f"{name}.py"), theirs, draw(5, 11, size=size))
+
+
+@pytest.mark.parametrize("size", [1.5, 30])
+def test_off_by_one_is_torchs_key_of_zeros(size):
+    layer = nn.MultiheadAttention(16, 2, bias=False, add_zero_attn=True, batch_first=True).double()
+    layer.in_proj_weight.data = torch.eye(16, dtype=torch.float64).repeat(3, 1)
+    layer.out_proj.weight.data = torch.eye(16, dtype=torch.float64)
+
+    def theirs(*tensors):
+        q, k, v = (x.transpose(1, 2).flatten(2) for x in tensors)
+        out, _ = layer(q, k, v, attn_mask=causal_mask(), need_weights=False)
+        return out.unflatten(2, (2, 8)).transpose(1, 2)
+
+    assert_same(build("softmax_off_by_one.py"), theirs, draw(5, 11, size=size))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_windows_and_grouped_queries_are_those_of_gpt_oss(window):
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    masks = pytest.importorskip("transformers.masking_utils")
+    attn = build("softmax_sink.py", f"--window={window}").double()
+    q, k, v = draw(5, 11)
+    positions = torch.arange(6, 11)[:, None], torch.arange(11)
+    sees = masks.sliding_window_causal_mask_function(window or 11)(0, 0, *positions)
+    mask = torch.zeros(5, 11, dtype=torch.float64).masked_fill(~sees, -math.inf)
+
+    def theirs(q, k, v, sinks):
+        module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+        return gpt_oss.eager_attention_forward(module, q, k, v, mask, 8**-0.5)[0].transpose(1, 2)
+
+    def ours(q, k, v, sinks):
+        return torch.func.functional_call(attn, {"sink": sinks}, (q, k, v))
+
+    assert_same(ours, theirs, (q, k[:, :1], v[:, :1], attn.sink))
+
+
+@pytest.mark.parametrize("size", [1.5, 10])
+def test_the_soft_cap_is_that_of_gemma_2(size):
+    """Which computes softmax in float32."""
+    gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    module = SimpleNamespace(num_key_value_groups=1, head_dim=8, training=False)
+
+    def theirs(q, k, v):
+        out, _ = gemma2.eager_attention_forward(module, q, k, v, causal_mask(), softcap=50.0)
+        return out.transpose(1, 2)
+
+    assert_same(build("softcap.py"), theirs, draw(5, 11, size=size), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("H", [4, 8])
+def test_alibi_is_that_of_bloom(H):
+    """Where the heads are a power of two; at other numbers we follow the paper, others its code."""
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    bias = bloom.build_alibi_tensor(torch.ones(1, 11), H, torch.float64)  # [H, 1, 11]
+
+    def theirs(q, k, v):
+        return (q @ k.mT / math.sqrt(8) + bias + causal_mask()).softmax(-1) @ v
+
+    attn = build("softmax_alibi.py", f"--n_head={H}", f"--n_embd={8 * H}")
+    assert_same(attn, theirs, draw(5, 11, H=H))
 
 
 # ---- gradients ----

@@ -595,6 +595,31 @@ def test_a_gate_scales_the_output_of_heads_or_elements(gate, width):
     assert_near(seen[0], seen[1] * gates.repeat_interleave(16 // width, dim=-1))
 
 
+@torch.no_grad()
+def test_gates_and_norms_are_those_of_qwen3_next():
+    """Which computes its norms and softmax in float32, and keeps its gains less 1."""
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = qwen.Qwen3NextConfig(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, rms_norm_eps=1e-5,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = qwen.Qwen3NextAttention(config, 0).double()
+    model = small_model("gated.py", "--qk_norm=True", "--n_kv_head=1", "--bias=False")
+    layer, trunk, x = model.trunk.blocks[0].attn, model.trunk, torch.randn(2, 9, 16).double()
+    q, k, v = layer.c_attn.weight.split((16, 8, 8))
+    q_and_gate = torch.cat((q.view(2, 8, 16), layer.c_gate.weight.view(2, 8, 16)), dim=1)
+    weights = {"q_proj": q_and_gate.flatten(0, 1), "k_proj": k, "v_proj": v}
+    weights |= {"o_proj": layer.c_proj.weight}
+    for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        norm.weight.copy_(torch.rand(8))
+        weights[name] = norm.weight - 1
+    theirs.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    cos, sin = (torch.cat((y[:9], y[:9]), dim=-1)[None] for y in (trunk.cos, trunk.sin))
+    mask = torch.full((9, 9), -math.inf, dtype=torch.float64).triu(1)
+    expected, _ = theirs(x, (cos, sin), mask)
+    assert_near(layer(x, (trunk.cos[:9], trunk.sin[:9], 1.0), None, 0), expected, 1e-5)
+
+
 def test_flops_of_heads_with_a_window_of_their_own():
     """Of 16 keys half of the heads see half on average, the others 4 but for the first rows."""
     arguments = ["hybrid.py", "--n_head=4", "--local_window=4"]
