@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import attention
 import train as training
 from attention import VARIANTS, kernel_obstacle
 from data.shards import write_meta, write_shard
@@ -18,7 +20,9 @@ from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import set_meta, small_config
 from tests.textbook import (
     TEXTBOOK,
+    attended,
     build,
+    call,
     draw,
     draw_off_kinks,
     evaluate,
@@ -39,28 +43,38 @@ LENGTHS = [1, 3, 4, 5, 63, 64, 65, 127, 129, 1000, 1024, 4096]
 KINKED, FREE = {"relu", "relu6", "identity", "gelu", "mish"}, 129
 
 
+def with_settings(tensors, config):
+    """With as many heads of keys and values as the settings say, and with forget gates if any."""
+    q, k, v, gradient = tensors
+    k, v = (x[:, : config.kv_heads].contiguous() for x in (k, v))
+    g = torch.Generator().manual_seed(0)
+    gates = F.logsigmoid(2 + torch.randn(*q.shape[:2], k.shape[2], generator=g))
+    return [x.cuda() for x in (q, k, v, *([gates] if config.forget else []), gradient)]
+
+
 def compare(case, Lq, Lk, d, dtype, *settings, formula=None, roundings_of=None):
     """Asserts that the kernels' error is at most twice the formula's in the same dtype on the GPU
-    (without a formula, the reference path's), plus roundings, which p multiplies."""
+    (without a formula, that of `attended`), plus roundings, which p multiplies."""
     fused, reference = (build(case, d, *settings, impl).cuda() for impl in (TRITON, REFERENCE))
     keys = min(Lk, fused.window or Lk)
     if Lk <= FREE:
         tensors = draw_off_kinks(Lq, Lk, d, dtype, B=1, window=fused.window)
     else:
         tensors = draw(Lq, Lk, d, dtype, B=1)
-    tensors = [x.cuda() for x in tensors]
+    tensors = with_settings(tensors, small_config(case, *settings))
     exactly = build(case, d, *settings, REFERENCE).cuda().double()
     truth = evaluate(exactly, [x.double() for x in tensors])
     ours = evaluate(fused, tensors)
-    with torch.device("cuda"):
-        bar = evaluate(reference, tensors, formula)
+    with torch.device("cuda"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.kernels, "attend", attended)
+        bar = evaluate(fused, tensors, formula)
         if not all(x.isfinite().all() for x in bar.values()):
             bar = without_overflow(reference, tensors, formula, truth)
     eps = torch.finfo(roundings_of or dtype).eps
     roundings = (32 + 4 * (fused.p or 0) if dtype is FLOAT32 else 1) * eps
     size = tensors[-1].double().norm() * (1 if keys <= 5 else 1e-3)
     for name, exact in truth.items():
-        scale = max(exact.norm(), size) * (10 if name in ("ds", "db", "dp_n") else 1)
+        scale = max(exact.norm(), size) * (1 if name in ("out", "dq", "dk", "dv") else 10)
         error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
         assert error <= allowed + roundings * scale, (Lk, d, name, error / scale, allowed / scale)
 
@@ -188,16 +202,55 @@ def test_softmax_takes_the_kernels_with_a_window_alone():
     assert attn._path(q.double(), windowed=True) == "sdpa"
 
 
+def check_decoding(case, L, dtype, *settings):
+    *inputs, _ = with_settings(draw(1, L, 64, dtype, B=2), small_config(case, *settings))
+    fused, exactly = (build(case, 64, *settings, impl).cuda() for impl in (TRITON, REFERENCE))
+    with torch.no_grad():
+        out, exact = call(fused, *inputs), call(exactly.double(), *(x.double() for x in inputs))
+    roundings = 32 + 4 * (fused.p or 0) if dtype is FLOAT32 else 2
+    assert (out.double() - exact).norm() < roundings * torch.finfo(dtype).eps * exact.norm()
+
+
 @pytest.mark.parametrize("window", [[], ["--window=900"]])
 @pytest.mark.parametrize("L", [1, 17, 1000, 16384])
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "relu_li.py", "softmax_p3.py"])
 def test_decoding(case, L, window):
-    q, k, v, _ = (x.cuda() for x in draw(1, L, 64, BFLOAT16, B=2))
-    exactly = build(case, 64, *window, REFERENCE).cuda().double()
-    exact = exactly(q.double(), k.double(), v.double())
-    with torch.no_grad():
-        out = build(case, 64, *window, TRITON).cuda()(q, k, v)
-    assert (out.double() - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
+    check_decoding(case, L, BFLOAT16, *window)
+
+
+# Each setting alone, with one stage and with two, and some together. The second half of heads has
+# ALiBi where nope_share is 0.5.
+SETTINGS = [
+    "softmax.py --softcap=2",
+    "lssar_p15.py --softcap=5",
+    "softmax.py --positions=alibi",
+    "lssar_p3.py --positions=alibi",
+    "lssar_p3.py --positions=alibi --nope_share=0.5",
+    "softmax.py --forget=True",
+    "lssar_p3.py --forget=True",
+    "softmax.py --sink=one",
+    "lssar_p3.py --sink=one",
+    "softmax.py --sink=learned",
+    "lssar_p3.py --sink=learned",
+    "lssar_p3.py --p_law=learned",
+    "lssar_p15.py --p_law=log_n",
+    "softmax.py --n_kv_head=1",
+    "lssar_p15.py --n_kv_head=1",
+    "softpick.py --positions=alibi --softcap=3",
+    "softmax_p3.py --forget=True --sink=learned",
+    "ssmax.py --positions=alibi --n_kv_head=1",
+    "lssar_p15.py --sink=learned --p_law=log_n",
+    "lssar_p3.py --positions=alibi --n_kv_head=1 --window=100",
+    "softmax.py --forget=True --softcap=5 --n_kv_head=1 --window=100",
+]
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_go_with_any_row(case, dtype):
+    for Lq, Lk in ((300, 300), (129, 129), (70, 300)):
+        compare(case, Lq, Lk, 64, dtype)
+    check_decoding(case, 300, dtype)
 
 
 def test_memory_grows_with_the_length_alone():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import FromInput
 from model import build_attention
 from tests.helpers import small_config
 
@@ -178,14 +179,14 @@ PHI = {"exp": torch.exp, "sigmoid": torch.sigmoid, "relu": torch.relu, "gelu": F
 
 def attended(
     q, k, v, scale, bias=None, norm=None, sink=None, slopes=None, key_bias=None, powers=None, *,
-    phi, p=None, unit=False, window=None, softcap=None,
+    phi, p=None, unit=False, window=None, softcap=None, shifted=None, signed=None,
 ):  # fmt: skip
-    """What kernels.attend computes, a whole matrix at a time."""
+    """What kernels.attend computes, a whole matrix at a time; shifted and signed change nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     if unit:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    t = Textbook(q, k, window=window)
     z = scale[..., None] * (q @ k.mT)
+    t = Textbook(z, k, window=window)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     if bias is not None:
@@ -216,7 +217,7 @@ def attended(
         A = l1(
             (x / x.detach().amax(-1, keepdim=True)) ** (p if powers is None else powers[..., None])
         )
-    return A[..., : k.shape[2]] @ v
+    return A[..., : k.shape[2]].to(v.dtype) @ v
 
 
 # ---- inputs ----
@@ -262,18 +263,24 @@ def draw_off_kinks(Lq, Lk, d, dtype, B, first=0, window=None):
             return tensors
 
 
+def call(attn, q, k, v, log_forget=None):
+    given = {} if log_forget is None else {"from_input": FromInput(log_forget=log_forget)}
+    return attn(q, k, v, **given)
+
+
 def evaluate(attn, tensors, formula=None):
     """out, dq, dk, dv and the gradient of every learnable parameter, each flat and in float64, of
-    the layer or of a formula with the layer's parameters."""
+    the layer or of a formula with the layer's parameters. Forget gates may follow v."""
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     learnable = dict(attn.named_parameters())
     if formula is None:
-        out = attn(*inputs)
+        out = call(attn, *inputs)
     else:
         out = textbook(*inputs, learnable, formula, attn.window)
     found = torch.autograd.grad(out, [*inputs, *learnable.values()], gradient)
-    names = ["out", "dq", "dk", "dv", *("d" + name for name in learnable)]
+    names = ["out", "dq", "dk", "dv", "dlog_forget"][: len(tensors)]
+    names += ["d" + name for name in learnable]
     found = [x.detach().double().flatten() for x in (out, *found)]
     return dict(zip(names, found, strict=True))
 
