@@ -466,10 +466,9 @@ def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
 
 
 def plot_positions(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
-    """Loss at each position of the longest windows: raw means faint, smoothed on top."""
+    """Loss at each position of the longest windows, smoothed."""
     figure, axes = loss_panel(runs, unit, "position in tokens")
     begin = int(FIRST_DRAWN * min(trained_lengths(runs)))
-    low, high = math.inf, -math.inf
     for i, run in enumerate(runs):
         rows = [*zip(row_names(run), run.rows, strict=True)]
         for j, (name, row) in enumerate([*rows, *([("", run.control)] if run.control else [])]):
@@ -480,11 +479,7 @@ def plot_positions(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
                 axes.plot(positions, curve, color=colour, linewidth=0.8)
             else:
                 line, windows = style(i, j, runs), row["tokens"] // length
-                axes.plot(positions, losses[begin:], color=line["color"], alpha=0.15, linewidth=0.5)
                 axes.plot(positions, curve, label=f"{name} ({windows:,} windows)", **line)
-            low, high = min(low, *curve), max(high, *curve)
-    margin = 0.1 * max(0.5, high - low)
-    axes.set_ylim(low - margin, high + margin)  # raw means may exceed the limits
     finish(figure, axes, runs)
     return figure
 

@@ -21,7 +21,7 @@ from scripts.common.papers import LSSAR, SSMAX
 from scripts.common.plots import length_axis, one_panel, panels, row_style
 from scripts.curves import read_metrics
 from scripts.physics import plot_forces
-from scripts.reproduce.report import first_seeds
+from scripts.reproduce.report import first_seed, first_seeds
 from scripts.reproduce.training import PlannedRun, Work, find_row
 from scripts.sparsity import plot_positive
 
@@ -386,13 +386,17 @@ def draw_entropies(table: dict) -> dict[str, Figure]:
     axes.plot(keys, equal, color="0.3", linestyle="--", label="equal weights, n keys")
     length_axis(axes, "keys n of a row, up to", [measured["trained_length"]])
     axes.set_ylabel("entropy of the weights (nats)")
+    axes.set_title(f"seed {first_seed(table)}, {table['scale']}", fontsize="medium")
     legend(axes)
     return {f"{table['name']}.png": figure}
 
 
 def draw_sparsity(table: dict) -> dict[str, Figure]:
     rows = first_seeds(table)
-    return {f"{table['name']}.png": plot_positive(list(rows), list(rows.values()))}
+    figure = plot_positive(list(rows), list(rows.values()))
+    axes = figure.axes[0]
+    axes.set_title(f"{axes.get_title()}, seed {first_seed(table)}", fontsize="medium")
+    return {f"{table['name']}.png": figure}
 
 
 def draw_p(table: dict) -> dict[str, Figure]:
@@ -442,10 +446,6 @@ def draw_gradient_norms(table: dict) -> dict[str, Figure]:
     axes.set_title(f"seed {first_seed(table)}, {table['scale']}", fontsize="medium")
     legend(axes)
     return {f"{table['name']}.png": figure}
-
-
-def first_seed(table: dict) -> int:
-    return next(iter(table["rows"].values()))["runs"][0]["seed"]
 
 
 # ---- Newton's law ----

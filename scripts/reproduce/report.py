@@ -352,6 +352,10 @@ def first_seeds(table: dict) -> dict[str, dict]:
     return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
 
 
+def first_seed(table: dict) -> int:
+    return next(iter(table["rows"].values()))["runs"][0]["seed"]
+
+
 def maps(table: dict) -> dict[str, Path]:
     """The maps that scripts.attention_maps drew for each row's first seed."""
     pictures = {}
@@ -372,7 +376,10 @@ def positions(table: dict) -> dict[str, Figure]:
         eval_length.MeasuredRun(name, [measured], measured.get("control"))
         for name, measured in rows.items()
     ]
-    return {f"{table['name']}.png": eval_length.plot_positions(runs)}
+    figure = eval_length.plot_positions(runs)
+    axes = figure.axes[0]
+    axes.set_title(f"{axes.get_title()}, seed {first_seed(table)}", fontsize="medium")
+    return {f"{table['name']}.png": figure}
 
 
 def haystacks(table: dict) -> dict[str, Figure]:

@@ -9,7 +9,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from model import Rope
 from scripts import needle, passkey
-from scripts.attention_maps import MapsRequest, mean_over_heads
+from scripts.attention_maps import DRAWN, MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import TaskRequest
 from scripts.eval_length import LossRequest, smoothed
@@ -231,11 +231,10 @@ def many_needles(scores: dict, cells: list[dict]) -> list[float]:
 
 def maps() -> Evaluation:
     """LSSAR Figs. A1, A4, A5, A6: the last layer's weights on the paper's text, as numbers."""
-    names = ("first_token", "entropy_share", "zeros")
     return Evaluation(
-        names,
+        tuple(DRAWN.values()),
         lambda config: MapsRequest(**options(config)),
-        lambda measured, config: [mean_over_heads(measured, name) for name in names],
+        lambda measured, config: [mean_over_heads(measured, name) for name in DRAWN],
         better=None,
     )
 
