@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -646,3 +647,16 @@ class GPT(nn.Module):
             width = (heads.stop - heads.start) * c.d_head
             attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
         return 6 * (matrices - self.padding()) + attention // L
+
+
+def compile_model(model: GPT) -> nn.Module:
+    """The model under torch.compile, with its own parameters: on CUDA as a whole.
+
+    Elsewhere its blocks, in place: they share their code, which takes half a minute to compile in
+    place of minutes, and the rest of the model would gain nothing.
+    """
+    if next(model.parameters()).is_cuda:
+        return cast(nn.Module, torch.compile(model))  # of a module it makes a module
+    for block in model.trunk.blocks:
+        block.compile()
+    return model

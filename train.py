@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from config import Config, accumulation_steps, command_line
 from errors import EXIT_MISTAKE, command
@@ -30,7 +30,7 @@ from data.loader import Loader, TrainLoader
 from data.orbits import OrbitLoader
 from data.shards import check_shards, check_tokenizer, list_shards
 from evaluation import mean_loss
-from model import GPT
+from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint, preview
 from runtime.device import (
@@ -141,7 +141,7 @@ def train(
         del state  # and with it the optimizer's tensors in host memory
     compiled: nn.Module = model
     if pick_compile(config.compile, device):
-        compiled = cast(nn.Module, torch.compile(model))  # of a module it makes a module
+        compiled = compile_model(model)
     wrapped = compiled
     if world_size > 1:  # after the weights are final: DDP makes those of rank 0 everybody's
         ids = [device.index] if device.type == "cuda" else None

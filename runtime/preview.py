@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from data.loader import Loader
 from errors import UserError
 from model import GPT
 from optim import learning_rate
-from runtime.device import autocast
+from runtime.device import autocast, pick_compile
 
 # A first pass also loads and compiles code; one that takes longer is not repeated to time it.
 LONG_PASS_S = 2
@@ -85,9 +85,12 @@ def show(
             f"{val_tokens:,} in whole windows of {config.block_size}"
         )
     if step < config.max_iters:
-        # on a CPU of a single sequence, for which a compiled model would be compiled once more
-        timed = compiled if device.type == "cuda" else model
-        say(estimate(timed, optimizers, config, device, dtype, world_size, step, val_tokens))
+        timing: AbstractContextManager = nullcontext()
+        if device.type != "cuda" and pick_compile(config.compile, device):
+            # of a single sequence, for which the blocks would be compiled once more
+            timing = torch.compiler.set_stance("force_eager")
+        with timing:
+            say(estimate(compiled, optimizers, config, device, dtype, world_size, step, val_tokens))
     if config.dry_run:
         say("dry run: what can be checked is right, and nothing was written")
 

@@ -33,7 +33,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config, load_config
 from errors import UserError, command
-from model import GPT, KVCache
+from model import GPT, KVCache, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
@@ -263,7 +263,9 @@ def build_step(
     else:
         model = GPT(config).to(device)
         optimizers = build_optimizers(model, config)
-    called = torch.compile(model) if pick_compile(config.compile, device) else model
+    called = model
+    if pick_compile(config.compile, device):
+        called = torch.compile(model) if nanogpt else compile_model(model)
     unfused = config.attention_impl == "reference" and config.compile is False
 
     def loss_of_all_logits() -> torch.Tensor:
