@@ -672,10 +672,10 @@ class Attention(nn.Module):
         if call.from_input.log_forget is not None:
             kept = call.from_input.log_forget.to(z.dtype).cumsum(-1)
             z = z + (kept[:, :, -q.shape[2] :, None] - kept[:, :, None])
-        hidden = ~rows.sees(k.shape[2])
+        hidden = phi.zero if variant.row_weights is None else -math.inf
+        z = torch.where(rows.sees(k.shape[2]), z, hidden)  # masked_fill takes twice the passes
         if variant.row_weights is not None:
-            return variant.row_weights(z.masked_fill(hidden, -math.inf), rows)
-        z = torch.where(hidden, phi.zero, z)  # masked_fill takes twice the passes over z
+            return variant.row_weights(z, rows)
         if self.has_sink:  # the last column
             z = torch.cat((z, self._sink(rows).expand(*z.shape[:3], 1)), dim=-1)
         if (shift := self._shift(call.from_input)) is not None:

@@ -21,7 +21,7 @@ from scripts.common.papers import LSSAR, SSMAX
 from scripts.common.plots import length_axis, one_panel, panels, row_style
 from scripts.curves import read_metrics
 from scripts.physics import plot_forces
-from scripts.reproduce.report import first_seed, first_seeds
+from scripts.reproduce.report import first_seed, first_seeds, with_seed
 from scripts.reproduce.training import PlannedRun, Work, find_row
 from scripts.sparsity import plot_positive
 
@@ -394,9 +394,7 @@ def draw_entropies(table: dict) -> dict[str, Figure]:
 def draw_sparsity(table: dict) -> dict[str, Figure]:
     rows = first_seeds(table)
     figure = plot_positive(list(rows), list(rows.values()))
-    axes = figure.axes[0]
-    axes.set_title(f"{axes.get_title()}, seed {first_seed(table)}", fontsize="medium")
-    return {f"{table['name']}.png": figure}
+    return {f"{table['name']}.png": with_seed(figure, table)}
 
 
 def draw_p(table: dict) -> dict[str, Figure]:

@@ -356,6 +356,13 @@ def first_seed(table: dict) -> int:
     return next(iter(table["rows"].values()))["runs"][0]["seed"]
 
 
+def with_seed(figure: Figure, table: dict) -> Figure:
+    """The figure, whose title also says of which seed it is."""
+    axes = figure.axes[0]
+    axes.set_title(f"{axes.get_title()}, seed {first_seed(table)}", fontsize="medium")
+    return figure
+
+
 def maps(table: dict) -> dict[str, Path]:
     """The maps that scripts.attention_maps drew for each row's first seed."""
     pictures = {}
@@ -376,10 +383,7 @@ def positions(table: dict) -> dict[str, Figure]:
         eval_length.MeasuredRun(name, [measured], measured.get("control"))
         for name, measured in rows.items()
     ]
-    figure = eval_length.plot_positions(runs)
-    axes = figure.axes[0]
-    axes.set_title(f"{axes.get_title()}, seed {first_seed(table)}", fontsize="medium")
-    return {f"{table['name']}.png": figure}
+    return {f"{table['name']}.png": with_seed(eval_length.plot_positions(runs), table)}
 
 
 def haystacks(table: dict) -> dict[str, Figure]:
