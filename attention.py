@@ -56,7 +56,7 @@ DEAD = 1e-30
 TIED = 16 * torch.finfo(torch.float32).eps
 # The blocked path takes at most BLOCK_QUERIES queries at a time, and as many heads and sequences as
 # keep their scores within BLOCK_SCORES or, on a CPU, within its cache.
-BLOCK_QUERIES = 256
+BLOCK_QUERIES = 128
 BLOCK_SCORES = 2**25
 BLOCK_SCORES_CPU = 2**20
 # With more scores than this in a layer, the backward pass recomputes them instead of keeping them.
