@@ -49,7 +49,7 @@ AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser)
+    add_runs(parser, "a run's folder")
     parser.add_argument("--x", choices=AXES, default="steps", help="(%(default)s)")
     parser.add_argument(
         "--smooth", action=AtLeast, at_least=1, default=1, metavar="STEPS",
