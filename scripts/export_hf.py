@@ -49,7 +49,7 @@ PATHS = {"data_dir", "out_dir", "init_from"}
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the .pt file of a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
     parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
     add_options(parser)
     parser.set_defaults(device="cpu")

@@ -93,7 +93,7 @@ class Facts(TypedDict):
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the .pt file of a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
     parser.add_argument("--out_dir", required=True, help="the new run's folder")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
     parser.add_argument("--epochs", action=AtLeast, at_least=1, default=EPOCHS)

@@ -23,7 +23,7 @@ from scripts.common.runs import RunOptions, add_options, open_run
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the .pt file of a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
     parser.add_argument("--prompt", default="", help="empty: the start of a document")
     parser.add_argument("--num_samples", action=AtLeast, at_least=1, default=1)
     parser.add_argument("--max_new_tokens", action=AtLeast, at_least=1, default=200)

@@ -15,7 +15,7 @@ PRODUCTS = (*PICTURES, ".csv", ".json", ".log", ".md", ".tex")
 
 
 def add_runs(
-    parser: argparse.ArgumentParser, help: str = "a run's folder, or the .pt file of a checkpoint"
+    parser: argparse.ArgumentParser, help: str = "a run's folder, or a checkpoint's .pt"
 ) -> None:
     """Add the runs of a command, and --out, the file of the picture that it draws of them all."""
     parser.add_argument("runs", nargs="+", action=Runs, metavar="RUN", help=help)
