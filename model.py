@@ -317,7 +317,8 @@ class SelfAttention(nn.Module):
                     given = replace(given, log_forget=kept.pop())
             k, v = self.projections.keys_and_values(kept, decoding)
             length = cache.size if cache else None
-            out.append(attention(q[:, mine], k, v, score_scale, length, from_input=given))
+            scale = 1.0 if mine.stop <= self.nope_heads else score_scale
+            out.append(attention(q[:, mine], k, v, scale, length, from_input=given))
         # joining the heads of one part copies nothing: kernels lay them out side by side
         y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:  # [B, L, H, 1 or d]
@@ -602,12 +603,18 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
-        A model without RoPE stays as it is. Raises UserError if it was to be scaled.
+        A model without RoPE stays as it is. Raises UserError if it was to be scaled, and for YaRN,
+        which scales the scores too, where some heads of one attention have no positions.
         """
         if self.config.positions != "rope":
             if scaling != "none" or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
+        if scaling == "yarn" and self.config.nope_heads and self.config.local_window is None:
+            raise UserError(
+                "rope scaling = 'yarn' scales the scores of all heads of a layer, but nope_share = "
+                f"{self.config.nope_share} leaves some of them without RoPE"
+            )
         theta = self.config.rope_theta if theta is None else theta
         rope = replace(self.trunk.rope, scaling=scaling, factor=factor, theta=theta)
         self.trunk.set_rope(rope, self.trunk.rope_length)

@@ -381,8 +381,9 @@ def test_yarn_is_that_of_its_authors(d, theta, trained, length, factor):
     assert on_scores == pytest.approx(on_cos_and_sin**2)
 
 
-def test_yarns_factor_on_q_and_k_is_its_square_on_scores():
-    model = small_model("softmax.py").scale_rope("yarn")
+@pytest.mark.parametrize("settings", [(), ("--nope_share=0.5", "--local_window=3")])
+def test_yarns_factor_on_q_and_k_is_its_square_on_scores(settings):
+    model = small_model("softmax.py", *settings).scale_rope("yarn")
     x, f = tokens(2, 64), 0.1 * math.log(64 / 16) + 1
     ours = model(x)
     model.trunk.cos *= f
@@ -392,6 +393,8 @@ def test_yarns_factor_on_q_and_k_is_its_square_on_scores():
     model.trunk.cos /= f
     model.trunk.sin /= f
     assert not torch.allclose(model(x), ours)
+    with pytest.raises(UserError, match="nope_share = 0.5 leaves some of them without RoPE"):
+        small_model("softmax.py", "--nope_share=0.5").scale_rope("yarn")
 
 
 def test_yarns_factor_is_not_lost_in_the_norm_of_unit_vectors():
