@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from config import Config
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from scripts import attention_maps, downstream, eval_length, needle, passkey
@@ -56,6 +57,20 @@ def test_the_command_line_of_a_request_is_parsed_into_it(request_, monkeypatch, 
             module.main()
     assert parsed == [request_, default] and default.arguments() == []
     assert request_.file(tmp_path).name == f"{module.__name__.removeprefix('scripts.')}.json"
+
+
+def test_another_row_re_weights_only_where_it_is_asked_to():
+    trained = Config(attention="lssar", p=15.0, p_law="log_n")
+
+    def opened(**options):
+        config = eval_length.LossRequest(**options).applied(trained)
+        return config.attention, config.p, config.p_law
+
+    assert opened() == ("lssar", 15.0, "log_n")
+    assert opened(p=3.0) == ("lssar", 3.0, "log_n")
+    assert opened(attention="lssa") == ("lssa", None, "constant")
+    assert opened(attention="softmax", p=2.0) == ("softmax", 2.0, "log_n")
+    assert opened(attention="lssar") == ("lssar", 15.0, "log_n")
 
 
 def test_pictures_of_other_runs_have_other_names(tmp_path):

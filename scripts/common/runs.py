@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from attention import VARIANTS
 from config import Config, choices
 from errors import UserError
 from model import GPT, Rope
@@ -54,12 +55,16 @@ class RunOptions:
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the row, the window and the p of these options.
 
-        The path it was trained with was chosen for that machine. Raises UserError for a run of
+        The path it was trained with was chosen for that machine. Another row does not re-weight
+        unless it needs p, which is then the run's, or p is given. Raises UserError for a run of
         another task.
         """
         self.require_task(config)
         given = {"attention": self.attention, "window": self.window, "p": self.p}
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        row = VARIANTS.get(self.attention or "")
+        if row is not None and self.p is None and not row.needs_p:
+            changes |= {"p": None, "p_law": "constant"}
         return config.replace(attention_impl=self.attention_impl, **changes)
 
     def require_task(self, config: Config) -> None:
@@ -99,7 +104,8 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument(
         "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
     )
-    parser.add_argument("--attention", help="row of attention.VARIANTS in place of the run's own")
+    row = "row of attention.VARIANTS in place of the run's own; it re-weights only with --p"
+    parser.add_argument("--attention", help=row)
     parser.add_argument("--p", type=float, help="power of re-weighting in place of the run's own")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=choices("dtype"))
