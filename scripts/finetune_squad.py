@@ -50,7 +50,7 @@ from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import environment, memory_mb, pick_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, Stop, job
-from runtime.divergence import check_weights, stop_diverged
+from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, best_effort_output
 from scripts.common.arguments import AtLeast
@@ -339,6 +339,11 @@ def finetune(
         before = read_facts(out)
         if before is None or before["sha256"] != facts["sha256"]:
             raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
+        if before["began_with"] != facts["began_with"]:
+            raise UserError(
+                f"{out} was fine-tuned from another checkpoint, of step "
+                f"{before['began_with']['step']}: give that one, or another --out_dir"
+            )
 
     # ---- model and optimizer ----
     if device.type == "cuda":
@@ -380,14 +385,15 @@ def finetune(
         # ---- loop ----
         while True:
             last = step >= config.max_iters
-            due = last or stop.received or step % config.checkpoint_interval == 0
+            stopped = bool(stop.received)
+            due = last or stopped or step % config.checkpoint_interval == 0
             if due and step != resumed_at:
                 check_weights(model, config, step, batch_location)
                 log.sync()
                 saver.save(
                     checkpoint.training_state(run_id, model, optimizers, scaler, step, config)
                 )
-            if last or stop.received:
+            if last or stopped:
                 return not last
 
             started, lr = time.perf_counter(), learning_rate(step, config)
@@ -399,8 +405,7 @@ def finetune(
                 len(parts), model, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1
-            # with float16 the scaler skips a step whose gradients overflow
-            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+            if not finite_step(loss, grad_norm, scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
                 stop_diverged(config, step, error, batch_location(step))
             log.step(

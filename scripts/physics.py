@@ -48,6 +48,7 @@ from errors import UserError, command
 from optim import build_optimizers
 from runtime.checkpoint import first_line
 from runtime.device import autocast
+from runtime.divergence import finite_step
 from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.plots import save_picture
 from scripts.common.results import Results, select_parts
@@ -312,7 +313,7 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
                 loss_fn, parts, len(parts), model, [optimizer], scaler, config.learning_rate,
                 config.grad_clip, run.dtype,
             )  # fmt: skip
-            if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+            if not finite_step(loss, norm, scaler):
                 sys.exit(
                     f"error: {run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
                     f"loss = {loss}, gradient norm = {norm}"

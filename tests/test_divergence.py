@@ -1,6 +1,9 @@
 """A run that diverges ends, with its last good checkpoint untouched."""
 
+import math
+
 import pytest
+import torch
 
 import train as train_module
 from runtime import divergence
@@ -19,3 +22,18 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkey
         for part in (where, ".bin at token", "is good", "lower learning_rate (now 1.00e+300)"):
             assert part in message
         assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == before
+
+
+def test_gradients_that_are_not_finite_at_any_scale_are_no_overflow():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(()))
+    assert divergence.finite_step(1.0, math.inf, scaler)
+    assert not divergence.finite_step(math.nan, 1.0, scaler)
+    overflows = 0
+    while divergence.finite_step(1.0, math.nan, scaler):
+        scaler.update(scaler.get_scale() * 0.5)
+        overflows += 1
+    assert 20 < overflows < 40
+    plain = torch.amp.GradScaler("cpu", enabled=False)
+    assert divergence.finite_step(1.0, 1.0, plain)
+    assert not divergence.finite_step(1.0, math.inf, plain)

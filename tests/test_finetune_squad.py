@@ -205,6 +205,13 @@ def test_finetuning_is_resumed_and_never_overwritten(
         others = (run, "--squad", other, *arguments[3:])
         call(finetune_squad, *others, "--out_dir", parts, "--resume")
     assert "examples other than" in capsys.readouterr().err
+    facts = json.loads((parts / "squad.json").read_text())
+    moved_on = {**facts, "began_with": {"step": 3, "sha256": "0" * 64}}
+    (parts / "squad.json").write_text(json.dumps(moved_on))
+    with pytest.raises(SystemExit):
+        call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
+    assert "was fine-tuned from another checkpoint, of step 3" in capsys.readouterr().err
+    (parts / "squad.json").write_text(json.dumps(facts))
     assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
     call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
     keys = "step", "lr", "loss", "grad_norm"
