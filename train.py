@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from config import Config, accumulation_steps, command_line
-from errors import EXIT_MISTAKE, command
+from errors import EXIT_MISTAKE, UserError, command
 
 if __name__ == "__main__":
     command(command_line)()  # help and mistakes come at once: the imports below take seconds
@@ -51,7 +51,7 @@ from runtime.distributed import (
     process_group,
     restarted,
 )
-from runtime.divergence import check_weights, stop_diverged
+from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log, best_effort_output
 from runtime.pretrained import load_initial
@@ -117,6 +117,12 @@ def train(
 
     # ---- data ----
     loader = open_data(config, rank, world_size, device)
+    if state is not None and state.tokens not in (0, loader.tokens):
+        raise UserError(
+            f"{loader.source} has {loader.tokens:,} training tokens, but the run was trained on "
+            f"{state.tokens:,}: its batches would be others. Start a new run with --init_from="
+            f"{config.out_dir}, or give the same data"
+        )
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises now for too few tokens
     val_windows = loader.validation_windows(config.val_tokens)
     val_batches = math.ceil(val_windows / (world_size * config.batch_size))  # of any one rank
@@ -213,9 +219,10 @@ def train(
                     log.sync()
                     saver.save(
                         checkpoint.training_state(
-                            run_id, model, optimizers, scaler, step, config, best, skipped
+                            run_id, model, optimizers, scaler, step, config, best, skipped,
+                            loader.tokens,
                         )
-                    )
+                    )  # fmt: skip
                     # what the loop waits for; the file is written while training continues
                     save_ms = 1000 * (time.perf_counter() - started)
                     log.print(
@@ -239,9 +246,7 @@ def train(
             except Stopped:
                 continue  # with the request: the model and its optimizers are as before the step
             step += 1
-            # with float16 a gradient that overflows only skips the step: the scale is lowered
-            overflow = scaler.is_enabled() and math.isfinite(loss)
-            if (math.isfinite(loss) and math.isfinite(grad_norm)) or overflow:
+            if finite_step(loss, grad_norm, scaler):
                 skipped_in_a_row = 0
             else:
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"

@@ -117,8 +117,8 @@ def read_shard(path: str | Path) -> NDArray[np.uint16]:
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError where the folder does not exist, is unfinished, lacks a part of its set, or has
-    no shard of the split.
+    Raises UserError where the folder does not exist, is unfinished, lacks a part of its set or a
+    shard of the split that its meta.json lists, or has none.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
@@ -126,6 +126,12 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     if (data_dir / PROGRESS).exists() or files_of_parts(data_dir, PROGRESS):
         raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
     _check_parts(data_dir)
+    for shard in (read_meta(data_dir) or {"shards": []})["shards"]:
+        if f"_{split}_" in shard["name"] and not (data_dir / shard["name"]).exists():
+            raise UserError(
+                f"{data_dir}: {shard['name']} is missing, which meta.json lists: copy it there, or "
+                "repeat the command that made the folder"
+            )
     shards = sorted(data_dir.glob(f"*_{split}_*.bin"))
     if not shards:
         raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {_how_to_make(data_dir)}")
@@ -223,7 +229,7 @@ def write_meta(data_dir: str | Path, meta: dict, part: Part = WHOLE) -> None:
 
 
 def _check_parts(data_dir: Path) -> None:
-    """Raise UserError where the folder has some parts of a set but not all, with all shards."""
+    """Raise UserError where the folder has some parts of a set but not all."""
     found = {path.name for path in files_of_parts(data_dir, META)}
     if not found:
         return
@@ -233,9 +239,6 @@ def _check_parts(data_dir: Path) -> None:
             f"{data_dir}: of {count} parts {', '.join(map(str, missing))} cannot be found: make "
             f"what is missing with --part {missing[0]}/{count} and so on, or copy it there"
         )
-    for shard in (read_meta(data_dir) or {})["shards"]:
-        if not (data_dir / shard["name"]).exists():
-            raise UserError(f"{data_dir}: {shard['name']} is missing: copy it from its part")
 
 
 def _how_to_make(data_dir: Path) -> str:

@@ -94,6 +94,7 @@ class TrainingState(Weights, kw_only=True):
     scaler: dict[str, int | float]
     best_val_loss: float = math.inf
     skipped: int = 0
+    tokens: int = 0  # of an epoch of the data; 0: not recorded
 
 
 State = TypeVar("State", bound=Weights)
@@ -132,6 +133,7 @@ def training_state(
     config: Config,
     best_val_loss: float = math.inf,
     skipped: int = 0,
+    tokens: int = 0,
 ) -> TrainingState:
     """All that resuming needs; `restore` loads it back."""
     return TrainingState(
@@ -143,6 +145,7 @@ def training_state(
         scaler=scaler.state_dict(),
         best_val_loss=best_val_loss,
         skipped=skipped,
+        tokens=tokens,
     )
 
 

@@ -66,6 +66,16 @@ def test_refuses_a_fifo(tmp_path):
 def test_refuses_a_missing_shard(tmp_path):
     with pytest.raises(UserError, match="gone_val_000000.bin: the shard cannot be read: No such"):
         shards.read_shard(tmp_path / "gone_val_000000.bin")
+    names = ("x_val_000000.bin", "x_train_000001.bin", "x_train_000002.bin")
+    for name in names:
+        shards.write_shard(tmp_path / name, np.array([1], dtype=np.uint16))
+    entries = [{"name": name, "tokens": 1, "sha256": "0" * 64} for name in names]
+    shards.write_meta(tmp_path, set_meta("bytes", shards=entries))
+    assert len(shards.list_shards(tmp_path, "train")) == 2
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(UserError, match="x_train_000001.bin is missing, which meta.json lists"):
+        shards.list_shards(tmp_path, "train")
+    shards.list_shards(tmp_path, "val")  # validation alone needs no other
 
 
 @pytest.mark.parametrize(

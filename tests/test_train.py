@@ -203,6 +203,18 @@ def test_resume_without_a_checkpoint_is_refused(train, capsys):
     refused(capsys, lambda: train("new", "--resume"), "new: no such run")
 
 
+def test_resuming_on_other_data_is_refused(train, capsys, shards, tmp_path):
+    """The batches of an epoch are a permutation of all windows: of fewer, it is another one."""
+    train("run", "--max_iters=2")
+    fewer = shutil.copytree(shards, tmp_path / "fewer")
+    (fewer / "text_train_000002.bin").unlink()
+    again = ("run", "--resume", "--max_iters=4")
+    says = ("fewer has 3,000 training tokens", "was trained on 3,999", "give the same data")
+    refused(capsys, lambda: train(*again, f"--data_dir={fewer}"), *says)
+    moved = shutil.copytree(shards, tmp_path / "moved")
+    train(*again, f"--data_dir={moved}")
+
+
 def test_init_from_another_variant(train, capsys):
     first = train("first", "configs/softmax.py")
     arguments = ("configs/ssmax.py", "--s_init=0.5", "--max_iters=0", f"--init_from={first}")
