@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import ALL, BLOCK_QUERIES, Attention
+from config import Config
 from model import GPT
 from runtime.device import autocast
 
@@ -74,3 +75,10 @@ def attention_weights(
         for hook in hooks:
             hook.remove()
     return [torch.cat([reduced[part] for part in attentions], dim=1) for attentions in by_layer]
+
+
+def head_windows(config: Config) -> list[int | None]:
+    """How many keys a row of each head sees at most, in every layer; None: all up to its own."""
+    others = config.window if config.local_window is None else config.local_window
+    nope = config.nope_heads
+    return [config.window] * nope + [others] * (config.n_head - nope)

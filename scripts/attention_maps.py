@@ -10,11 +10,15 @@ text): attention_by_row.png in the run's folder, or for several runs attention_b
 the folder that contains them (or --out). The text is given to the model as it is, without
 end-of-text before it.
 
-A row is one query's weights over the n >= 2 keys that it sees. Reported are means over rows of
+A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
+window, the last of them. The first query has no choice and is left out. Reported are means over
+rows of
 
-    first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal
+    first_token         share of the first token in sum |A|: the sink; if all weights are equal 1/n,
+                        or 0 where a window hides it
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all weights are equal, 0 if one key gets all
+    entropy_share       entropy / log n: 1 if all weights are equal, as a single one is; 0 if one of
+                        several keys gets all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
 
@@ -26,10 +30,12 @@ text is always measured again, since its maps are drawn.
 
     variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
+    head_windows        the most keys that a row of each head sees; null: all up to its own
     text, data_dir      one of them is null
     picture             file name, only of the text drawn last: each text overwrites the picture
     length, tokens      of a window, and of all windows together
-    keys, rows          groups of rows with up to 2, 4, 8, ... keys; rows in each, per head
+    keys, rows          groups of rows with up to 2, 4, 8, ... keys up to their own, those that a
+                        window hides included; rows in each, per head
     groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
     heads               {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
     environment
@@ -41,7 +47,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -56,11 +61,11 @@ from config import Config
 from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from evaluation import attention_weights
+from evaluation import attention_weights, head_windows
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, Lengths, add_runs
 from scripts.common.plots import add_legend, length_axis, save_picture, show_equal_curves
-from scripts.common.results import Results
+from scripts.common.results import Results, without_nan
 from scripts.common.runs import (
     LoadedRun,
     Request,
@@ -121,14 +126,17 @@ class MapsRequest(Request):
         """The facts of the measurement of the text."""
         n = len(self.ids(config))
         text_facts = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
-        return {"layer": self.layer_of(config)} | text_facts
+        return self.layer_facts(config) | text_facts
 
     def facts_at(self, length: int, config: Config) -> dict:
         """The facts of the measurement of validation tokens in windows of one length."""
         data_dir = self.data_dir or config.data_dir
         tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
         token_facts = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
-        return {"layer": self.layer_of(config)} | token_facts
+        return self.layer_facts(config) | token_facts
+
+    def layer_facts(self, config: Config) -> dict:
+        return {"layer": self.layer_of(config), "head_windows": head_windows(config)}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         # another text's maps may have overwritten this one's
@@ -206,7 +214,7 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
     A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
     results.discard("picture")  # if interrupted here, no other measurement claims the picture
     save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
-    sums = group_sums(row_numbers(A[None])[0].double())
+    sums = group_sums(row_numbers(A[None])[0].double(), keys_seen(config, len(ids)))
     results.save(picture=PICTURE, **summary(sums, len(ids)))
     shown = [results.values]
 
@@ -215,10 +223,11 @@ def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
         results = Results(request.file(run.path), run.facts | facts)
         if not results.values:
             sums, tokens, data_dir = torch.zeros(()), facts["tokens"], facts["data_dir"]
+            seen = keys_seen(config, length)
             with tqdm(total=tokens, unit="tok", desc=f"{run.path} {length}") as bar:
                 batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
                 for x, _ in counted(batches, bar):
-                    sums = sums + group_sums(weights(run, layer, x, row_numbers).double())
+                    sums = sums + group_sums(weights(run, layer, x, row_numbers).double(), seen)
             results.save(**summary(sums, length))
         shown.append(results.values)
     return shown
@@ -231,6 +240,12 @@ def weights(run: LoadedRun, layer: int, idx: Tensor, reduce: Callable[[Tensor], 
     return A[0].cpu()
 
 
+def keys_seen(config: Config, length: int) -> Tensor:
+    """How many keys the rows of each head see, [H, length]."""
+    most = [length if window is None else window for window in head_windows(config)]
+    return torch.arange(1, length + 1).minimum(torch.tensor(most)[:, None])
+
+
 def row_numbers(A: Tensor) -> Tensor:
     """For rows of A [..., rows, keys]: first token's share, entropy, nonzero weights, sum |A|."""
     size = A.abs()
@@ -240,16 +255,17 @@ def row_numbers(A: Tensor) -> Tensor:
     return torch.stack((share[..., 0], entropy, (A != 0).sum(-1).to(A.dtype), total), dim=-1)
 
 
-def group_sums(numbers: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] summed over groups of rows: [H, groups, 2 + 5].
+def group_sums(numbers: Tensor, seen: Tensor) -> Tensor:
+    """`row_numbers` [H, L, 4] of rows that see `seen` keys [H, L], summed: [H, groups, 2 + 5].
 
     These are the number of rows, of dead rows, and NUMBERS summed over the others.
     """
     H, L, _ = numbers.shape
-    n = torch.arange(2, L + 1, dtype=numbers.dtype)
-    first, entropy, seen, total = numbers[:, 1:].unbind(-1)
+    n = seen[:, 1:].to(numbers.dtype)
+    first, entropy, nonzero, total = numbers[:, 1:].unbind(-1)
     alive = (total > DEAD).to(numbers.dtype)
-    means = torch.stack((first, entropy, entropy / n.log(), 1 - seen / n, total), dim=-1)
+    share = torch.where(n > 1, entropy / n.log(), 1)
+    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=-1)
     values = torch.stack((torch.ones_like(alive), 1 - alive), dim=-1)
     values = torch.cat((values, means * alive[..., None]), dim=-1)
     group = torch.tensor([(keys - 1).bit_length() - 1 for keys in range(2, L + 1)])
@@ -273,13 +289,6 @@ def mean_rows(sums: Tensor) -> dict:
     """Each of NUMBERS as lists of means over the rows that are not dead; None if all are."""
     means = sums[..., 2:] / (sums[..., :1] - sums[..., 1:2])
     return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
-
-
-def without_nan(value: Any) -> Any:
-    """Nested lists with None in place of NaN, which JSON lacks."""
-    if isinstance(value, list):
-        return [without_nan(v) for v in value]
-    return None if math.isnan(value) else value
 
 
 def mean_over_heads(result: dict, name: str) -> float:
@@ -310,7 +319,7 @@ def print_numbers(names: list[str], results: Sequence[dict]) -> None:
         n = torch.arange(2, length + 1, dtype=torch.float64)
         first_token, log = (1 / n).mean().item(), n.log().mean().item()
         share, *rest = (f"{value:.4f}" for value in (first_token, log, 1, 0, 0, 1))
-        table.append(["equal weights", f"{length}", share, share, "", *rest])
+        table.append(["equal weights, no window", f"{length}", share, share, "", *rest])
     print_table(table)
 
 
@@ -321,7 +330,8 @@ def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
     columns = max(1, math.isqrt(H))  # 12 heads are the paper's 4 x 3
     lines = -(-H // columns)
     low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
-    unseen = torch.ones(L, L, dtype=torch.bool).triu(1)
+    distance = torch.arange(L)[:, None] - torch.arange(L)
+    unseen = (distance < 0) | (distance >= keys_seen(run.config, L)[..., None])
     figure = Figure(figsize=(2.6 * columns + 0.8, 2.6 * lines + 0.6), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False)
     for head, axes in enumerate(panels.flat):
@@ -329,7 +339,7 @@ def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
             axes.axis("off")
             continue
         image = axes.imshow(
-            A[head].masked_fill(unseen, math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
+            A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
             interpolation="nearest" if L <= 256 else "antialiased",
         )  # fmt: skip
         axes.set_title(f"head {head}", fontsize="small")
@@ -349,7 +359,7 @@ def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
 
 
 def plot_rows(names: list[str], results: list[dict]) -> Figure:
-    """Sink, entropy and zeros over the keys that a row sees: mean, minimum and maximum of heads."""
+    """Sink, entropy and zeros over a row's position: mean, minimum and maximum of heads."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
     for name, axes in panels.items():
@@ -362,7 +372,7 @@ def plot_rows(names: list[str], results: list[dict]) -> Figure:
             least = groups.nan_to_num(math.inf).amin(0).numpy()
             most = groups.nan_to_num(-math.inf).amax(0).numpy()
             axes.fill_between(keys, least, most, alpha=0.12, linewidth=0, color=colour)
-        length_axis(axes, "keys that the row sees", {r["trained_length"] for r in results})
+        length_axis(axes, "keys up to the row's own", {r["trained_length"] for r in results})
         axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
@@ -373,7 +383,7 @@ def plot_rows(names: list[str], results: list[dict]) -> Figure:
     ends = [1, *longest["keys"]]
     equal = [shares[i:j].mean().item() for i, j in zip(ends, ends[1:], strict=False)]
     axes = panels["first_token"]
-    axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights")
+    axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights, no window")
     axes.set_yscale("log", nonpositive="clip")
     axes.set_ylim(equal[-1] / 10, 1.3)
     add_legend(figure)

@@ -7,23 +7,27 @@ diagonal, and that a score below 0 gets no gradient, which isolates its token. M
 layers and heads on validation tokens, in windows of one length, by default the training length:
 
     positive        share of the weights above 0, by distance i - j of query i from key j: 0, 1,
-                    then up to 3, 7, 15, ...
+                    then up to 3, 7, 15, ...; of those on keys that a query sees: null at distances
+                    that a head's attention window (--window, local_window) hides
     dead_rows       share of the queries whose weights are all 0: their output is 0
     dead_keys       share of the keys in a window's first half with weight 0 for every later query
 
-Prints a row for every run, with means over layers and heads, and draws a curve for each: in
-sparsity.png in the run's folder, or for several runs in sparsity_RUN_RUN.png in the folder that
-contains them. RUN/sparsity.json is a list of measurements, none of which is made twice; its lists
-are by layer, by head and, of `positive`, by distance.
+A negative weight is neither positive nor 0. Prints a row for every run, with means over layers,
+heads and pairs of query and key, and draws a curve for each: in sparsity.png in the run's folder,
+or for several runs in sparsity_RUN_RUN.png in the folder that contains them. RUN/sparsity.json is a
+list of measurements, none of which is made twice; its lists are by layer, by head and, of
+`positive`, by distance.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -35,7 +39,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.loader import validation_batches
 from errors import UserError, command
-from evaluation import attention_weights
+from evaluation import attention_weights, head_windows
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.plots import (
@@ -46,7 +50,7 @@ from scripts.common.plots import (
     save_picture,
     show_equal_curves,
 )
-from scripts.common.results import Results
+from scripts.common.results import Results, without_nan
 from scripts.common.runs import (
     LoadedRun,
     Request,
@@ -78,7 +82,8 @@ class SparsityRequest(Request):
     def facts(self, config: Config) -> dict:
         data_dir, length = self.data_dir or config.data_dir, self.length_of(config)
         tokens = shared_tokens(data_dir, (length,), self.tokens, config)
-        return {"data_dir": data_dir, "length": length, "tokens": tokens}
+        text_facts = {"data_dir": data_dir, "length": length, "tokens": tokens}
+        return {"head_windows": head_windows(config)} | text_facts
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         return measurement
@@ -116,17 +121,18 @@ def measure(run: LoadedRun, request: SparsityRequest) -> dict:
     results = Results(request.file(run.path), run.facts | facts)
     if not results.values:
         length, tokens = facts["length"], facts["tokens"]
+        pairs = visible_pairs(length, facts["head_windows"])
         sums = torch.zeros(())
         with tqdm(total=tokens, unit="tok", desc=f"{run.path}") as bar:
             batches = validation_batches(facts["data_dir"], length, tokens, 1, device=run.device)
             for x, _ in counted(batches, bar):
                 with autocast(run.device, run.dtype):
-                    layers = attention_weights(run.model, x, slice(None), lambda A: A > 0)
-                sums = sums + torch.stack([counts(positive[0]) for positive in layers])
+                    layers = attention_weights(run.model, x, slice(None), signs)
+                sums = sums + torch.stack([counts(layer[0], pairs) for layer in layers])
         shares = sums / (tokens // length)
         results.save(
             distances=distances(length),
-            positive=shares[..., :-2].tolist(),
+            positive=without_nan(shares[..., :-2].tolist()),
             dead_rows=shares[..., -2].tolist(),
             dead_keys=shares[..., -1].tolist(),
         )
@@ -138,36 +144,60 @@ def distances(length: int) -> list[int]:
     return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
 
 
-def counts(positive: Tensor) -> Tensor:
-    """The shares of one window, positive [H, L, L]: [H, distances + 2], float64."""
-    length = positive.shape[-1]
-    position = torch.arange(length, device=positive.device)
+def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
+    """How many pairs of query and key each head sees in each group of distances, [H, distances]."""
+    groups = list(pairwise([-1, *distances(length)]))
+
+    def pairs(low: int, high: int, window: int) -> int:  # length - d at each distance d
+        return sum(length - d for d in range(low + 1, min(high + 1, window)))
+
+    rows = [[pairs(*group, window or length) for group in groups] for window in windows]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def signs(A: Tensor) -> Tensor:
+    """The signs of weights, in a byte each."""
+    return A.sign().to(torch.int8)
+
+
+def counts(sign: Tensor, pairs: Tensor) -> Tensor:
+    """The shares of one window, [H, distances + 2], from the signs of its weights [H, L, L].
+
+    `pairs` are its `visible_pairs`; where there are none, the share is NaN.
+    """
+    length = sign.shape[-1]
+    position = torch.arange(length, device=sign.device)
     distance = position[:, None] - position
-    ends = [-1, *distances(length)]
-    groups = [
-        positive[:, (low < distance) & (distance <= high)].double().mean(-1)
-        for low, high in pairwise(ends)
+    positive = [
+        (sign[:, (low < distance) & (distance <= high)] > 0).sum(-1)
+        for low, high in pairwise([-1, *distances(length)])
     ]
-    dead_rows = (~positive.any(-1)).double().mean(-1)
-    later = positive & (distance > 0)
+    shares = torch.stack(positive, dim=-1).cpu() / pairs
+    used = sign != 0
+    dead_rows = (~used.any(-1)).double().mean(-1)
+    later = used & (distance > 0)
     dead_keys = (~later.any(-2))[:, : length // 2].double().mean(-1)
-    return torch.stack([*groups, dead_rows, dead_keys], dim=-1).cpu()
+    return torch.cat((shares, torch.stack((dead_rows, dead_keys), dim=-1).cpu()), dim=-1)
+
+
+def positive_shares(result: dict) -> Tensor:
+    """`positive` as [layers, H, distances], NaN where it is null."""
+    return torch.from_numpy(np.array(result["positive"], dtype=np.float64))
 
 
 def mean_shares(result: dict) -> dict[str, float]:
-    """Means over layers and heads; those of distances over all pairs of query and key."""
-    positive = torch.tensor(result["positive"], dtype=torch.float64).mean((0, 1))
+    """Means over layers and heads; those of distances over all pairs of a query and a key it sees.
+
+    NaN where there is no such pair.
+    """
     length, ends = result["length"], [-1, *result["distances"]]
-    # L - d pairs at each distance d
-    pairs = torch.tensor(
-        [sum(length - d for d in range(i + 1, j + 1)) for i, j in pairwise(ends)],
-        dtype=torch.float64,
-    )
+    pairs = visible_pairs(length, result["head_windows"])
+    positive = positive_shares(result).mean(0).nan_to_num() * pairs
     low, high = torch.tensor(ends[:-1]) + 1, torch.tensor(ends[1:])
     near, far = high < max(1, NEAR * length), low >= length / 2
 
     def share(chosen: Tensor) -> float:
-        return ((positive * pairs)[chosen].sum() / pairs[chosen].sum()).item()
+        return (positive[:, chosen].sum() / pairs[:, chosen].sum()).item()
 
     return {
         "near": share(near),
@@ -187,7 +217,8 @@ def print_shares(names: list[str], results: Sequence[dict]) -> None:
     shares = [mean_shares(result) for result in results]
     table = [["", *shares[0]]]
     for name, row in zip(names, shares, strict=True):
-        table.append([name, *(f"{value:.4f}" for value in row.values())])
+        cells = ("no pairs" if math.isnan(share) else f"{share:.4f}" for share in row.values())
+        table.append([name, *cells])
     print_table(table, width=11)
 
 
@@ -195,7 +226,7 @@ def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
     """The share of positive weights over the distance, a curve for each run."""
     figure, axes = one_panel()
     for i, (name, result) in enumerate(zip(names, results, strict=True)):
-        positive = torch.tensor(result["positive"], dtype=torch.float64).mean((0, 1)).tolist()
+        positive = positive_shares(result).mean(0).nanmean(0).tolist()  # over the heads that see
         keys = [distance + 1 for distance in result["distances"]]
         axes.plot(keys, positive, label=name, **row_style(i))
     trained = {result["trained_length"] for result in results}

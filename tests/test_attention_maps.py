@@ -15,7 +15,8 @@ from model import GPT
 from runtime import checkpoint
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, row_numbers, summary
-from tests.helpers import small_model
+from scripts.common.runs import RunOptions, open_run
+from tests.helpers import saved_run, small_config, small_model
 
 
 def read(run):
@@ -105,6 +106,45 @@ def test_numbers_of_softmax_against_the_formulas(train, call, shards, capsys):
         assert matplotlib.image.imread(run / name).std() > 0
 
 
+def all_keys(length):
+    """The keys that the rows of heads without a window see."""
+    return torch.arange(1, length + 1)[None]
+
+
+@pytest.mark.parametrize(
+    "settings, windows",
+    [
+        ("softmax.py --window=4", (4, 4)),
+        ("hybrid.py --local_window=1 --window=6", (6, 1)),
+    ],
+)
+def test_keys_that_a_window_hides_do_not_count(settings, windows, shards, call, tmp_path):
+    """An untrained model's weights are nearly equal over the keys that its rows see."""
+    model = GPT(small_config(settings, f"--data_dir={shards}"))
+    run = saved_run(tmp_path / "run", model)
+    call(attention_maps, run, "--lengths", "16", "--tokens", "16", "--text", TEXT[:20])
+    result = read(run)[1]
+    parts = [part for part, _ in model.attention_layers()[1].parts()]
+    assert result["head_windows"] == [part.window for part in parts for _ in range(part.n_head)]
+    ids = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:16].astype(np.int64))
+    A = evaluation.attention_weights(model, ids[None], slice(None))[1][0].double().numpy()
+    heads = [
+        [A[head, i, max(0, i + 1 - window) : i + 1] for i in range(1, 16)]
+        for head, window in enumerate(windows)
+    ]
+    shares = [
+        np.mean([-(a * np.log(a)).sum() / math.log(len(a)) if len(a) > 1 else 1 for a in rows])
+        for rows in heads
+    ]
+    assert min(shares) > 0.99
+    assert result["heads"]["entropy_share"] == pytest.approx(shares, rel=1e-5)
+    assert result["heads"]["zeros"] == [0, 0] and result["rows"] == [1, 2, 4, 8]
+    # what a head's window hides is white, as what comes after
+    panels = attention_maps.plot_maps(open_run(run, RunOptions()), 1, ids.tolist(), torch.tensor(A))
+    drawn = [axes.images[0].get_array().count() for axes in panels.axes[:2]]
+    assert drawn == [1 + sum(map(len, rows)) for rows in heads]
+
+
 def test_rows_that_are_no_distributions():
     A = torch.tensor([
         [1, 0, 0, 0, 0],
@@ -113,7 +153,7 @@ def test_rows_that_are_no_distributions():
         [2, 2, 2, 2, 0],  # equal, of sum 8
         [0, 0, -3, 0, 0],  # all on one key
     ])[None]  # fmt: skip
-    result = summary(group_sums(row_numbers(A).double()), 5)
+    result = summary(group_sums(row_numbers(A).double(), all_keys(5)), 5)
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert result["keys"] == [2, 4, 5] and result["rows"] == [1, 2, 1]
     groups = result["groups"]
@@ -129,7 +169,8 @@ def test_rows_that_are_no_distributions():
         assert groups[name] == [pytest.approx(values, rel=1e-6)]
         assert result["heads"][name] == [pytest.approx(sum(values) / 3, rel=1e-6)]
     assert result["heads"]["dead"] == [0.25]
-    nothing = summary(group_sums(row_numbers(torch.zeros(1, 4, 4)).double()), 4)
+    zeros = row_numbers(torch.zeros(1, 4, 4)).double()
+    nothing = summary(group_sums(zeros, all_keys(4)), 4)
     assert nothing["groups"]["entropy"] == [[None, None]] and nothing["heads"]["sum"] == [None]
 
 
@@ -140,7 +181,7 @@ def test_a_sink_is_seen(capsys):
     A[0, :, 0] = 1
     A[1] = torch.ones(L, L).tril() / torch.arange(1, L + 1)[:, None]
     A[2] = torch.eye(L)
-    result = summary(group_sums(row_numbers(A).double()), L)
+    result = summary(group_sums(row_numbers(A).double(), all_keys(L)), L)
     assert result["groups"]["first_token"][0] == [1, 1, 1]
     assert result["heads"]["entropy_share"] == pytest.approx([0, 1, 0])
     equal = sum(1 / n for n in range(2, L + 1)) / (L - 1)

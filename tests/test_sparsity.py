@@ -11,16 +11,66 @@ from evaluation import attention_weights
 from model import GPT
 from runtime import checkpoint
 from scripts import sparsity
-from tests.helpers import not_blank
+from tests.helpers import not_blank, saved_run, small_config
 
 
 def test_counts_of_a_window():
-    positive = torch.zeros(1, 4, 4, dtype=torch.bool)
+    A = torch.zeros(1, 4, 4)
     for query, key in ((0, 0), (1, 0), (3, 3), (3, 1)):  # query 2 has none
-        positive[0, query, key] = True
+        A[0, query, key] = 0.5
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
-    assert sparsity.counts(positive)[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
+    shares = sparsity.counts(sparsity.signs(A), sparsity.visible_pairs(4, [None]))
+    assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
     assert sparsity.distances(4) == [0, 1, 3] and sparsity.distances(6) == [0, 1, 3, 5]
+
+
+def test_negative_weights_are_neither_positive_nor_dead():
+    A = torch.zeros(1, 4, 4)
+    A[0, 1, 0], A[0, 2, 2], A[0, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
+    shares = sparsity.counts(sparsity.signs(A), sparsity.visible_pairs(4, [None]))
+    assert shares[0].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
+
+
+@pytest.mark.parametrize(
+    "settings, far",
+    [
+        ("softmax.py --window=1", "no pairs"),
+        ("hybrid.py --local_window=6", "1.0000"),
+        ("ablations/softmax_inverse.py --window=11", "0.0000"),
+    ],
+)
+def test_pairs_beyond_a_window_do_not_count(settings, far, shards, call, tmp_path, capsys):
+    model = GPT(small_config(settings, f"--data_dir={shards}"))
+    run = saved_run(tmp_path / "run", model)
+    call(sparsity, run, "--tokens", "32")
+    (result,) = json.loads((run / "sparsity.json").read_text(), parse_constant=pytest.fail)
+    parts = [part for part, _ in model.attention_layers()[0].parts()]
+    windows = [part.window for part in parts for _ in range(part.n_head)]
+    assert result["head_windows"] == windows
+    tokens = read_shard(shards / "text_val_000000.bin")[:32].astype(np.int64)
+    positive, dead_rows, dead_keys = {}, [], []
+    for ids in torch.from_numpy(tokens).view(2, 1, 16):
+        for layer, A in enumerate(attention_weights(model, ids, slice(None))):
+            for head, window in enumerate(windows):
+                rows = A[0, head].tolist()
+                dead_rows += [not any(row) for row in rows]
+                dead_keys += [not any(row[j] for row in rows[j + 1 :]) for j in range(8)]
+                for i, row in enumerate(rows):
+                    for j in range(0 if window is None else max(0, i + 1 - window), i + 1):
+                        group = positive.setdefault((layer, head, (i - j).bit_length()), [])
+                        group.append(row[j] > 0)
+    for layer, heads in enumerate(result["positive"]):
+        for head, shares in enumerate(heads):
+            groups = [positive.get((layer, head, group)) for group in range(5)]
+            assert shares == pytest.approx([group and np.mean(group) for group in groups])
+    shares = sparsity.mean_shares(result)
+    assert shares["all"] == pytest.approx(np.mean(sum(positive.values(), [])))
+    assert shares["dead rows"] == np.mean(dead_rows) == 0
+    assert shares["dead keys"] == np.mean(dead_keys) == (windows == [1, 1])
+    printed = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in printed if line.startswith(model.config.variant_name))
+    assert [cell.strip() for cell in row.split("  ") if cell][2] == far
+    assert not_blank(run / "sparsity.png")
 
 
 def test_sparsity_of_a_run(train, call, shards, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Results files, such as eval_length.json: lists of measurements, so that none is made twice."""
 
 import fcntl
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -76,6 +77,13 @@ class Results:
                 for m in read_results(self.path)
             ]
             write_json(self.path, kept)
+
+
+def without_nan(value: Any) -> Any:
+    """Nested lists with None in place of NaN, which JSON lacks."""
+    if isinstance(value, list):
+        return [without_nan(v) for v in value]
+    return None if math.isnan(value) else value
 
 
 @contextmanager
