@@ -7,7 +7,8 @@ Draws a panel for each of them from the runs' metrics.jsonl, also of a run in tr
 in the run's folder, or for several runs curves_RUN_RUN.png in the folder that contains them (or
 --out). Beside it, under the same name, is a .csv with a line for every step of every run:
 
-    run, step, tokens
+    run, step
+    tokens              trained on so far; after scripts.finetune_squad those of its examples
     seconds             of the steps so far, without validations and checkpoints
     loss, val_loss      in nats a token; val_loss in the lines of its steps only
     lr, grad_norm       the gradient norm is that before clipping
@@ -67,17 +68,20 @@ def main() -> None:
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """A run's steps, each with the COLUMNS that it has. Raises UserError where there is none."""
-    tokens = checkpoint.read_config(run).total_batch_size
+    batch = checkpoint.read_config(run).total_batch_size
+    finetuned = (run / "squad.json").exists()  # its steps are of examples, shorter than block_size
     steps: dict[int, dict[str, float]] = {}
-    seconds = 0.0
+    seconds, tokens = 0.0, 0
     for line in read_text(run / "metrics.jsonl").splitlines()[1:]:  # the first is the run's id
         # of a line that a run in training has not finished, or that is damaged
         with suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
             values = json.loads(line)
             step, known = int(values["step"]), {k: float(values[k]) for k in PANELS if k in values}
-            seconds += values.get("ms", 0) / 1000
-            row = steps.setdefault(step, {"step": step, "tokens": step * tokens})
-            row |= {"seconds": seconds} | known
+            took = values.get("ms", 0) / 1000
+            seconds += took
+            tokens += round(values.get("tokens_per_s", 0) * took)
+            row = steps.setdefault(step, {"step": step})
+            row |= {"tokens": tokens if finetuned else step * batch, "seconds": seconds} | known
     if not steps:
         raise UserError(f"{run}: its metrics.jsonl has no step yet")
     return [steps[step] for step in sorted(steps)]

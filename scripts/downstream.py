@@ -59,6 +59,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
+from scripts.common.validation import check_lengths, default_lengths
 
 TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
 # Their columns: (task, metric).
@@ -86,7 +87,7 @@ class TaskRequest(Request):
     limit: int | None = None
 
     def max_length_of(self, config: Config) -> int:
-        return self.max_length or 2 * config.block_size
+        return self.max_length or max(default_lengths([config], (1, 2)))
 
     def facts(self, config: Config) -> dict:
         return {"max_length": self.max_length_of(config), "limit": self.limit}
@@ -98,6 +99,7 @@ class TaskRequest(Request):
         return count_samples(self.tasks, self.include_path)
 
     def check(self, config: Config) -> None:
+        check_lengths(config, [self.max_length_of(config)])
         count_samples(self.tasks, self.include_path)
 
 

@@ -50,6 +50,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import sampled_batches, validation_batches
+from data.tokenizer import identify
 from errors import UserError, command
 from runtime import checkpoint
 from runtime.device import autocast
@@ -123,7 +124,7 @@ class LossRequest(Request):
         return replace(self, rope="none", rope_factor=None, rope_theta=None)
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths(config)
+        return self.lengths or default_lengths([config])
 
     def facts(self, config: Config) -> dict:
         data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
@@ -198,7 +199,8 @@ def main() -> None:
     asked = comparable(LossRequest.parse(arguments), paths)
     requests = scalings(replace(asked, restart=False))
     refuse_early(paths, requests[0])  # they differ in their scaling only, which is checked
-    unit = NATS if len({checkpoint.read_config(path).tokenizer for path in paths}) == 1 else BITS
+    tokenizers = {identify(checkpoint.read_config(path).tokenizer) for path in paths}
+    unit = NATS if len(tokenizers) == 1 else BITS
     runs = [
         measure_run(name, path, requests, asked.restart, unit)
         for name, path in zip(run_names(paths), paths, strict=True)
@@ -234,9 +236,9 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
     Raises UserError where the runs would be measured on different text.
     """
     configs = [checkpoint.read_config(path) for path in paths]
-    folders = {config.tokenizer: config.data_dir for config in configs}
+    folders = {identify(config.tokenizer): config.data_dir for config in configs}
     for path, config in zip(paths, configs, strict=True):
-        first = folders[config.tokenizer]
+        first = folders[identify(config.tokenizer)]
         if request.data_dir is None and Path(config.data_dir).resolve() != Path(first).resolve():
             raise UserError(
                 f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
@@ -248,9 +250,8 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
         )
     if request.samples and len(folders) > 1:
         raise UserError("--samples takes runs of one tokenizer: random sequences differ in text")
-    defaults = {length for config in configs for length in default_lengths(config)}
     tokens = request.tokens or min(config.val_tokens for config in configs)
-    return replace(request, lengths=request.lengths or tuple(sorted(defaults)), tokens=tokens)
+    return replace(request, lengths=request.lengths or default_lengths(configs), tokens=tokens)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import argparse
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import default_lengths
+from scripts.common.validation import check_lengths, default_lengths
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -116,8 +116,9 @@ def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
 
 
 def shortest(tokenizer: Tokenizer) -> int:
-    """The shortest length that fits the needle of any city."""
-    return max(bare_length(tokenizer, city, 8888888) for city in CITIES)
+    """The shortest length that fits a needle of any city and number, one token a character."""
+    longest = max(bare_length(tokenizer, city, 8888888) for city in CITIES)
+    return longest + len(" 8888888.") - len(tokenizer.encode(" 8888888."))
 
 
 class Haystack:
@@ -130,26 +131,25 @@ class Haystack:
         check_ids(data_dir, self.tokens, n_vocab)
         self.data_dir, self.tokenizer = data_dir, get_tokenizer(tokenizer)
 
-    def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
-        """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack.
-
-        Raises UserError where the length is too short for the needle, or the text for the length.
-        """
-        eot = self.tokenizer.eot
-        needle, span, end, question = texts(self.tokenizer, city, number)
-        bare = bare_length(self.tokenizer, city, number)
-        room = length - bare
-        if room < 0:
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise UserError where a length is too short for a needle, or the text for a length."""
+        if min(lengths) < (enough := shortest(self.tokenizer)):
             raise UserError(
-                f"length {length} is too short, give --lengths and --score_length: without a "
-                f"haystack the needle, its question and the answer take {bare} tokens "
+                f"length {min(lengths)} is too short, give --lengths and --score_length: without a "
+                f"haystack the needle, its question and the answer take up to {enough} tokens "
                 f"({self.tokenizer.name})"
             )
-        if room > len(self.tokens):
+        if max(lengths) > len(self.tokens):
             raise UserError(
-                f"length {length} needs a haystack of {room} tokens, but {self.data_dir} has "
-                f"{len(self.tokens)} validation tokens"
+                f"length {max(lengths)} needs a haystack of as many tokens, but {self.data_dir} "
+                f"has {len(self.tokens)} validation tokens"
             )
+
+    def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
+        """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
+        eot = self.tokenizer.eot
+        needle, span, end, question = texts(self.tokenizer, city, number)
+        room = length - bare_length(self.tokenizer, city, number)
         start = int(place * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
         hay = np.where(hay == eot, end[0], hay).tolist()
@@ -184,7 +184,7 @@ class NeedleRequest(Request):
     seed: int = 1337
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths(config)
+        return self.lengths or default_lengths([config])
 
     def haystack(self, config: Config) -> Haystack:
         return open_haystack(self.data_dir or config.data_dir, config.tokenizer, config.n_vocab)
@@ -210,10 +210,9 @@ class NeedleRequest(Request):
         return in_cells + (self.score_trials + 1) * self.score_length
 
     def check(self, config: Config) -> None:
-        haystack = self.haystack(config)
         lengths = (*self.lengths_of(config), self.score_length)
-        for length in (min(lengths), max(lengths)):  # too short, too long
-            haystack.hide(max(CITIES, key=len), 8888888, 0.5, length, 0.0)
+        check_lengths(config, lengths)
+        self.haystack(config).check(lengths)
 
 
 @command

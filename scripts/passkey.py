@@ -51,6 +51,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
+from scripts.common.validation import check_lengths, default_lengths
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -81,7 +82,7 @@ class PasskeyRequest(Request):
     seed: int = 1337
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or tuple(config.block_size * n // 2 for n in (2, 3, 4, 8, 16))
+        return self.lengths or default_lengths([config], (1, 1.5, 2, 4, 8))
 
     def trials_of(self, config: Config) -> dict[int, list[Trial]]:
         """The trials of each length. Raises UserError where a length is too short."""
@@ -99,6 +100,7 @@ class PasskeyRequest(Request):
         return self.trials * sum(self.lengths_of(config))
 
     def check(self, config: Config) -> None:
+        check_lengths(config, self.lengths_of(config))
         self.trials_of(config)
 
 

@@ -110,8 +110,9 @@ def main() -> None:
     orbits = any(run.config.task == "orbits" for run in runs)
     if orbits and options.lengths:
         raise UserError("--lengths: runs of orbits are validated at the training length alone")
+    ends = orbits or any(run.config.positions == "learned" for run in runs)
     lengths = options.lengths or tuple(
-        n * min(run.config.block_size for run in runs) for n in ((1,) if orbits else MULTIPLES)
+        n * min(run.config.block_size for run in runs) for n in ((1,) if ends else MULTIPLES)
     )
     for run in runs if not orbits else ():
         request_of(run.config, lengths).check(run.config)
@@ -180,6 +181,8 @@ def make_points(fixed: list[str], grid: dict[str, list[str]]) -> list[Point]:
     for texts in itertools.product(*grid.values()):
         arguments = [*fixed, *(f"--{key}={text}" for key, text in zip(grid, texts, strict=True))]
         config = load_config(arguments)
+        if config.dry_run:
+            raise UserError("--dry_run: a sweep says with --plan what it would cost")
         values = {key: getattr(config, key) for key in grid}
         if not has_folder:
             parts = (v if isinstance(v, str) else f"{k}{shown(v)}" for k, v in values.items())

@@ -1,6 +1,7 @@
 """The curves of runs while they train."""
 
 import csv
+import json
 import shutil
 
 import pytest
@@ -32,6 +33,18 @@ def test_the_numbers_and_the_picture_of_a_run(run, call, monkeypatch, capsys):
     assert list(faint.get_ydata()) == losses and len(smoothed.get_ydata()) == 4
     assert smoothed.get_ydata()[0] == pytest.approx(sum(losses[:3]) / 3)
     assert list(smoothed.get_xdata()) == [1024 * step for step in (2, 3, 4, 5)]
+
+
+def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
+    """Its steps have fewer than total_batch_size, and the last of an epoch has fewer still."""
+    lines = [{"run_id": "a"}]
+    for step, tokens in ((1, 300), (2, 200), (3, 77)):
+        seconds = 0.1 * step
+        lines.append({"step": step, "loss": 1.0, "lr": 1e-5, "grad_norm": 1.0,
+                      "ms": 1000 * seconds, "tokens_per_s": tokens / seconds})  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "squad.json").write_text("{}")
+    assert [row["tokens"] for row in curves.read_metrics(run)] == [300, 500, 577]
 
 
 def test_several_runs(run, call, tmp_path, monkeypatch):

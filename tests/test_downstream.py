@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from config import load_config
+from errors import UserError
 from runtime.files import read_json
 from scripts import downstream
-from tests.helpers import CONFIGS, saved_run, small_model, write_task
+from tests.helpers import CONFIGS, saved_run, small_config, small_model, write_task
 
 pytest.importorskip("lm_eval", reason="pip install -r requirements-dev.txt has lm_eval")
 
@@ -445,6 +446,17 @@ def test_refuses(evaluate, tmp_path, capsys, names, more, message):
         evaluate(run, names, *more)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (run / "downstream.json").exists()
+
+
+def test_learned_positions_are_not_exceeded(monkeypatch):
+    monkeypatch.setattr(downstream, "count_samples", lambda *arguments: 1)
+    config = small_config("softmax.py --positions=learned")
+    request = downstream.TaskRequest()
+    assert request.max_length_of(small_config("softmax.py")) == 32
+    assert request.max_length_of(config) == 16
+    request.check(config)
+    with pytest.raises(UserError, match="a length of 17 is beyond its learned positions"):
+        downstream.TaskRequest(max_length=17).check(config)
 
 
 def test_no_module_here_hides_one_that_a_task_of_the_paper_imports():

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from data.loader import sampled_batches
-from data.shards import read_meta, read_shard, write_meta
-from data.tokenizer import get_tokenizer
+from data.shards import read_meta, read_shard, write_meta, write_shard
+from data.tokenizer import get_tokenizer, identify
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
 from tests.helpers import saved_run, set_meta, small_config
+from tests.runs import refused
 
 
 def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
@@ -211,6 +212,39 @@ def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
         size = len(tokenizer.decode([t for t in targets if t != tokenizer.eot]))
         bits = result["loss"][0] * 8 / size / math.log(2)
         assert f"{bits:.4f}" in printed
+
+
+def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_path, capsys):
+    """Each run has its own copy."""
+    folders = [tmp_path / name for name in ("shards", "others")]
+    for folder in folders:
+        folder.mkdir()
+        write_shard(folder / "text_val_000000.bin", np.resize(np.arange(5, dtype=np.uint16), 99))
+        write_meta(folder, set_meta(identify(str(words_file))))
+    paths = []
+    for name, folder in (("one", folders[0]), ("two", folders[0]), ("other", folders[1])):
+        config = small_config("softmax.py", f"--tokenizer={words_file}", f"--data_dir={folder}")
+        paths.append(saved_run(tmp_path / name, GPT(config.replace(val_tokens=8))))
+    one, two, other = paths
+    call(eval_length, one, two, "--lengths=4")
+    call(eval_length, one, two, "--lengths=4", "--samples=3")
+    printed = capsys.readouterr().out
+    assert printed.count("nats a token") == 2 and "bits" not in printed
+    refused(capsys, lambda: call(eval_length, one, other, "--lengths=4"), "different text cannot")
+
+
+def test_learned_positions_are_not_exceeded(shards, call, tmp_path, capsys):
+    paths = []
+    for name, case in (("learned", "softmax.py --positions=learned"), ("rope", "softmax.py")):
+        paths.append(saved_run(tmp_path / name, GPT(small_config(case, f"--data_dir={shards}"))))
+    for more in ("--lengths=16,32", "--lengths=32 --samples=2"):
+        say = "a length of 32 is beyond its learned positions, which end at block_size = 16"
+        refused(capsys, lambda more=more: call(eval_length, *paths[::-1], *more.split()), say)
+    assert not [*tmp_path.glob("*/eval_length.json")]
+    call(eval_length, *paths)
+    for path in paths:
+        (result,) = json.loads((path / "eval_length.json").read_text())
+        assert result["lengths"] == [16]
 
 
 def test_eval_length_of_random_sequences(train, call, shards, monkeypatch, capsys):

@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
+from errors import UserError
 from scripts import needle
 from scripts.common import retrieval
 from tests.helpers import Reader, first_layer, not_blank, small_config, small_model, stub_run
@@ -45,6 +47,32 @@ def test_needle_prompts(text, name):
         told = len(tokenizer.encode(f"\nThe special magic {city} number is: 8106422.\n"))
         start = hidden.span.start - len(tokenizer.encode(f"\nThe special magic {city} number is:"))
         assert (start - 1) / (hay - told) == pytest.approx(0.3, abs=1e-2)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_the_shortest_length_fits_every_needle(text, name):
+    """Tokens count, not characters: for GPT-2 Nairobi takes more of them than San Francisco."""
+    haystack = haystack_of(text, name)
+    length = needle.shortest(haystack.tokenizer)
+    assert 0 <= length - max(needle.bare_length(haystack.tokenizer, city, 8888888)
+                             for city in needle.CITIES) < len(" 8888888.")  # fmt: skip
+    for city in needle.CITIES:
+        for number in (8888888, 5306417, 9999999):
+            hidden = haystack.hide(city, number, 0.5, length, 0.5)
+            assert len(hidden.prompt) == length - retrieval.ANSWER_TOKENS
+    config = small_config(f"softmax.py --tokenizer={name}")
+    request = needle.NeedleRequest(lengths=(length,), score_length=99, data_dir=str(text[name]))
+    needle.NeedleRequest.check(replace(request, score_length=length), config)
+    for short in (replace(request, lengths=(length - 1,)), replace(request, score_length=47)):
+        with pytest.raises(UserError, match=f"too short.* take up to {length} tokens"):
+            short.check(config)
+
+
+def test_learned_positions_are_not_exceeded():
+    config = small_config("softmax.py --positions=learned")
+    assert needle.NeedleRequest().lengths_of(config) == (16,)
+    with pytest.raises(UserError, match="a length of 8000 is beyond its learned positions"):
+        needle.NeedleRequest(data_dir="nowhere").check(config)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])

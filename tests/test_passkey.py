@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
+from errors import UserError
 from model import GPT
 from runtime import checkpoint
 from scripts import passkey
 from scripts.common import retrieval
-from tests.helpers import Reader, not_blank, stub_run
+from tests.helpers import Reader, not_blank, small_config, stub_run
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -58,6 +59,14 @@ def test_passkey_prompts():
     assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
     assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
     assert passkey.make_trials(tokenizer, 1024, 3, seed=2) != trials[:3]
+
+
+def test_learned_positions_are_not_exceeded():
+    config, learned = small_config("softmax.py"), small_config("softmax.py --positions=learned")
+    assert passkey.PasskeyRequest().lengths_of(config) == (16, 24, 32, 64, 128)
+    assert passkey.PasskeyRequest().lengths_of(learned) == (16,)
+    with pytest.raises(UserError, match="a length of 400 is beyond its learned positions"):
+        passkey.PasskeyRequest(lengths=(400,)).check(learned)
 
 
 def test_passkey_depths_are_counted_in_tenths():

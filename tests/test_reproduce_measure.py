@@ -17,6 +17,7 @@ from scripts.common.papers import LSSAR, PAPERS
 from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import measure, report, tables, training
 from tests.helpers import read_table
+from tests.runs import refused
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,9 @@ def test_the_league_has_losses_positions_and_the_cost_of_a_step(reproduced, monk
     assert not pairs  # timed once
 
 
-def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path, monkeypatch):
+def test_t6_has_losses_and_the_cost_of_generation(
+    reproduced, commands, scale, tmp_path, monkeypatch
+):
     timed = []
 
     def measured(rows, rounds, phases):
@@ -299,17 +302,41 @@ def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path
     commands.clear()
     assert read_table(reproduced("t6", "--only=t6,softmax"))["rows"] == table["rows"]
     assert len(timed) == 1 and not commands
-    # a new row takes turns with those before, and on another machine they all do again
+    # a new row takes turns with those before; with other settings or on another machine they all
+    # do again, and where the settings were not saved
     reproduced("t6", "--only=softmax_swiglu")
     assert list(timed[1]) == ["softmax", "t6", "softmax_swiglu"]
     config = checkpoint.read_config(tmp_path / "out/small/softmax_swiglu/seed1337")
     assert (config.mlp, config.norm, config.bias, config.mlp_hidden) == (
         "swiglu", "rmsnorm", False, 85,
     )  # fmt: skip
+    blocked = ("t6", "--only=softmax,t6", "--set=attention_impl=blocked")
+    reproduced(*blocked, "--set=log_interval=2")
+    reproduced(*blocked, "--wandb_mode=offline")
+    assert len(timed) == 3 and list(timed[2]) == ["softmax", "t6"]
+    costs = read_json(folder / "costs.json")
+    assert costs["settings"]["attention_impl"] == "blocked" and "data_dir" not in costs["settings"]
+    for key in ("batch_size", "compile", "device", "dtype", "attention_impl"):
+        other = costs | {"settings": costs["settings"] | {key: "other"}}
+        config = training.open_scale(str(scale), "out", None, "disabled", []).config
+        config = config.replace(attention_impl="blocked")
+        assert measure.timed_otherwise(costs, config) is None
+        assert measure.timed_otherwise(other, config).startswith(f"{key} = 'other', not ")
+    del costs["settings"]
+    (folder / "costs.json").write_text(json.dumps(costs))
+    reproduced(*blocked)
+    assert len(timed) == 4
     monkeypatch.setattr(device, "processor", lambda: "another machine")
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
-    reproduced("t6", "--only=softmax,t6")
-    assert list(timed[2]) == ["softmax", "t6"]
+    reproduced(*blocked)
+    assert len(timed) == 5 and list(timed[4]) == ["softmax", "t6"]
+
+
+@pytest.mark.parametrize("name", ["table1", "passkey"])
+def test_learned_positions_are_refused_before_training(reproduced, commands, scale, capsys, name):
+    scale.write_text(scale.read_text() + 'positions = "learned"\n')
+    refused(capsys, lambda: reproduced(name, "--only=softmax"), "learned positions, which end at")
+    assert not commands
 
 
 def test_tasks_are_loaded_before_training(reproduced, commands, monkeypatch, capsys):

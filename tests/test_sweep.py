@@ -105,6 +105,8 @@ def test_a_run_that_fails_does_not_stop_the_others(swept, commands, monkeypatch,
         (["--p=3,5", "--p=7"], ["nothing to compare"]),  # the last one counts, as for train.py
         (["--learning_rate=1e-3,2e-3"], ["two runs", "{p}"]),
         (["--p=3,5", "--resume"], ["--resume"]),
+        (["--p=3,5", "--dry_run"], ["--dry_run", "--plan"]),
+        (["--p=3,5", "--positions=learned", "--lengths=16,32"], ["length of 32", "learned"]),
         (["--tokenizer=bytes,gpt2"], ["--tokenizer=bytes,gpt2", "one value"]),
         (["--p=3,5", "--lengths=4096"], ["validation tokens", "4096"]),
         (["--batch_size=8,7"], ["batch_size", "would work"]),
@@ -119,6 +121,21 @@ def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys,
     message = capsys.readouterr().err
     assert stop.value.code == 2 and not commands and not list(tmp_path.iterdir())
     assert all(part in message for part in parts), message
+
+
+def test_learned_positions_are_evaluated_to_their_end(swept, monkeypatch):
+    asked = []
+
+    def built(points, lengths, failures):
+        asked.append(lengths)
+        raise sweep.UserError("enough")
+
+    monkeypatch.setattr(sweep, "train", lambda *arguments: [])
+    monkeypatch.setattr(sweep, "build_table", built)
+    for positions in ("rope", "learned"):
+        with pytest.raises(SystemExit):
+            swept("--p=3,15", f"--positions={positions}")
+    assert asked == [(16, 32, 64, 128), (16,)]
 
 
 def test_folders_and_names(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
-"""The validation tokens that an evaluation measures: how many, and at which lengths."""
+"""The lengths at which runs are evaluated, and the validation tokens that are measured there."""
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from tqdm import tqdm
@@ -14,14 +14,29 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 
 
-def default_lengths(config: Config) -> tuple[int, ...]:
-    """1x to 16x the training length."""
-    return tuple(config.block_size * 2**i for i in range(5))
+def default_lengths(
+    configs: Sequence[Config], multiples: Sequence[float] = (1, 2, 4, 8, 16)
+) -> tuple[int, ...]:
+    """These multiples of the training lengths, without those beyond any run's learned positions."""
+    ends = [config.block_size for config in configs if config.positions == "learned"]
+    lengths = {int(multiple * config.block_size) for config in configs for multiple in multiples}
+    return tuple(sorted(n for n in lengths if n <= min(ends, default=n)))
+
+
+def check_lengths(config: Config, lengths: Iterable[int]) -> None:
+    """Raise UserError where a length is beyond the learned positions of a run with this config."""
+    longest = max(lengths)
+    if config.positions == "learned" and longest > config.block_size:
+        raise UserError(
+            f"{config.out_dir}: a length of {longest} is beyond its learned positions, which end "
+            f"at block_size = {config.block_size}"
+        )
 
 
 @functools.cache
 def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
     """The most validation tokens, up to `wanted`, that fill whole windows of every length."""
+    check_lengths(config, lengths)
     check_tokenizer(data_dir, config.tokenizer)
     tokens = validation_tokens(data_dir, wanted)
     check_ids(data_dir, tokens, config.n_vocab)
@@ -48,6 +63,7 @@ def sampled_sequences(data_dir: str, length: int, wanted: int, config: Config) -
 
     That is at most as many as lie side by side in the validation text.
     """
+    check_lengths(config, [length])
     check_tokenizer(data_dir, config.tokenizer)
     tokens = validation_tokens(data_dir)
     check_ids(data_dir, tokens, config.n_vocab)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from config import Config
+from config import MAY_CHANGE_ON_RESUME, Config
 from errors import EXIT_MISTAKE, UserError
 from model import GPT, KVCache, Trunk
 from runtime import checkpoint
@@ -24,6 +24,9 @@ from scripts.common.planned import PlannedRun, call, call_when_free
 from scripts.common.results import matches, read_results
 from scripts.common.runs import Request, run_facts
 from scripts.reproduce.training import Work, find_row
+
+# Settings that affect neither the time nor the memory of a step.
+UNTIMED = MAY_CHANGE_ON_RESUME - {"attention_impl", "batch_size", "device", "dtype", "compile"}
 
 
 def at(multiple: float, config: Config) -> int:
@@ -202,10 +205,9 @@ class WithCosts(Evaluation, ABC):
         return work.folder / "costs.json"
 
     def timed(self, work: Work) -> dict[str, dict]:
-        """The figures of rows that were measured on this machine."""
-        saved = read_json(self.file(work)) or {"environment": {"machine": None}, "rows": {}}
-        here = saved["environment"]["machine"] == environment()["machine"]
-        return saved["rows"] if here else {}
+        """The figures of rows that were measured on this machine with these settings."""
+        saved = read_json(self.file(work))
+        return saved["rows"] if saved and not timed_otherwise(saved, work.scale.config) else {}
 
     def plan(self, work: Work) -> str:
         left = [row for row in work.rows if row not in self.timed(work)]
@@ -219,7 +221,8 @@ class WithCosts(Evaluation, ABC):
             work.folder.mkdir(parents=True, exist_ok=True)
             threads = torch.get_num_threads()
             made = {"environment": environment(), "threads": threads, "rounds": self.rounds}
-            write_json(self.file(work), made | {"rows": rows})
+            settings = timed_settings(work.scale.config)
+            write_json(self.file(work), made | {"settings": settings, "rows": rows})
         return failures
 
     def results(self, work: Work, row: str) -> list[dict]:
@@ -298,6 +301,28 @@ class WithSteps(WithCosts):
 
     def cost(self, figures: dict) -> list[float]:
         return [figures["parameters"] / 1e6, figures["ms"], figures["mb"]]
+
+
+def timed_settings(config: Config) -> dict[str, Any]:
+    """The settings that the cost of a step may depend on, with the dtype that "auto" stands for."""
+    dtype = pick_dtype(config.dtype, pick_device(config.device))
+    settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    return {key: value for key, value in settings.items() if key not in UNTIMED}
+
+
+def timed_otherwise(saved: dict, config: Config) -> str | None:
+    """How the machine or a setting of saved costs differs from those here; None if none does.
+
+    Costs without settings, as they once were saved, differ.
+    """
+    machine, here = saved["environment"]["machine"], environment()["machine"]
+    if machine != here:
+        return f"{machine}, not {here}"
+    settings = saved.get("settings", {})
+    for key, value in timed_settings(config).items():
+        if settings.get(key) != value:
+            return f"{key} = {settings.get(key)!r}, not {value!r}"
+    return None
 
 
 @torch.no_grad()
@@ -411,19 +436,11 @@ class Benchmark:
 
     def difference(self, work: Work) -> str | None:
         """How the existing measurement differs from the one requested; None if it does not."""
-        saved, here = read_json(self.file(work)), environment()
-        if saved["environment"]["machine"] != here["machine"]:
-            return f"{saved['environment']['machine']}, not {here['machine']}"
+        saved = read_json(self.file(work))
         requested = argparse.Namespace(**self.arguments(work), lengths=None, nanogpt=None)
         rows, _ = benchmark.parse_rows(requested)
-        config = next(iter(rows.values()))
-        dtype = pick_dtype(config.dtype, pick_device(config.device))
-        settings = config.as_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-        for key, value in settings.items():
-            # paths and logging do not affect a step
-            ignored = key in ("out_dir", "data_dir", "wandb_mode")
-            if not ignored and saved["settings"].get(key) != value:
-                return f"{key} = {saved['settings'].get(key)!r}, not {value!r}"
+        if difference := timed_otherwise(saved, next(iter(rows.values()))):
+            return difference
         if missing := rows.keys() - saved["rows"].keys():
             return f"no {', '.join(sorted(missing))}"
         return None
