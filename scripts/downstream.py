@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--include_path", metavar="DIR", help="more tasks, as YAML files")
     parser.add_argument(
         "--max_length", action=AtLeast, at_least=1,
-        help="maximum tokens at once (default: 2x training, as in Table 2; 1x if positions are learned)",
+        help="maximum tokens at once (default: 2x training, as in Table 2; learned positions: 1x)",
     )  # fmt: skip
     parser.add_argument(
         "--limit", action=AtLeast, at_least=1, help="only this many samples per task, to try it"

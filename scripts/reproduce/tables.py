@@ -567,8 +567,8 @@ EXPERIMENTS = {
         (*RELUS, "lssar_p3", "lssar_p15"), sparsity(), figures.draw_sparsity, notes=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
             "training length; far: at least half of it. The weights of dead rows are all 0; dead "
-            "keys get weight 0 from every later query of the window (of its first half). For ReLU a "
-            "weight of 0 is a score without gradient; for LSSAR it is not, as l1 comes before.",
+            "keys get weight 0 from every later query of the window (of its first half). For ReLU "
+            "a weight of 0 is a score without gradient; for LSSAR it is not, as l1 comes before.",
         ),
     ),
     "ssmax_figure1": Experiment(
