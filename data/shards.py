@@ -229,7 +229,7 @@ def write_meta(data_dir: str | Path, meta: dict, part: Part = WHOLE) -> None:
 
 
 def _check_parts(data_dir: Path) -> None:
-    """Raise UserError where the folder has some parts of a set but not all."""
+    """Raise UserError where the folder has some parts of a set but not all, with all shards."""
     found = {path.name for path in files_of_parts(data_dir, META)}
     if not found:
         return
@@ -239,6 +239,9 @@ def _check_parts(data_dir: Path) -> None:
             f"{data_dir}: of {count} parts {', '.join(map(str, missing))} cannot be found: make "
             f"what is missing with --part {missing[0]}/{count} and so on, or copy it there"
         )
+    for shard in (read_meta(data_dir) or {})["shards"]:
+        if not (data_dir / shard["name"]).exists():
+            raise UserError(f"{data_dir}: {shard['name']} is missing: copy it from its part")
 
 
 def _how_to_make(data_dir: Path) -> str:

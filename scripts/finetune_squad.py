@@ -342,7 +342,7 @@ def finetune(
         if before["began_with"] != facts["began_with"]:
             raise UserError(
                 f"{out} was fine-tuned from another checkpoint, of step "
-                f"{before['began_with']['step']}: give that one, or another --out_dir"
+                f"{before['began_with'].get('step')}: give that one, or another --out_dir"
             )
 
     # ---- model and optimizer ----
