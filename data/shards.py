@@ -126,8 +126,9 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     if (data_dir / PROGRESS).exists() or files_of_parts(data_dir, PROGRESS):
         raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
     _check_parts(data_dir)
+    needed = "" if files_of_parts(data_dir, META) else f"_{split}_"  # of parts, all shards
     for shard in (read_meta(data_dir) or {"shards": []})["shards"]:
-        if f"_{split}_" in shard["name"] and not (data_dir / shard["name"]).exists():
+        if needed in shard["name"] and not (data_dir / shard["name"]).exists():
             raise UserError(
                 f"{data_dir}: {shard['name']} is missing, which meta.json lists: copy it there, or "
                 "repeat the command that made the folder"
@@ -229,7 +230,7 @@ def write_meta(data_dir: str | Path, meta: dict, part: Part = WHOLE) -> None:
 
 
 def _check_parts(data_dir: Path) -> None:
-    """Raise UserError where the folder has some parts of a set but not all, with all shards."""
+    """Raise UserError where the folder has some parts of a set but not all."""
     found = {path.name for path in files_of_parts(data_dir, META)}
     if not found:
         return
@@ -239,9 +240,6 @@ def _check_parts(data_dir: Path) -> None:
             f"{data_dir}: of {count} parts {', '.join(map(str, missing))} cannot be found: make "
             f"what is missing with --part {missing[0]}/{count} and so on, or copy it there"
         )
-    for shard in (read_meta(data_dir) or {})["shards"]:
-        if not (data_dir / shard["name"]).exists():
-            raise UserError(f"{data_dir}: {shard['name']} is missing: copy it from its part")
 
 
 def _how_to_make(data_dir: Path) -> str:

@@ -19,8 +19,9 @@ SMALLEST_SCALE = 1e-4
 
 def finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Whether a step's loss and gradients are finite, or overflow only by the scale of the loss."""
-    overflow = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
-    return math.isfinite(loss) and (math.isfinite(grad_norm) or overflow)
+    if math.isfinite(loss) and not math.isfinite(grad_norm):
+        return scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
+    return math.isfinite(loss)
 
 
 def check_weights(
