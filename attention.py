@@ -810,8 +810,8 @@ class Attention(nn.Module):
 
         def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-            shape = torch.broadcast_shapes(x.shape, (1, q.shape[1], q.shape[2], 1))
-            return x.expand(shape)[..., 0]
+            sequences = x.shape[0] if x.ndim == 4 else 1
+            return x.expand(sequences, q.shape[1], q.shape[2], 1)[..., 0]
 
         bias = None if variant.bias is None else per_row(variant.bias(rows))
         key_bias = None
