@@ -492,18 +492,27 @@ def draw_forces(table: dict) -> dict[str, Figure]:
     return {"earth.png": plot_forces(earth), "planets.png": plot_forces(others)}
 
 
-def laws_found(table: dict) -> list[str]:
-    """The paper's laws, then every draw's equation of every row and seed."""
+def what_was_found(table: dict) -> list[str]:
+    """The paper's laws, the validation loss of each run, and every draw's equation."""
     paper = {name: law for name, (law, *_) in LSSAR["table3"]["rows"].items()}
     constants = {name: row[1] for name, row in LSSAR["table3"]["rows"].items()}
     printed = (
         f"{name} {'' if constants[name] is None else f'{constants[name]:g} '}{law}"
         for name, law in paper.items()
     )
-    sentences = [f"The paper's Table 3: {'; '.join(printed)}."]
+    losses, equations = [], []
     for name, row in table["rows"].items():
-        for run in row["runs"]:
-            laws = run["evaluation"]["parts"]["laws"]
-            equations = "; ".join(f"`{draw['equation']}`" for draw in laws["draws"])
-            sentences.append(f"`{name}`, seed {run['seed']}, by {laws['engine']}: {equations}.")
-    return sentences
+        evaluated = [run["evaluation"] for run in row["runs"]]
+        for run, parts in zip(row["runs"], (one["parts"] for one in evaluated), strict=True):
+            laws = parts["laws"]
+            found = "; ".join(f"`{draw['equation']}`" for draw in laws["draws"])
+            equations.append(f"`{name}`, seed {run['seed']}, by {laws['engine']}: {found}.")
+        if not evaluated[0]["oracle"]:
+            read = (read_metric(Path(run["run"]), "val_loss") for run in row["runs"])
+            losses.append(f"`{name}` " + ", ".join(f"{loss[max(loss)]:.3f}" for loss in read))
+    return [
+        f"The paper's Table 3: {'; '.join(printed)}.",
+        "Validation loss before fine-tuning (nats a coordinate), by seed: "
+        f"{'; '.join(losses) or 'no model'}.",
+        *equations,
+    ]

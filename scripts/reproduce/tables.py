@@ -498,7 +498,7 @@ EXPERIMENTS = {
     "table3": Experiment(
         "LSSAR Table 3, Newton's law from orbits", "forces at positions without a label",
         ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
-        probes(), figures.draw_physics, task="orbits", remarks=figures.laws_found, notes=(
+        probes(), figures.draw_physics, task="orbits", remarks=figures.what_was_found, notes=(
             "Cosine and error: of force vectors in the solar system, over eight planets. The other "
             "columns are of magnitudes in two-body systems: the rank correlation with m1 m2 / r^2, "
             "the median relative error, the share above 0, the exponents of a plain log-log "
