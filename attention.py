@@ -5,14 +5,14 @@ that sees n_i keys, its own the last, and s_ij = q_i . k_j:
 
     scores      z_ij = scale_i s_ij + bias_i                   the argument of phi
     normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1: the l1 norm or a fixed one
-    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, if p is set (or another)
+    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2: with p, or a `reweight`
 
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
 min(i, W). The papers have no windows: every n in a formula is this n_i, that in n > 3 and the index
 of SSMax's p_n included, recentring subtracts the mean of the keys seen, and L stays a length of
 text, whatever the window.
 
-Settings of a layer go with any of these rows, in this order, where they are used:
+Settings of a layer combine with any variant, in this order:
 
     softcap     scale_i s_ij becomes c tanh(scale_i s_ij / c)                          (Gemma 2)
     ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
@@ -22,10 +22,10 @@ Settings of a layer go with any of these rows, in this order, where they are use
 
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
-Nakanishi 2025); the rows of others name theirs. To add a variant, add a row to `VARIANTS`, and a
-`Phi` if its function is new; no code outside this table refers to a variant by name. What cannot be
-said as a row (scores across heads, two maps as in differential attention) is a module with the call
-of `Attention`, which model.build_attention builds.
+Nakanishi 2025); the entries of others name theirs. To add a variant, add an entry to `VARIANTS`,
+and a `Phi` if its function is new. What does not fit an entry (scores mixed across heads, the two
+maps of differential attention) is a module that model.build_attention returns, with `forward` and
+`weights` as `Attention` has them and the attributes `n_head`, `window`, `ordered` and `p_n`.
 """
 
 import functools
@@ -152,7 +152,6 @@ class RowContext:
     last: Tensor
     keys: Tensor
     head: Tensor  # [H, 1, 1] counted from 0
-    n_head: int
     window: int | None
     d: int  # head size
     L: int  # the training length, or the current one (setting `attention_length`)
@@ -489,7 +488,7 @@ def check_causality(name: str, variant: Variant) -> None:
 
 
 class Attention(nn.Module):
-    """One layer's attention, for any row of `VARIANTS`.
+    """One layer's attention, for any entry of `VARIANTS`.
 
     Called as `attn(q, k, v)` with q [B, H, Lq, d] and k, v [B, Hk, Lk, d] after RoPE, Lq <= Lk: the
     queries are the last Lq positions, so the first of them sees Lk - Lq + 1 keys, or as many as the
@@ -549,7 +548,7 @@ class Attention(nn.Module):
 
     @property
     def ordered(self) -> bool:
-        """Whether keys must come in order, for it is not only which of them a row sees."""
+        """Whether the order of keys matters, not only which of them a row sees."""
         return bool(self.alibi_heads or self.variant.row_weights or self.variant.keyed)
 
     def forward(
@@ -724,8 +723,7 @@ class Attention(nn.Module):
         dtype = torch.promote_types(q.dtype, torch.float32)
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = RowContext(
-            n.to(dtype), last, keys, head, self.n_head, self.window, d=self.head_size, L=length,
-            gamma=self.gamma,
+            n.to(dtype), last, keys, head, self.window, self.head_size, length, self.gamma
         )  # fmt: skip
         for name in self.variant.from_input:
             numbers = from_input.rows.get(name, n.new_zeros(1, 1, 1))  # 0 without an input
@@ -745,14 +743,20 @@ class Attention(nn.Module):
         return grouped_product(self._weights(q, k, call).to(v.dtype), v)
 
     def _factored(
-        self, q: Tensor, k: Factors, v: Factors, length: int, score_scale: float, given: FromInput
+        self,
+        q: Tensor,
+        k: Factors,
+        v: Factors,
+        length: int,
+        score_scale: float,
+        from_input: FromInput,
     ) -> Tensor:
         """The reference for a single query, with the factors of keys and values."""
         with torch.autocast(q.device.type, enabled=False):
             k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
             if self.variant.l2_normalise:
                 q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
-            call = Call(inverse, slice(None), length, score_scale, given)
+            call = Call(inverse, slice(None), length, score_scale, from_input)
             return v.mix(self._weights(q, k, call))
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
@@ -763,7 +767,7 @@ class Attention(nn.Module):
         """
         (B, H, Lq, _), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
         queries = min(Lq, BLOCK_QUERIES)
-        most = Lk if self.window is None else min(Lk, self.window + queries - 1)  # keys of a block
+        most = Lk if self.window is None else min(Lk, self.window + queries - 1)  # keys per block
         matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * most)
         heads, sequences = min(H, max(1, matrices)), max(1, matrices // H)
         # whole groups, or equal parts of one
@@ -797,16 +801,22 @@ class Attention(nn.Module):
         return torch.cat([torch.cat([part_of((b, h)) for h in heads_of], 1) for b in sequences_of])
 
     def _triton(
-        self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float, given: FromInput
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: int,
+        score_scale: float,
+        from_input: FromInput,
     ) -> Tensor:
         assert kernels is not None
         variant = self.variant
         # The numbers of a single row are computed on the CPU, where no operation is a launch.
         learns = next(self.parameters(), None) is not None
-        given_numbers = given.rows or given.log_forget is not None
-        on_cpu = q.shape[2] == 1 and not (learns or given_numbers or torch.compiler.is_compiling())
+        projected = from_input.rows or from_input.log_forget is not None
+        on_cpu = q.shape[2] == 1 and not (learns or projected or torch.compiler.is_compiling())
         shaped = q.new_empty(q.shape, device="cpu") if on_cpu else q
-        rows = self._rows(shaped, k, slice(None), length, given)
+        rows = self._rows(shaped, k, slice(None), length, from_input)
 
         def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
@@ -815,8 +825,8 @@ class Attention(nn.Module):
 
         bias = None if variant.bias is None else per_row(variant.bias(rows))
         key_bias = None
-        if given.log_forget is not None:
-            kept = given.log_forget.float().cumsum(-1)
+        if from_input.log_forget is not None:
+            kept = from_input.log_forget.float().cumsum(-1)
             own, key_bias = kept[:, :, -q.shape[2] :], -kept
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             shifts = variant.is_softmax and self.p is None and not self.has_sink
@@ -830,7 +840,7 @@ class Attention(nn.Module):
             bias=bias,
             norm=None if variant.norm is None else per_row(variant.norm(rows)),
             phi=variant.phi.kernel,
-            shifted=self._shift(given) is not None,
+            shifted=self._shift(from_input) is not None,
             p=None if isinstance(power, Tensor) else power,
             unit=variant.l2_normalise,
             signed=variant.phi.signed and variant.row_weights is None,

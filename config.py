@@ -59,7 +59,7 @@ class Config:
     """
 
     # attention
-    attention: str = setting("softmax", "row of attention.VARIANTS")
+    attention: str = setting("softmax", "name in attention.VARIANTS")
     p: float | None = setting(
         None, "power of the re-weighting stage, >= 1; None: no such stage", at_least=1
     )
@@ -286,9 +286,11 @@ class Config:
 
     @cached_property
     def n_vocab(self) -> int:
-        """The number of token ids, end-of-text included; of orbits, that of one coordinate."""
+        """The number of token ids, end-of-text included; for orbits, per coordinate."""
         if self.task == "orbits":
-            return self.bins + 3  # two time steps, and one that the published one has unused
+            return (
+                self.bins + 3
+            )  # two time-step tokens, and one that the published vocabulary leaves unused
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)

@@ -16,6 +16,10 @@ class UserError(ValueError):
     """A mistake in the user's input; the message names it, its value and what would be valid."""
 
 
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def command(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 

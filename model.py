@@ -14,14 +14,14 @@ from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
-# Rows of logits (one per token) that the chunked training loss and evaluation hold at once; these
-# were the fastest of 128 to 1024 on a CPU.
-TRAINED_ROWS = 1024
-EVALUATED_ROWS = 256
+# Tokens whose logits the chunked training loss and evaluation hold at once; these were the fastest
+# of 128 to 1024 on a CPU.
+TRAIN_LOSS_CHUNK = 1024
+EVAL_LOSS_CHUNK = 256
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
-Turn = Callable[[Tensor], Tensor]  # RoPE, or nothing, of x [B, .., L, d]
+HeadTransform = Callable[[Tensor], Tensor]  # QK norm, then RoPE, of x [B, .., L, d]
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,15 @@ class LinearProjections:
     def __init__(self, config: Config) -> None:
         self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
         self.columns = sum(self.heads) * config.d_head
-        self.products = 0  # multiplications for a token beyond those with weights
+        self.products = 0  # multiplications per token beyond those with weights
 
-    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+    def split(
+        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
+    ) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
         heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
-        return turn_q(q), [turn_k(k), v]
+        return to_q(q), [to_k(k), v]
 
     def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
         """What is cached of some heads of k and v."""
@@ -226,7 +228,9 @@ class TensorProductProjections:
         for part, fan in zip(weight.split(self.sizes), fans, strict=True):
             nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
 
-    def split(self, u: Tensor, turn_q: Turn, turn_k: Turn) -> tuple[Tensor, list[Tensor]]:
+    def split(
+        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
+    ) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
         *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
 
@@ -234,12 +238,12 @@ class TensorProductProjections:
             return part.unflatten(-1, (rank, -1)).transpose(1, 2)
 
         if self.q_rank is None:
-            q = turn_q(by_rank(q_parts[0], self.n_head))
+            q = to_q(by_rank(q_parts[0], self.n_head))
         else:
             a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
-            q = Factors(a_q / self.q_rank, turn_q(b_q)).expand()
+            q = Factors(a_q / self.q_rank, to_q(b_q)).expand()
         a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
-        return q, [a_k / self.kv_rank, turn_k(b_k), a_v / self.kv_rank, b_v]
+        return q, [a_k / self.kv_rank, to_k(b_k), a_v / self.kv_rank, b_v]
 
     def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
         """All of it: heads without positions of their own, and local ones, are refused."""
@@ -262,7 +266,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
-        self.heads = H, config.kv_heads, config.kv_heads  # of q, k and v
+        self.n_head = H
         self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
         self.projections: LinearProjections | TensorProductProjections
         if config.projections == "tpa":
@@ -292,16 +296,16 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        def turn(norm: nn.Module | None, first: int) -> Turn:
-            def turned(x: Tensor) -> Tensor:
+        def transform(norm: nn.Module | None, first: int) -> HeadTransform:
+            def apply(x: Tensor) -> Tensor:
                 x = x if norm is None else norm(x)
                 return x if rotation is None else rotate(x, *rotation[:2], first)
 
-            return turned
+            return apply
 
         q_first, k_first = self.nope_heads, self.nope_heads // self.group
-        turns = turn(self.q_norm, q_first), turn(self.k_norm, k_first)
-        q, kv = self.projections.split(self.c_attn(x), *turns)
+        to_q, to_k = transform(self.q_norm, q_first), transform(self.k_norm, k_first)
+        q, kv = self.projections.split(self.c_attn(x), to_q, to_k)
         score_scale = 1.0 if rotation is None else rotation[2]
         decoding = cache is not None and x.shape[1] == 1
         numbers = self.from_input(x)
@@ -322,12 +326,12 @@ class SelfAttention(nn.Module):
         # joining the heads of one part copies nothing: kernels lay them out side by side
         y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:  # [B, L, H, 1 or d]
-            y = y * self.c_gate(x).sigmoid().unflatten(2, (self.heads[0], -1))
+            y = y * self.c_gate(x).sigmoid().unflatten(2, (self.n_head, -1))
         return self.c_proj(y.flatten(2))
 
     def parts(self) -> list[tuple[Attention, slice]]:
         """The attention of each part of the heads."""
-        H, split = self.heads[0], self.nope_heads
+        H, split = self.n_head, self.nope_heads
         if self.local is None:
             return [(self.attention, slice(0, H))]
         return [(self.attention, slice(0, split)), (self.local, slice(split, H))]
@@ -468,17 +472,17 @@ class PairHead(nn.Linear):
 
 
 class GPT(nn.Module):
-    """Embedding, trunk and head; a position is a token or, of orbits, a pair of them [.., 2]."""
+    """Embedding, trunk and head; a position is a token or, for orbits, a pair of them [.., 2]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
-        rows = -(-self.n_vocab // 128) * 128  # padded for speed; padding is never predicted
+        padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
         n_embd, pairs = config.n_embd, config.task == "orbits"
-        self.wte = PairEmbedding(rows, n_embd) if pairs else nn.Embedding(rows, n_embd)
+        self.wte = PairEmbedding(padded, n_embd) if pairs else nn.Embedding(padded, n_embd)
         self.trunk = Trunk(config)
-        self.lm_head = PairHead(n_embd, rows) if pairs else nn.Linear(n_embd, rows, bias=False)
+        self.lm_head = PairHead(n_embd, padded) if pairs else nn.Linear(n_embd, padded, bias=False)
         self.tables = 2 if pairs else 1  # of wte, and of lm_head
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -516,19 +520,21 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        Of pairs they are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
+        For orbits the shapes are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
         """
         x = self.trunk(self.wte(idx), cache)
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
         if self._has_chunked_loss(x):
-            return self._chunked_loss(x, targets, TRAINED_ROWS, "mean")
+            return self._chunked_loss(x, targets, TRAIN_LOSS_CHUNK, "mean")
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
 
     def _has_chunked_loss(self, x: Tensor) -> bool:
         """Whether torch computes the loss without all logits, which on a CPU is faster too."""
-        large = self.tables == 1 and len(x) >= TRAINED_ROWS and self.n_vocab > self.config.n_embd
+        large = (
+            self.tables == 1 and len(x) >= TRAIN_LOSS_CHUNK and self.n_vocab > self.config.n_embd
+        )
         chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
         # it would round each loss to a 16-bit dtype of x
         return chunked and large and x.is_cpu and x.dtype.itemsize >= 4
@@ -547,12 +553,12 @@ class GPT(nn.Module):
         """The loss in nats of every target, in their shape and float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1)
         if self._has_chunked_loss(x):
-            losses = self._chunked_loss(x, targets.flatten(), EVALUATED_ROWS, "none")
+            losses = self._chunked_loss(x, targets.flatten(), EVAL_LOSS_CHUNK, "none")
             return losses.float().view(targets.shape)
-        targets_of = targets.flatten(0, 1).split(EVALUATED_ROWS)
+        targets_of = targets.flatten(0, 1).split(EVAL_LOSS_CHUNK)
         return torch.cat([
             F.cross_entropy(self.logits(h).float().flatten(0, -2), t.flatten(), reduction="none")
-            for h, t in zip(x.split(EVALUATED_ROWS), targets_of, strict=True)
+            for h, t in zip(x.split(EVAL_LOSS_CHUNK), targets_of, strict=True)
         ]).view(targets.shape)  # fmt: skip
 
     @torch.no_grad()
@@ -571,8 +577,8 @@ class GPT(nn.Module):
 
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
         `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
-        the final length from the start, so that cached keys stay valid. `cache` is an empty one of
-        that size, to be looked at afterwards. Raises UserError for an empty prompt, a negative
+        the final length from the start, so that cached keys stay valid. Pass an empty `cache` of
+        that size to inspect it afterwards. Raises UserError for an empty prompt, a negative
         temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:

@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import Loader, TrainLoader
+from data.loader import Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.shards import check_shards, check_tokenizer, list_shards
 from evaluation import mean_loss
@@ -62,7 +62,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 # Each rank's request before a step; the largest applies to all ranks.
 CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
 # With on_nonfinite = "skip": so many steps in a row are no accident, the run has diverged.
-MOST_SKIPPED = 100
+MAX_SKIPPED = 100
 
 
 @command
@@ -120,7 +120,7 @@ def train(
     if state is not None and state.tokens not in (0, loader.tokens):
         raise UserError(
             f"{loader.source} has {loader.tokens:,} training tokens, but the run was trained on "
-            f"{state.tokens:,}: its batches would be others. Start a new run with --init_from="
+            f"{state.tokens:,}: its batches would differ. Start a new run with --init_from="
             f"{config.out_dir}, or give the same data"
         )
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises now for too few tokens
@@ -179,9 +179,9 @@ def train(
     ):
         peak, save_ms, skipped_in_a_row = peak_flops(device), None, 0
         # a stop may have cut short the validation of the step that is resumed
-        known = log.resumed_val_loss
-        validated = resumed_at if all_reduce_max(int(known is not None), device) else None
-        saved, best = resumed_at, min(best, math.inf if known is None else known)
+        val_loss = log.resumed_val_loss
+        validated = resumed_at if all_reduce_max(int(val_loss is not None), device) else None
+        saved, best = resumed_at, min(best, math.inf if val_loss is None else val_loss)
 
         def watched(batches: Iterable[T], count: int, name: str) -> Iterator[T]:
             """The batches, with their progress; raises Stopped between two, on all ranks alike."""
@@ -251,7 +251,7 @@ def train(
             else:
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
                 skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
-                if config.on_nonfinite == "stop" or skipped_in_a_row == MOST_SKIPPED:
+                if config.on_nonfinite == "stop" or skipped_in_a_row == MAX_SKIPPED:
                     stop_diverged(config, step, error, batch_location(step))
                 log.print(f"step {step}: {error}: skipped; the batch begins {batch_location(step)}")
             seconds = time.perf_counter() - started
@@ -280,7 +280,7 @@ def open_data(config: Config, rank: int, world_size: int, device: torch.device) 
     check_tokenizer(config.data_dir, config.tokenizer)
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
     check_shards(shards[rank::world_size], config.n_vocab)
-    return TrainLoader(config.data_dir, *order)
+    return TokenLoader(config.data_dir, *order)
 
 
 def train_step(

@@ -35,7 +35,7 @@ class Loader(ABC):
     divide equally among the ranks.
     """
 
-    source: str  # what the batches are of, for people
+    source: str  # human-readable: what the batches are from
     tokens: int  # of an epoch
 
     def __init__(
@@ -112,7 +112,7 @@ class Loader(ABC):
         return epoch_order(begin, self.local_batch_size, self.n_windows, self.seed)
 
 
-class TrainLoader(Loader):
+class TokenLoader(Loader):
     """Batches from the shards `*_train_*.bin` and `*_val_*.bin` in a folder.
 
     Raises UserError where there are no shards for training, or one is damaged, and as Loader does.

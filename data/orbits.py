@@ -37,7 +37,7 @@ from errors import UserError, command
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU
 TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
-MOST_PLANETS = 10
+MAX_PLANETS = 10
 ENTRIES = 1000  # of a sequence, the time step included
 BINS = 7000
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.orbits", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--systems", type=int, default=10_000, help="how many (%(default)s)")
-    parser.add_argument("--planets", type=int, default=MOST_PLANETS, help="at most (%(default)s)")
+    parser.add_argument("--planets", type=int, default=MAX_PLANETS, help="at most (%(default)s)")
     parser.add_argument("--entries", type=int, default=ENTRIES, help="of a sequence (%(default)s)")
     parser.add_argument("--bins", type=int, default=BINS, help="of a coordinate (%(default)s)")
     arguments = parser.parse_args()
@@ -182,7 +182,7 @@ def generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=(seed << 64) | index))
 
 
-def draw(seed: int, index: int, planets: int = MOST_PLANETS) -> Elements:
+def draw(seed: int, index: int, planets: int = MAX_PLANETS) -> Elements:
     """A system of 1 to `planets` planets, all equally likely."""
     rng = generator(seed, index)
     count = int(rng.integers(1, planets + 1))
@@ -210,7 +210,7 @@ def _draw_orbits(rng: np.random.Generator, masses: Floats, count: int) -> Elemen
     )
 
 
-def simulate(seed: int, index: int, planets: int = MOST_PLANETS, entries: int = ENTRIES) -> System:
+def simulate(seed: int, index: int, planets: int = MAX_PLANETS, entries: int = ENTRIES) -> System:
     """One system, with as many points as begin within a sequence of so many entries."""
     one = draw(seed, index, planets)
     ((_, at),) = simulated([one], entries)
@@ -255,7 +255,7 @@ def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np
 def sequences(
     seed: int,
     indices: Indices,
-    planets: int = MOST_PLANETS,
+    planets: int = MAX_PLANETS,
     bins: int = BINS,
     entries: int = ENTRIES,
 ) -> NDArray[np.uint16]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from config import MAY_CHANGE_ON_RESUME, SETTINGS, Config, nearest_file, saved_config
 from data.tokenizer import copy_file, identify
-from errors import UserError
+from errors import UserError, first_line
 from model import GPT
 from runtime.device import environment, uncommitted_changes
 from runtime.files import (
@@ -455,7 +455,7 @@ def find_file(path: Path) -> Found:
     except Exception as error:  # zipfile raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
     if damaged:
-        raise UserError(f"{path} is damaged: the checksum of {damaged} in it is another")
+        raise UserError(f"{path} is damaged: {damaged} in it fails its checksum")
     return Found(path, load(path, Weights).step, sha256_of(path))
 
 
@@ -536,10 +536,6 @@ def find_and_load(
         except UserError:
             if listed(found.path) or is_checkpoint(run):
                 raise  # else a run in training has replaced it: look again
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
@@ -643,7 +639,8 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     if different := differing_settings(settings_of(model.config), state.config) + missing + unknown:
         raise UserError(
             f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; n_layer, "
-            "n_head, n_embd, projections, norm, mlp, bias, ties and tokenizer must agree"
+            "n_head, n_embd, projections, norm, mlp, bias, ties, tokenizer and what a variant "
+            "projects from the input (asentmax) must agree"
         )
     model.load_state_dict(saved, strict=False)
     return found

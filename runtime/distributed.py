@@ -5,6 +5,7 @@ How train.py ends:
     1   diverged, or a rank was lost
     2   a mistake that the message names, or a checkpoint that could not be written
     75  stopped by a signal and saved: continue with --resume
+    128 + n  ended at once by a second signal n: --resume continues from the last checkpoint
 """
 
 import itertools

@@ -19,8 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from config import Config
-from errors import UserError
-from runtime.checkpoint import first_line
+from errors import UserError, first_line
 from runtime.files import atomic_write, open_regular, read_json, write_json
 
 # Seconds between two lines on the progress of a validation or a long step.
@@ -83,7 +82,7 @@ class Log:
 
     Continues after the step `resumed_at`, if any. `batch_location(step)` describes where the batch
     of a step (1-based) begins in the data. Raises UserError where the run resumes and its
-    metrics.jsonl is of another run than `run_id`.
+    metrics.jsonl belongs to a different run than `run_id`.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class Log:
         if step % self.config.log_interval == 0:
             self.print(
                 f"step {step}/{self.config.max_iters}: loss {loss:.4f}, lr {lr:.2e}, "
-                f"gradient {grad_norm:.2f}, {ms:.0f} ms, {tokens_per_s:,.0f} tokens/s"
+                f"grad norm {grad_norm:.2f}, {ms:.0f} ms, {tokens_per_s:,.0f} tokens/s"
                 + (f", MFU {100 * mfu:.1f}%" if mfu else "")
                 + f", {memory_mb:,.0f} MB, {left} left"
             )
@@ -247,8 +246,8 @@ def truncate_metrics(path: Path, run_id: str, step: int | None) -> list[dict[str
                 pass  # a line that a kill cut short
     if lines and lines[0] != {"run_id": run_id}:
         raise UserError(
-            f"{path} is of another run than the checkpoints beside it: restore the run's own, or "
-            "move it away to resume without"
+            f"{path} belongs to a different run than the checkpoints beside it: restore the "
+            "run's own, or move it away to resume without"
         )
     for values in lines[1:]:
         with suppress(KeyError, TypeError):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, first_line
 from model import GPT
 from runtime.checkpoint import Found, load_weights
 
@@ -17,7 +17,7 @@ PREFIX = "hf:"
 def load_initial(model: GPT, source: str) -> Found:
     """Copy the weights of a run, or of a Hugging Face GPT-2, into the model.
 
-    Raises UserError where they are not to be had or do not fit.
+    Raises UserError where they cannot be loaded or do not fit.
     """
     if source.startswith(PREFIX):
         return load_gpt2(model, source.removeprefix(PREFIX))
@@ -26,7 +26,7 @@ def load_initial(model: GPT, source: str) -> Found:
 
 @torch.no_grad()
 def load_gpt2(model: GPT, name: str) -> Found:
-    """Copy GPT2LMHeadModel.from_pretrained(name) into the model; any attention row may use it.
+    """Copy GPT2LMHeadModel.from_pretrained(name) into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's own scalars, such as SSMax's s, keep
     their initial values. Raises UserError where transformers or the weights are missing, or a
@@ -42,6 +42,11 @@ def load_gpt2(model: GPT, name: str) -> Found:
         found[key] = x
     scalars = {key for key in own if ".attention." in key}
     if unknown := own.keys() - found.keys() - scalars or found.keys() - own.keys():
+        if any("c_rows" in key for key in unknown):
+            raise UserError(
+                f"attention = {model.config.attention!r} has projections of its own, which "
+                f"hf:{name} lacks; every other variant can start from it"
+            )
         raise UserError(f"hf:{name} does not fit: {', '.join(sorted(unknown)[:3])}")
     for key, x in found.items():
         rows = min(len(x), len(own[key]))  # wte is padded here, and wpe may be shorter
@@ -62,8 +67,7 @@ def read_gpt2(model: GPT, name: str) -> Any:
         check_settings(model, name, GPT2Config.from_pretrained(name))
         return GPT2LMHeadModel.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"hf:{name} cannot be had: {reason}") from error
+        raise UserError(f"hf:{name} cannot be loaded: {first_line(error)}") from error
 
 
 def check_settings(model: GPT, name: str, theirs: Any) -> None:

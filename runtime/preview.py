@@ -92,7 +92,7 @@ def show(
         with timing:
             say(estimate(compiled, optimizers, config, device, dtype, world_size, step, val_tokens))
     if config.dry_run:
-        say("dry run: what can be checked is right, and nothing was written")
+        say("dry run: all checks passed; nothing was written")
 
 
 def estimate(

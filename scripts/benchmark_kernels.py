@@ -42,9 +42,8 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from attention import Attention
 from config import Config, load_config
-from errors import UserError, command
+from errors import UserError, command, first_line
 from model import build_attention
-from runtime import checkpoint
 from runtime.device import environment
 from runtime.files import read_json, write_json
 from scripts.benchmark import check_paths, measure, print_figures
@@ -354,7 +353,7 @@ def time_calls(
     except torch.cuda.OutOfMemoryError:
         return "out of memory"
     except Exception as error:  # an alternative's failure is a result too
-        return f"{type(error).__name__}: {checkpoint.first_line(error)}"[:200]
+        return f"{type(error).__name__}: {first_line(error)}"[:200]
 
 
 def row(

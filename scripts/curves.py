@@ -10,7 +10,7 @@ in the run's folder, or for several runs curves_RUN_RUN.png in the folder that c
     run, step
     tokens              trained on so far; after scripts.finetune_squad those of its examples
     seconds             of the steps so far, without validations and checkpoints
-    loss, val_loss      in nats a token; val_loss in the lines of its steps only
+    loss, val_loss      in nats per token; val_loss in the lines of its steps only
     lr, grad_norm       the gradient norm is that before clipping
 """
 
@@ -38,8 +38,8 @@ from scripts.common.plots import add_legend, save_picture, show_equal_curves
 from scripts.common.runs import check_output_folders, picture_path, run_names
 
 PANELS = {
-    "loss": "training loss (nats a token)",
-    "val_loss": "validation loss (nats a token)",
+    "loss": "training loss (nats per token)",
+    "val_loss": "validation loss (nats per token)",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
 }

@@ -40,9 +40,8 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.tokenizer import get_tokenizer
-from errors import UserError, command
-from model import EVALUATED_ROWS
-from runtime import checkpoint
+from errors import UserError, command, first_line
+from model import EVAL_LOSS_CHUNK
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.papers import LSSAR
@@ -253,7 +252,7 @@ def load_task(manager: Any, name: str) -> dict:
             "run this once where it can, with HF_HOME on a disk that both share"
         ) from error
     except Exception as error:  # raised by the YAML file or by a library that it needs
-        reason = f"{type(error).__name__}: {checkpoint.first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"task {name} cannot be loaded: {reason}") from error
     for task in loaded["tasks"].values():
         if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
@@ -404,7 +403,7 @@ def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     Also whether each target is the likeliest token [n].
     """
     losses, greedy = [], []
-    for h, t in zip(hidden.split(EVALUATED_ROWS), targets.split(EVALUATED_ROWS), strict=True):
+    for h, t in zip(hidden.split(EVAL_LOSS_CHUNK), targets.split(EVAL_LOSS_CHUNK), strict=True):
         with autocast(run.device, run.dtype):
             logits = run.model.logits(h)
         losses.append(F.cross_entropy(logits.float(), t, reduction="none"))

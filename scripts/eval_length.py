@@ -372,7 +372,7 @@ def position_losses(
 
 # ---- the table and the pictures ----
 
-NATS, BITS = "nats a token", "bits a byte"
+NATS, BITS = "nats per token", "bits per byte"
 CONTROL = "sliding window of the training length, plain RoPE"
 MEANING = (
     "gain from context, at the longest length: the loss with a " + CONTROL + ",\n"

@@ -44,7 +44,7 @@ from config import Config, choices
 from data.fineweb import reach_hub
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
-from errors import UserError, command
+from errors import UserError, command, first_line
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
@@ -223,7 +223,7 @@ def download() -> list[Question]:
     try:
         rows = load_dataset(DATASET, split="train")
     except Exception as error:  # from one of several HTTP libraries
-        reason = checkpoint.first_line(error)
+        reason = first_line(error)
         raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
     questions: list[Question] = []
     for row in rows:

@@ -44,9 +44,8 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.loader import epoch_order
 from data.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
-from errors import UserError, command
+from errors import UserError, command, first_line
 from optim import build_optimizers
-from runtime.checkpoint import first_line
 from runtime.device import autocast
 from runtime.divergence import finite_step
 from scripts.common.arguments import AtLeast, add_runs
@@ -82,7 +81,7 @@ NEIGHBOURS = {"vectors": 5, "magnitudes": 2}  # of the oracle
 ARROWS = 40  # of a planet
 # Symbolic regression: draws of SAMPLE of the NEAREST positions, each searched RESTARTS times.
 NEAREST, DRAWS, SAMPLE, RESTARTS = 5000, 5, 1000, 3
-MOST_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
+MAX_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
 VARIABLES = ("r", "m1", "m2")
 # An additive constant below this share of F's standard deviation is not printed, nor held against
 # a law: pyoperon always fits one.
@@ -463,7 +462,7 @@ def by_pyoperon(x: Floats, y: Floats, seed: int) -> list[Equation]:
     scale, middle = float(y.std()), float(np.median(y))
     search = SymbolicRegressor(
         allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
-        objectives=["mae", "length"], max_length=MOST_NODES, generations=ITERATIONS,
+        objectives=["mae", "length"], max_length=MAX_NODES, generations=ITERATIONS,
         population_size=1000, max_evaluations=10**9, random_state=seed,
     ).fit(x, y / scale)  # fmt: skip
     found = []
@@ -487,7 +486,7 @@ def by_pysr(x: Floats, y: Floats, seed: int) -> list[Equation]:
             "pyoperon takes its place"
         ) from error
     search = PySRRegressor(
-        niterations=ITERATIONS, maxsize=MOST_NODES, binary_operators=["+", "*"],
+        niterations=ITERATIONS, maxsize=MAX_NODES, binary_operators=["+", "*"],
         unary_operators=["sin", "cos", "exp", "inv(x) = 1/x"],
         extra_sympy_mappings={"inv": lambda x: 1 / x},
         elementwise_loss=f"loss(p, t) = max({NEGLIGIBLE}, abs(p - t)) - {NEGLIGIBLE}",

@@ -338,7 +338,7 @@ def build_table(points: Sequence[Point], lengths: tuple[int, ...], failures: lis
         "rows": rows,
     }
     table["caption"] = [
-        f"Validation loss (nats a token) after {ranged(run['tokens'] for run in runs)} tokens of "
+        f"Validation loss (nats per token) after {ranged(run['tokens'] for run in runs)} tokens of "
         f"training, by `python -m scripts.sweep {shlex.join(sys.argv[1:])}`; "
         f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}.",
         *seed_sentences(table, seeds),
@@ -389,7 +389,7 @@ def plot(points: Sequence[Point], table: dict, lengths: tuple[int, ...]) -> Figu
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         show_equal_curves(axes)
-    figure.axes[0].set_ylabel("validation loss (nats a token)")
+    figure.axes[0].set_ylabel("validation loss (nats per token)")
     add_legend(figure)
     return figure
 

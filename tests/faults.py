@@ -143,38 +143,38 @@ def nohup(_):
 
 def stuck_at(step):
     """Never return from reading the batch of this step."""
-    from data.loader import TrainLoader
+    from data.loader import TokenLoader
 
-    real = TrainLoader.batch
+    real = TokenLoader.batch
 
     def batch(self, at):
         if at == step:
             time.sleep(1000)
         return real(self, at)
 
-    TrainLoader.batch = batch
+    TokenLoader.batch = batch
 
 
 def dead_at(step):
     """End without a word at this step."""
-    from data.loader import TrainLoader
+    from data.loader import TokenLoader
 
-    real = TrainLoader.batch
+    real = TokenLoader.batch
 
     def batch(self, at):
         if at == step:
             _kill()
         return real(self, at)
 
-    TrainLoader.batch = batch
+    TokenLoader.batch = batch
 
 
 def nan_at(step):
     """This process's loss of this step is NaN."""
-    from data.loader import TrainLoader
+    from data.loader import TokenLoader
     from model import GPT
 
-    batch, forward, now = TrainLoader.batch, GPT.forward, None
+    batch, forward, now = TokenLoader.batch, GPT.forward, None
 
     def remember(self, at):
         nonlocal now
@@ -185,20 +185,20 @@ def nan_at(step):
         out = forward(self, idx, targets, cache)
         return out * float("nan") if now == step and targets is not None else out
 
-    TrainLoader.batch, GPT.forward = remember, poisoned
+    TokenLoader.batch, GPT.forward = remember, poisoned
 
 
 def slow(seconds):
     """Every step takes this much longer."""
-    from data.loader import TrainLoader
+    from data.loader import TokenLoader
 
-    real = TrainLoader.batch
+    real = TokenLoader.batch
 
     def batch(self, at):
         time.sleep(seconds)
         return real(self, at)
 
-    TrainLoader.batch = batch
+    TokenLoader.batch = batch
 
 
 def signalled_in(call):

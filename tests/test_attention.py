@@ -854,7 +854,7 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A[..., 3] = 0.1 * (1 + largest)
     last = torch.tensor([[9]])
     keys, head = torch.arange(10), torch.zeros(1, 1, 1)
-    rows = attention.RowContext(last + 1.0, last, keys, head, 1, None, d=8, L=10, gamma=1.0)
+    rows = attention.RowContext(last + 1.0, last, keys, head, None, d=8, L=10, gamma=1.0)
     out = attention.relu_power(A, rows, 3)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)

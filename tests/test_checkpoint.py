@@ -225,7 +225,7 @@ def test_what_is_of_another_run_is_refused(train, capsys):
     folder, other = train("run"), train("other", "--seed=1")
     before = (folder / "metrics.jsonl").read_bytes()
     shutil.copy(other / "metrics.jsonl", folder)
-    refused(capsys, lambda: train("run", "--resume"), "metrics.jsonl is of another run")
+    refused(capsys, lambda: train("run", "--resume"), "metrics.jsonl belongs to a different run")
     (folder / "metrics.jsonl").write_bytes(b"")
     train("run", "--resume")  # lost, as after a full disk: the run goes on without
     (folder / "metrics.jsonl").write_bytes(before)

@@ -203,7 +203,7 @@ def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
         paths.append(saved_run(tmp_path / name, GPT(config)))
     call(eval_length, *paths, "--lengths", "4")
     printed = capsys.readouterr().out
-    assert "bits a byte" in printed and "nats" not in printed
+    assert "bits per byte" in printed and "nats" not in printed
     for name, path in zip(text, paths, strict=True):
         result = json.loads((path / "eval_length.json").read_text())[0]
         # the shards repeat a mark and " Such is life."; 8 tokens are predicted
@@ -229,7 +229,7 @@ def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_p
     call(eval_length, one, two, "--lengths=4")
     call(eval_length, one, two, "--lengths=4", "--samples=3")
     printed = capsys.readouterr().out
-    assert printed.count("nats a token") == 2 and "bits" not in printed
+    assert printed.count("nats per token") == 2 and "bits" not in printed
     refused(capsys, lambda: call(eval_length, one, other, "--lengths=4"), "different text cannot")
 
 

@@ -535,7 +535,7 @@ def layer_weights(model, ids):
 
 def raw_heads(layer, x):
     """q, k and v [B, H, L, d] of a layer with as many of each, before RoPE."""
-    heads = layer.c_attn(x).unflatten(-1, (3, layer.heads[0], -1))
+    heads = layer.c_attn(x).unflatten(-1, (3, layer.n_head, -1))
     return heads.permute(2, 0, 3, 1, 4).unbind()
 
 
@@ -849,9 +849,9 @@ def test_an_untrained_model_knows_nothing():
 def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
     model, x, y = small_model("lssa.py"), tokens(3, 20), tokens(3, 20, seed=1)
     at_once = model.token_losses(x, y)
-    monkeypatch.setattr(model_module, "EVALUATED_ROWS", 7)
+    monkeypatch.setattr(model_module, "EVAL_LOSS_CHUNK", 7)
     assert_near(model.token_losses(x, y), at_once, 1e-6)
-    monkeypatch.setattr(model_module, "TRAINED_ROWS", 32)  # torch's chunks of 7 rows
+    monkeypatch.setattr(model_module, "TRAIN_LOSS_CHUNK", 32)  # torch's chunks of 7 rows
     assert_near(model.token_losses(x, y), at_once, 1e-6)
 
 
@@ -870,7 +870,7 @@ def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
 
     plain = loss_and_gradients()
     assert not chunks
-    monkeypatch.setattr(model_module, "TRAINED_ROWS", 32)  # 70 rows: two chunks and a rest
+    monkeypatch.setattr(model_module, "TRAIN_LOSS_CHUNK", 32)  # 70 rows: two chunks and a rest
     for one, other in zip(loss_and_gradients(), plain, strict=True):
         assert_near(one, other)
     assert chunks == [70]

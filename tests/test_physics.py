@@ -226,7 +226,7 @@ def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
     assert by_row["oracle"]["run"] == by_row["untrained"]["run"]
     steps = read_metrics(tmp_path / "out/orbits/small/softmax/seed1337")
     loss = next(one["val_loss"] for one in steps if one["step"] == 6 and "val_loss" in one)
-    assert f"(nats a coordinate), by seed: `softmax` {loss:.3f}; `lssar_p15` " in text
+    assert f"(nats per coordinate), by seed: `softmax` {loss:.3f}; `lssar_p15` " in text
     assert json.loads((tmp_path / "out/orbits/small/softmax_window/seed1337/config.json")
                       .read_text())["window"] == 4  # fmt: skip
     assert not_blank(tmp_path / "results/small/table3/table3.png")

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
     assert "gate = 'head', but hf:" in refused("--gate=head")
     long = refused("--block_size=32", "--total_batch_size=32")
     assert "block_size = 32 is beyond the 16 positions of hf:" in long
-    assert f"hf:{tmp_path / 'none'} cannot be had" in refused(name=tmp_path / "none")
+    assert f"hf:{tmp_path / 'none'} cannot be loaded" in refused(name=tmp_path / "none")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "is a llama model" in refused(name=tmp_path)
 

@@ -399,7 +399,7 @@ def test_a_run_that_skips_every_step_ends(train, monkeypatch, capsys):
         return out if targets is None else out * float("nan")
 
     monkeypatch.setattr(GPT, "forward", poisoned)
-    monkeypatch.setattr(train_module, "MOST_SKIPPED", 5)
+    monkeypatch.setattr(train_module, "MAX_SKIPPED", 5)
     with pytest.raises(SystemExit) as stop:
         train("run", "--max_iters=100", "--on_nonfinite=skip")
     printed = capsys.readouterr()

@@ -100,12 +100,14 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
         "± is half the range over seeds; the widest range of each column: "
         + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
     ]  # fmt: skip
+    if any(len(row["runs"]) == 1 for row in rows.values()):
+        sentences.append("Rows without ± have a single seed and are not compared.")
     if best := best_rows(table, last):
         names = ", ".join(f"`{name}`" for name in rows if name in best)
         sentences.append(
             "Bold: the best of a column and every row that cannot be told from it, because the "
-            "means differ by no more than the larger of the two rows' ranges. In the last "
-            f"ranked column: {names}."
+            "means differ by no more than the larger of the two rows' ranges. In "
+            f"{table['columns'][last]}: {names}."
         )
     return sentences
 

@@ -423,7 +423,7 @@ def draw_learning_curves(table: dict) -> dict[str, Figure]:
         reduction, color="0.4", linestyle="--", label=f"the paper's ssmax: {reduction}"
     )
     differences.axhline(0, color="0.6", linewidth=1)
-    losses.set_ylabel("training loss (nats a token)")
+    losses.set_ylabel("training loss (nats per token)")
     differences.set_ylabel("training loss minus softmax's, same batches")
     for axes in (losses, differences):
         axes.set_xlabel("step")
@@ -512,7 +512,7 @@ def what_was_found(table: dict) -> list[str]:
             losses.append(f"`{name}` " + ", ".join(f"{loss[max(loss)]:.3f}" for loss in read))
     return [
         f"The paper's Table 3: {'; '.join(printed)}.",
-        "Validation loss before fine-tuning (nats a coordinate), by seed: "
+        "Validation loss before fine-tuning (nats per coordinate), by seed: "
         f"{'; '.join(losses) or 'no model'}.",
         *equations,
     ]

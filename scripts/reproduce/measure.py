@@ -238,7 +238,7 @@ class WithDecoding(WithCosts):
 
     cached: float = 1.0  # multiples of the training length that are in the cache
 
-    costs = "cache (kB a token)", "generation (ms a token)"
+    costs = "cache (kB per token)", "generation (ms per token)"
     what, rounds = "a generated token", 50
 
     def notes(self, config: Config) -> tuple[str, ...]:

@@ -85,16 +85,16 @@ def caption(table: dict, config: Config, notes: tuple[str, ...]) -> list[str]:
         sentences.append(f"In parentheses the paper's value and {how}.")
         if of_model and table["scale"] != table["paper_scale"]:
             sentences.append(
-                f"The paper's are of {table['paper_scale']}: at scale {table['scale']} the model, "
-                "the data and the tokens are others, so the differences are no errors; compare "
-                "the rows with each other."
+                f"The paper's values are for {table['paper_scale']}. At scale {table['scale']} the "
+                "model, the data and the number of tokens differ, so compare the rows with each "
+                "other, not with the paper's values."
             )
     sentences += seed_sentences(table, seeds)
     sentences.append(how_measured(runs))
     sentences += [CONTROL_NOTE] if controls(table, 1) else []
     sentences += notes
     if table["not_run"]:
-        sentences.append("Not there: " + ", ".join(f"`{row}`" for row in table["not_run"]) + ".")
+        sentences.append("Not run yet: " + ", ".join(f"`{row}`" for row in table["not_run"]) + ".")
     return sentences + [f"{failure}." for failure in table["failures"]]
 
 

@@ -318,7 +318,7 @@ COMPONENTS = (
 ROPES: dict[str, dict[str, Any]] = {name: {"rope": name} for name in Rope.SCALINGS if name != "ntk"}
 ROPES["ntk16"] = {"rope": "ntk", "rope_factor": 16.0}
 EVALUATED_P = {f"p{p}": {"p": float(p)} for p in POWERS}
-LOSS = "validation loss (nats a token)"
+LOSS = "validation loss (nats per token)"
 FIGURE_A2 = {
     "lengths": TABLE1["lengths"],
     "scales": {"124m": {row: TABLE1["rows"][row] for row in TWO}}
@@ -501,16 +501,16 @@ EXPERIMENTS = {
         probes(), figures.draw_physics, task="orbits", remarks=figures.what_was_found, notes=(
             "Cosine and error: of force vectors in the solar system, over eight planets. The other "
             "columns are of magnitudes in two-body systems: the rank correlation with m1 m2 / r^2, "
-            "the median relative error, the share above 0, the exponents of a plain log-log "
-            "regression of that share (r -2, m1 1 and m2 1 are Newton's), and how many of five "
-            "draws give the law by symbolic regression.",
+            "the median relative error, the share above 0, the exponents of a log-log regression "
+            "over those predictions (Newton's: -2, 1 and 1), and how many of five draws give the "
+            "law by symbolic regression.",
             "`oracle` averages the true forces of the nearest labelled states; `untrained` "
             "fine-tunes random weights; `softmax_window` sees two points of each body.",
             "No label that is judged is seen: the last step's weights are taken. The published "
-            "code takes the checkpoint that is best on a validation set which is the test set, "
-            "unmasked.",
+            "code takes the checkpoint that is best on a validation set that is the "
+            "unmasked test set.",
             "The paper leaves open p, the positions (learned here, as in Vafa et al.), the seeds, "
-            "which of several equations it prints, and how its row of softmax was had. In the "
+            "which of several equations it prints, and how its softmax row was obtained. In the "
             "two-body systems m2 is at most 0.0101 solar masses, so no constant c of a fitted "
             "c m1 / r^2 can be near the paper's, which suit a star of one solar mass.",
         ),
@@ -597,7 +597,7 @@ EXPERIMENTS = {
         ),
     ),
     "ssmax_figure4": Experiment(
-        "SSMax Fig. 4, learning curves", "training loss (nats a token)", SSMAX_ROWS[:4],
+        "SSMax Fig. 4, learning curves", "training loss (nats per token)", SSMAX_ROWS[:4],
         RunFiles(
             tuple(SSMAX["figure4"]["columns"]), figures.learning_curve, "lower",
             against_softmax=True,
