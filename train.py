@@ -49,7 +49,7 @@ from runtime.distributed import (
     all_reduce_max,
     job,
     process_group,
-    restarted,
+    restarted_by,
 )
 from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import check_writable, lock_folder, write_json
@@ -80,9 +80,10 @@ def main() -> None:
         process_group(rank, world_size, device, config.timeout) as report_progress,
     ):
         run = Path(config.out_dir)
-        if all_reduce_max(int(restarted()), device):
+        again = {name: job()[name] for name in restarted_by()}
+        if all_reduce_max(len(again), device):
             # all ranks decide alike, even if not all see the same files
-            can_resume = checkpoint.exists(run) and checkpoint.made_by(run, job())
+            can_resume = checkpoint.exists(run) and checkpoint.made_by(run, again)
             if all_reduce_max(int(can_resume), device):
                 config = config.replace(resume=True, init_from="")
         if config.resume:

@@ -154,7 +154,7 @@ def _read_lines(path: Path, file: IO[bytes], field: str) -> Iterator[str]:
 def _decode(path: Path, data: bytes, start: int) -> str:
     """Bytes of a file, from byte `start` of it on, as text."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("" if start else "\ufeff")  # a byte-order mark
     except UnicodeDecodeError as error:
         at = start + error.start
         raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {at}") from error

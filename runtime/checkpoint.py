@@ -64,6 +64,7 @@ class Entry(msgspec.Struct):
 
     bytes: int
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    keep: bool = False  # as one of every `keep_every` steps, whatever a resumed run sets
 
 
 class Index(msgspec.Struct):
@@ -102,7 +103,7 @@ State = TypeVar("State", bound=Weights)
 # ---- writing ----
 
 
-def write_header(run: Path, config: Config, job: str | None) -> None:
+def write_header(run: Path, config: Config, job: dict[str, str | None]) -> None:
     """Write the settings and environment to a run's folder, before its first step."""
     copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
@@ -161,7 +162,7 @@ class Saver:
     """Writes a run's checkpoints in a background thread, one after another.
 
     Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
-    `keep_every` steps (0: none). There is one best_*.pt.
+    `keep_every` steps (0: none), for good. There is one best_*.pt.
     """
 
     def __init__(self, run: Path, keep_last: int, keep_every: int):
@@ -208,7 +209,8 @@ class Saver:
             with atomic_write(path) as file:
                 saved = HashingFile(file)
                 saved.write_content(content)
-            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest())
+            milestone = bool(self.keep_every) and content["step"] % self.keep_every == 0
+            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest(), keep=milestone)
             kept = self._entries_to_keep(name, before) | {name: entry}
             index = Index(run_id=content["run_id"], checkpoints=kept)
             write_json(self.run / INDEX, msgspec.to_builtins(index))
@@ -237,8 +239,7 @@ class Saver:
             best = []
         else:
             before = [name for name in steps if step_of(name) < step_of(new)]
-            every = [n for n in before if self.keep_every and step_of(n) % self.keep_every == 0]
-            steps = before[: self.keep_last - 1] + every
+            steps = before[: self.keep_last - 1] + [n for n in before if index.checkpoints[n].keep]
         return {name: index.checkpoints[name] for name in best + steps}
 
 
@@ -364,10 +365,11 @@ def require_resumable(run: Path) -> None:
         raise UserError(why_none(run))
 
 
-def made_by(run: str | Path, job: str | None) -> bool:
-    """Whether this job started the run, or was the last to continue it."""
+def made_by(run: str | Path, ids: dict[str, str | None]) -> bool:
+    """Whether a job with one of these ids started the run, or was the last to continue it."""
     made = read_json(Path(run) / "environment.json", dict[str, Any])
-    return made is not None and made.get("job") == job
+    before = made and made.get("job")
+    return isinstance(before, dict) and any(before.get(key) == id for key, id in ids.items() if id)
 
 
 def require_unused_folder(run: Path) -> None:

@@ -254,18 +254,18 @@ def all_reduce_max(value: int, device: torch.device) -> int:
     return int(largest)
 
 
-def job() -> str | None:
-    """This job's ID in torchrun, or else in Slurm; a restart does not change it."""
-    run_id, slurm = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
+def job() -> dict[str, str | None]:
+    """This job's ids: torchrun's, kept by its restarts, and Slurm's, kept by a requeue."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id == "none":  # torchrun's default for every job: use torchrun's own process
-        return slurm or f"{socket.gethostname()} {os.getppid()}"
-    return run_id or slurm
+        run_id = f"{socket.gethostname()} {os.getppid()}"
+    return {"torchrun": run_id, "slurm": os.environ.get("SLURM_JOB_ID")}
 
 
-def restarted() -> bool:
-    """Whether torchrun (--max-restarts) or Slurm (requeue) has started this job before.
+def restarted_by() -> list[str]:
+    """Who has started this job before: torchrun (--max-restarts), Slurm (requeue), both or nobody.
 
     With several nodes, torchrun tells only the node where a process failed.
     """
-    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(int(os.environ.get(name) or 0) for name in names)
+    counts = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "slurm": "SLURM_RESTART_COUNT"}
+    return [name for name, count in counts.items() if int(os.environ.get(count) or 0)]

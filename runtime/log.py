@@ -122,7 +122,8 @@ class Log:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.quiet:
-            self.file.close()
+            with suppress(OSError):  # what could not be written has been reported
+                self.file.close()
             if self.wandb:
                 if error is None:
                     self.send_row()
@@ -150,8 +151,14 @@ class Log:
             return
         # leaves out values that are unknown or not finite, which JSON cannot hold
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        self.file.write(json.dumps(known) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(known) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.file.name}: {error.strerror}; if the disk is full, free some space, then "
+                "continue with --resume"
+            ) from error
         if self.wandb:
             self.add_to_row(known)
 

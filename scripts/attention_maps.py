@@ -76,7 +76,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, shared_tokens
+from scripts.common.validation import counted, shared_tokens, validation_id
 
 # LSSAR, Figure A1
 TEXT = (
@@ -133,6 +133,7 @@ class MapsRequest(Request):
         data_dir = self.data_dir or config.data_dir
         tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
         token_facts = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
+        token_facts["val_sha256"] = validation_id(data_dir)
         return self.layer_facts(config) | token_facts
 
     def layer_facts(self, config: Config) -> dict:

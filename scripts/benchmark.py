@@ -219,6 +219,8 @@ def serve(config: Config, phase: str, nanogpt: str | None, threads: int, pipe: C
     """What a Worker's process runs: a step, timed, for every "step" received."""
     torch.set_num_threads(threads)
     device = pick_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # whose work is waited for, and whose memory is counted
     step = build_step(config, phase, nanogpt, device)
     warm = False
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent process has ended

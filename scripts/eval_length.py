@@ -50,6 +50,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import sampled_batches, validation_batches
+from data.shards import read_meta
 from data.tokenizer import identify
 from errors import UserError, command
 from runtime import checkpoint
@@ -81,6 +82,7 @@ from scripts.common.validation import (
     sampled_sequences,
     shared_tokens,
     text_bytes,
+    validation_id,
 )
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
@@ -130,6 +132,7 @@ class LossRequest(Request):
         data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
         facts = {
             "data_dir": data_dir,
+            "val_sha256": validation_id(data_dir),
             "samples": None,
             "sample_seed": None,
             "restart": self.restart,
@@ -198,7 +201,8 @@ def main() -> None:
     paths = arguments.runs
     asked = comparable(LossRequest.parse(arguments), paths)
     requests = scalings(replace(asked, restart=False))
-    refuse_early(paths, requests[0])  # they differ in their scaling only, which is checked
+    for request in requests:
+        refuse_early(paths, request)
     tokenizers = {identify(checkpoint.read_config(path).tokenizer) for path in paths}
     unit = NATS if len(tokenizers) == 1 else BITS
     runs = [
@@ -244,6 +248,8 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
                 f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
                 "different text cannot be compared; --data_dir DIR measures all runs on one"
             )
+    if request.data_dir is None:
+        refuse_other_text(set(folders.values()))
     if request.samples and request.tokens:
         raise UserError(
             f"--samples {request.samples} and --tokens {request.tokens} exclude each other"
@@ -252,6 +258,18 @@ def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
         raise UserError("--samples takes runs of one tokenizer: random sequences differ in text")
     tokens = request.tokens or min(config.val_tokens for config in configs)
     return replace(request, lengths=request.lengths or default_lengths(configs), tokens=tokens)
+
+
+def refuse_other_text(folders: set[str]) -> None:
+    """Raise UserError where shards of different tokenizers are of different documents."""
+    metas = {folder: read_meta(folder) for folder in sorted(folders)}
+    # published shards do not say of which documents they are
+    known = {folder: meta for folder, meta in metas.items() if meta and meta["documents"]}
+    if len({meta["fingerprint"] for meta in known.values()}) > 1:
+        raise UserError(
+            f"{' and '.join(known)} were made from different documents: losses on different text "
+            "cannot be compared, not even in bits per byte"
+        )
 
 
 @dataclass(frozen=True)

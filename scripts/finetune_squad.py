@@ -336,6 +336,11 @@ def finetune(
     length = config.block_size if config.attention_length == "current" else None
     state = checkpoint.load_to_resume(out, config, quiet=False) if resume else None
     if state is not None:
+        if (steps := state.config.get("max_iters")) != config.max_iters:
+            raise UserError(
+                f"{out} was begun with {steps} steps, and these --epochs take {config.max_iters}, "
+                "with another learning rate: give the same --epochs, or another --out_dir"
+            )
         before = read_facts(out)
         if before is None or before["sha256"] != facts["sha256"]:
             raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")

@@ -74,7 +74,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import check_lengths, default_lengths
+from scripts.common.validation import check_lengths, default_lengths, validation_id
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -199,7 +199,8 @@ class NeedleRequest(Request):
 
     def facts(self, config: Config) -> dict:
         data_dir = self.data_dir or config.data_dir
-        return {"data_dir": data_dir, "samples": self.samples, "sample_seed": self.seed}
+        data = {"data_dir": data_dir, "val_sha256": validation_id(data_dir)}
+        return data | {"samples": self.samples, "sample_seed": self.seed}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         names = [cell(*length_and_depth) for length_and_depth in self.cells(config)]

@@ -61,7 +61,7 @@ from scripts.common.runs import (
     run_names,
 )
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, shared_tokens
+from scripts.common.validation import counted, shared_tokens, validation_id
 
 # A distance is near below this share of the length, and far from half of it.
 NEAR = 1 / 16
@@ -83,6 +83,7 @@ class SparsityRequest(Request):
         data_dir, length = self.data_dir or config.data_dir, self.length_of(config)
         tokens = shared_tokens(data_dir, (length,), self.tokens, config)
         text_facts = {"data_dir": data_dir, "length": length, "tokens": tokens}
+        text_facts["val_sha256"] = validation_id(data_dir)
         return {"head_windows": head_windows(config)} | text_facts
 
     def select(self, measurement: dict, config: Config) -> dict | None:

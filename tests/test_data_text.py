@@ -249,6 +249,8 @@ def test_long_lines_of_json_are_refused(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(text, "MAX_LINE", size - 1)
     line = refused(text.main, path, "--out_dir", tmp_path / "out")
     assert f"x.jsonl: line 1 is longer than {size - 1} bytes: divide the document" in line
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')  # with a byte-order mark
+    assert list(text.read_file(path)) == ["a"]
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
     with pytest.raises(UserError, match="not UTF-8 text: invalid start byte at byte 24"):
         list(text.read_file(path))

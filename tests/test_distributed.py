@@ -216,6 +216,18 @@ def test_a_restarted_job_goes_on_with_its_own_run_only(train, capsys, monkeypatc
     refused(capsys, lambda: train("run"), "holds a run")
 
 
+def test_a_job_that_slurm_has_requeued_goes_on_with_its_run(train, capsys, monkeypatch):
+    """Under torchrun --standalone, which gives each start an id of its own."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    folder = train("run", "--max_iters=3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    refused(capsys, lambda: train("run"), "holds a run")  # another command of the same allocation
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train("run")
+    assert list(metrics(folder)) == list(range(1, 7))
+
+
 @pytest.mark.parametrize("signalled", [True, False])
 def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     """The script itself, between a Slurm and a torchrun that only note what they are asked."""

@@ -103,13 +103,31 @@ def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch,
     with pytest.raises(SystemExit):
         call(eval_length, run, "--rope", "yarn", "--lengths", "64,32,16,128")
     again = json.loads(file.read_text())
-    assert lengths == [64, 16] and again[:3] == results[:3] and len(again) == 5
+    assert lengths == [16, 64] and again[:3] == results[:3] and len(again) == 5
     assert again[3]["lengths"] == [16, 32, 64] and again[3]["loss"][1] == results[3]["loss"][0]
     direct = direct_losses(run, shards, 16, "yarn").mean().item()
     assert again[3]["loss"][0] == pytest.approx(direct, rel=1e-5)
     # other tokens are another measurement
     call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
     assert [r["tokens"] for r in json.loads(file.read_text())] == [256] * 5 + [32] * 2
+    # lengths may be given in any order: the gain is that of the longest
+    capsys.readouterr()
+    for order in ("16,64", "64,16"):
+        call(eval_length, run, "--lengths", order)
+    first, second = capsys.readouterr().out.split("gain from context, at")[:2]
+    assert first.split("\n")[-3:-1] == second.split("\n")[-3:-1]
+
+
+def test_other_text_in_the_same_folder_is_measured_anew(train, call, shards, tmp_path):
+    shards = shutil.copytree(shards, tmp_path / "shards")
+    run = train("run", "--max_iters=1", f"--data_dir={shards}")
+    call(eval_length, run, "--lengths", "16")
+    (path,) = shards.glob("*_val_*.bin")
+    write_shard(path, read_shard(path)[::-1].copy())
+    call(eval_length, run, "--lengths", "16")
+    old, new = json.loads((run / "eval_length.json").read_text())
+    assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]
+    assert new["loss"] == [pytest.approx(direct_losses(run, shards, 16).mean().item(), rel=1e-5)]
 
 
 def test_eval_length_by_position(train, call, shards, capsys):
@@ -163,6 +181,9 @@ def test_other_attention_than_in_training(train, call, shards, capsys):
     assert (result["window"], control["window"], control["rope"]) == (4, 4, "none")
     # another row of the table, and a run without RoPE, which has none to scale
     run = train("nope", "--positions=none")
+    with pytest.raises(SystemExit):  # at once, not when its turn comes
+        call(eval_length, run, "--lengths", "16,64", "--rope", "none,yarn")
+    assert not (run / "eval_length.json").exists()
     call(eval_length, run, "--lengths", "16,64", "--attention", "adaptive_temperature")
     result, *_ = json.loads((run / "eval_length.json").read_text())
     assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
@@ -212,6 +233,8 @@ def test_tokenizers_are_compared_in_bits_per_byte(call, text, tmp_path, capsys):
         size = len(tokenizer.decode([t for t in targets if t != tokenizer.eot]))
         bits = result["loss"][0] * 8 / size / math.log(2)
         assert f"{bits:.4f}" in printed
+    write_meta(folder, set_meta(name, fingerprint="g"))
+    refused(capsys, lambda: call(eval_length, *paths, "--lengths=4"), "from different documents")
 
 
 def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_path, capsys):

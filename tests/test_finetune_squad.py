@@ -194,6 +194,11 @@ def test_finetuning_is_resumed_and_never_overwritten(
         ("parts", (), "holds a run"),
         ("run", (), "holds a run"),
         ("parts", ("--resume", "--learning_rate", "1e-3"), "learning_rate"),
+        (
+            "parts",
+            ("--resume", "--epochs", 4),
+            "was begun with 6 steps, and these --epochs take 12",
+        ),
         ("nothing", ("--resume",), "checkpoint"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -367,7 +367,7 @@ def tuned(folder):
 USES = {
     "config.json": (opened, checkpoint.require_unused_folder),
     "checkpoints.json": (opened, checkpoint.require_unused_folder, resumed),
-    "environment.json": (lambda folder: checkpoint.made_by(folder, "job"),),
+    "environment.json": (lambda folder: checkpoint.made_by(folder, {"slurm": "17"}),),
     "began_with.json": (planned,),
     "tokenizer.json": (encoded,),
     "wandb.json": (logged,),

@@ -14,7 +14,16 @@ from runtime import checkpoint
 from runtime.log import Log
 from tests.faults import arguments, finish, run, start
 from tests.helpers import SMALL
-from tests.runs import TIMES, assert_same_run, go_on, lines, metrics, steps_logged, wait_for
+from tests.runs import (
+    TIMES,
+    assert_same_run,
+    go_on,
+    lines,
+    metrics,
+    refused,
+    steps_logged,
+    wait_for,
+)
 from tests.wandb_server import wandb_server
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +68,20 @@ def test_lost_output_does_not_end_a_run(shards, tmp_path, how):
     assert run(arguments(shards, folder), output_lost=how) == 0
     assert run(arguments(shards, whole)) == 0
     assert_same_run(folder, whole)
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence(train, capsys, monkeypatch):
+    real = Log.step
+
+    def full(log, **values):
+        if values["step"] == 3:
+            log.file = open("/dev/full", "w")
+        real(log, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "step", full)
+        refused(capsys, lambda: train("run"), "No space left on device; if the disk is full, free")
+    train("run", "--resume")
 
 
 def test_disabled_wandb_is_not_imported(shards, tmp_path):

@@ -51,7 +51,7 @@ class AtLeast(argparse.Action):
 
 
 class Lengths(argparse.Action):
-    """Lengths in tokens, such as 1024,2048."""
+    """Lengths in tokens, such as 1024,2048, in ascending order."""
 
     def __call__(
         self,
@@ -68,7 +68,7 @@ class Lengths(argparse.Action):
             raise UserError(message) from None
         if min(lengths) < 1 or len(set(lengths)) < len(lengths):
             raise UserError(f"{name} {values!r} must be positive and distinct")
-        setattr(namespace, self.dest, lengths)
+        setattr(namespace, self.dest, tuple(sorted(lengths)))
 
 
 class Runs(argparse.Action):

@@ -104,8 +104,8 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument(
         "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
     )
-    row = "row of attention.VARIANTS in place of the run's own; it re-weights only with --p"
-    parser.add_argument("--attention", help=row)
+    other = "name in attention.VARIANTS, for the run's own; it re-weights only with --p"
+    parser.add_argument("--attention", help=other)
     parser.add_argument("--p", type=float, help="power of re-weighting in place of the run's own")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=choices("dtype"))
@@ -200,6 +200,8 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: RunOptions) -
 def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     """Load a run for evaluation. Raises UserError where the run or the device is missing."""
     device = pick_device(options.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     dtype = options.torch_dtype
     trained = checkpoint.read_config(path)
     config = options.applied(trained)

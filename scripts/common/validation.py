@@ -1,17 +1,20 @@
 """The lengths at which runs are evaluated, and the validation tokens that are measured there."""
 
 import functools
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
 from data.loader import validation_tokens
-from data.shards import check_ids, check_tokenizer
+from data.shards import check_ids, check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
+from runtime.files import sha256_of
 
 
 def default_lengths(
@@ -47,6 +50,18 @@ def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: 
             f"multiple of {unit} to predict the same tokens in whole windows"
         )
     return available // unit * unit
+
+
+def validation_id(data_dir: str) -> str:
+    """Hash of the validation shards, so that other data in the same folder is measured anew."""
+    shards = list_shards(data_dir, "val")
+    return _hash(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in shards))
+
+
+@functools.cache
+def _hash(shards: tuple[tuple[Path, int, int], ...]) -> str:
+    """SHA-256 of the files' SHA-256; their sizes and times are there for the cache."""
+    return hashlib.sha256("".join(sha256_of(path) for path, *_ in shards).encode()).hexdigest()
 
 
 @functools.cache
