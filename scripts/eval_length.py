@@ -467,7 +467,7 @@ def style(i: int, j: int, runs: list[MeasuredRun]) -> dict[str, Any]:
     """A colour for each run and a line for each scaling; for one run, a colour for each scaling."""
     if len(runs) == 1:
         return {"color": f"C{j}"}
-    return {"color": f"C{i % 10}", "linestyle": LINES[j % len(LINES)]}
+    return {"color": f"C{i % 10}", "linestyle": LINES[(i // 10 + j) % len(LINES)]}
 
 
 def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:

@@ -55,7 +55,9 @@ def add_legend(figure: Figure) -> None:
         figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, first[1])))
         figure.legend(*first, loc="outside right center", fontsize="small")
         return
-    figure.set_figheight(figure.get_figheight() + 0.2 * max(len(e[1]) for e in legends.values()))
+    down = -(-len(legends) // 3)  # see `panels`
+    longest = max(len(labels) for _, labels in legends.values())
+    figure.set_figheight(figure.get_figheight() + 0.2 * down * longest)
     for axes in legends:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize="small")
 
@@ -92,9 +94,13 @@ def plot_band(
 
 
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of so many axes in a line."""
-    figure = Figure(figsize=(max(6.4, 5.2 * count), 4.8), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, sharey=sharey)[0])
+    """A figure of so many axes, at most three side by side."""
+    across, down = min(count, 3), -(-count // 3)
+    figure = Figure(figsize=(max(6.4, 5.2 * across), 4.8 * down), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False, sharey=sharey).flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
 
 
 def length_axis(

@@ -97,11 +97,11 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
     columns = range(len(table["columns"]))
     widest = [max(spread(row, i) or 0 for row in rows.values()) for i in columns]
     sentences = [
-        "± is half the range over seeds; the widest range of each column: "
+        "± is half the range over seeds, where it is not 0; the widest range of each column: "
         + ", ".join(f"{width:.{digits}f}" for width in widest) + "."
     ]  # fmt: skip
     if any(len(row["runs"]) == 1 for row in rows.values()):
-        sentences.append("Rows without ± have a single seed and are not compared.")
+        sentences.append("Rows of a single seed are not compared.")
     if best := best_rows(table, last):
         names = ", ".join(f"`{name}`" for name in rows if name in best)
         sentences.append(
@@ -234,7 +234,7 @@ def cell(table: dict, row: dict, column: int, mark: Callable[[str], str]) -> str
     """Our value, half the range over seeds, and in parentheses the paper's value and comparison."""
     digits = table["digits"]
     text = mark(f"{row['mean'][column]:,.{digits}f}")
-    if (width := spread(row, column)) is not None:
+    if width := spread(row, column):
         text += f" ± {width / 2:.{digits}f}"
     paper = row["paper"] and row["paper"][column]
     if table["compare"] == "ratio":
