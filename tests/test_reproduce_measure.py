@@ -252,13 +252,12 @@ def test_the_league_has_losses_positions_and_the_cost_of_a_step(reproduced, monk
         return {row: {"train_ms": 2.0 + i, "train_mb": 4.0 - i} for i, row in enumerate(rows)}
 
     monkeypatch.setattr(benchmark, "measure", measured)
-    only = "--only=softmax,softmax:adaptive_temperature,swa,hybrid"
+    only = "--only=softmax,softmax:adaptive_temperature,swa,hybrid,hybrid:plain_rope"
     table = read_table(folder := reproduced("league", only))
     softmax = {"softmax": (None, None)}
     assert pairs[0] == softmax and pairs[1:] == [
         softmax | {row: config}
         for row, config in (
-            ("softmax:adaptive_temperature", (None, None)),
             ("swa", (4, None)),
             ("hybrid", (None, 4)),
         )
@@ -267,7 +266,8 @@ def test_the_league_has_losses_positions_and_the_cost_of_a_step(reproduced, monk
     assert costs["softmax"][1:] == [1, 1] and costs["swa"][1:] == [1.5, 0.75]
     assert costs["softmax"][0] == costs["swa"][0] > 0.01
     losses = {row: entry["mean"][:5] for row, entry in table["rows"].items()}
-    assert len({tuple(row) for row in losses.values()}) == 4
+    assert len({tuple(row) for row in losses.values()}) == 6  # and swa:plain_rope, its control
+    assert costs["hybrid:plain_rope"] == costs["hybrid"]  # one run, timed once
     evaluation = table["rows"]["swa"]["runs"][0]["evaluation"]
     assert evaluation["window"] == evaluation["control"]["window"] == 4
     names = {path.name for path in folder.glob("*.png")}

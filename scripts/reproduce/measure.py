@@ -191,8 +191,8 @@ class WithCosts(Evaluation, ABC):
     rounds: ClassVar[int]
 
     @abstractmethod
-    def time(self, work: Work) -> dict[str, dict]:
-        """The figures of every row."""
+    def time(self, work: Work, left: list[str]) -> dict[str, dict]:
+        """The figures of the rows that are left, and of those measured before."""
 
     @abstractmethod
     def cost(self, figures: dict) -> list[float]:
@@ -209,15 +209,20 @@ class WithCosts(Evaluation, ABC):
         saved = read_json(self.file(work))
         return saved["rows"] if saved and not timed_otherwise(saved, work.scale.config) else {}
 
+    def left(self, work: Work) -> list[str]:
+        """The rows to time; a view of a row costs what the row does."""
+        rows = dict.fromkeys(row.partition(":")[0] for row in work.rows)
+        return [row for row in rows if row not in self.timed(work)]
+
     def plan(self, work: Work) -> str:
-        left = [row for row in work.rows if row not in self.timed(work)]
-        rest = f"\nto time: {self.what} of {len(work.rows)} rows" if left else ""
+        left = self.left(work)
+        rest = f"\nto time: {self.what} of {len(left)} rows" if left else ""
         return super().plan(work) + rest
 
     def measure(self, work: Work) -> list[str]:
         failures = super().measure(work)
-        if any(row not in self.timed(work) for row in work.rows):
-            rows = self.time(work)
+        if left := self.left(work):
+            rows = self.time(work, left)
             work.folder.mkdir(parents=True, exist_ok=True)
             threads = torch.get_num_threads()
             made = {"environment": environment(), "threads": threads, "rounds": self.rounds}
@@ -226,7 +231,7 @@ class WithCosts(Evaluation, ABC):
         return failures
 
     def results(self, work: Work, row: str) -> list[dict]:
-        if (timed := self.timed(work).get(row)) is None:
+        if (timed := self.timed(work).get(row.partition(":")[0])) is None:
             return []
         costs, results = self.cost(timed), super().results(work, row)
         return [result | {"values": result["values"] + costs} for result in results]
@@ -249,11 +254,11 @@ class WithDecoding(WithCosts):
             "other jobs can only slow one down. The cache is that of all layers.",
         )
 
-    def time(self, work: Work) -> dict[str, dict]:
-        """Of the rows, and all that were measured before, as models of the cached length."""
+    def time(self, work: Work, left: list[str]) -> dict[str, dict]:
+        """All of them anew, as models of the cached length: their rounds are interleaved."""
         length = at(self.cached, work.scale.config)
         sizes = {"block_size": length, "batch_size": 1, "total_batch_size": length}
-        names = dict.fromkeys([*self.timed(work), *work.rows])
+        names = [*self.timed(work), *left]
         rows = {row: work.scale.run(row, work.seeds[0]).config.replace(**sizes) for row in names}
         figures = benchmark.measure(rows, self.rounds, phases=("decode",))
         for row, config in rows.items():
@@ -278,25 +283,24 @@ class WithSteps(WithCosts):
             f"with which the row takes turns: medians of {self.rounds} rounds.",
         )
 
-    def time(self, work: Work) -> dict[str, dict]:
+    def time(self, work: Work, left: list[str]) -> dict[str, dict]:
         def config_of(row: str) -> Config:
             return work.scale.run(row, work.seeds[0]).config
 
         found = self.timed(work)
         softmax = config_of("softmax")
-        for row in work.rows:
-            if row not in found:
-                pair = {"softmax": softmax, row: config_of(row)}
-                figures = benchmark.measure(pair, self.rounds, phases=("train",))
-                with torch.device("meta"):
-                    parameters = GPT(pair[row]).count_parameters()
-                found[row] = {
-                    "parameters": parameters,
-                    "ms": figures[row]["train_ms"] / figures["softmax"]["train_ms"],
-                    "mb": figures[row]["train_mb"] / figures["softmax"]["train_mb"],
-                    "softmax": figures["softmax"],
-                    "row": figures[row],
-                }
+        for row in left:
+            pair = {"softmax": softmax, row: config_of(row)}
+            figures = benchmark.measure(pair, self.rounds, phases=("train",))
+            with torch.device("meta"):
+                parameters = GPT(pair[row]).count_parameters()
+            found[row] = {
+                "parameters": parameters,
+                "ms": figures[row]["train_ms"] / figures["softmax"]["train_ms"],
+                "mb": figures[row]["train_mb"] / figures["softmax"]["train_mb"],
+                "softmax": figures["softmax"],
+                "row": figures[row],
+            }
         return found
 
     def cost(self, figures: dict) -> list[float]:

@@ -288,8 +288,9 @@ LEAGUE = {
         "softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap",
     ),
     "positions": (
-        "softmax", "softmax_alibi", "softmax_nope", "swa", "hybrid", "hybrid_ssmax",
-        "hybrid_lssar_p5",
+        "softmax", "softmax_alibi", "softmax_nope", "swa", "swa:plain_rope", "hybrid",
+        "hybrid:plain_rope", "hybrid_ssmax", "hybrid_ssmax:plain_rope", "hybrid_lssar_p5",
+        "hybrid_lssar_p5:plain_rope",
     ),
     "sinks and gates": (
         "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox",
@@ -457,12 +458,15 @@ EXPERIMENTS = {
         "What users pick instead", LOSS, LEAGUE_ROWS,
         loss(
             1, 2, 4, 8, 16, per_position=True, measured_as=WithSteps,
-            views={"adaptive_temperature": {"attention": "adaptive_temperature"}},
+            views={
+                "adaptive_temperature": {"attention": "adaptive_temperature"},
+                "plain_rope": {"rope": "none"},  # as models with local windows have it
+            },
         ),
         lambda table: report.league(table, LEAGUE), TABLE1, notes=(
             "`softmax:adaptive_temperature` are the weights of `softmax`, as its paper has it. "
-            "Rows without RoPE are not scaled. `swa` has its own, shorter window here too, and so "
-            "its gain is that of scaled RoPE over plain.",
+            "Rows without RoPE are not scaled, `:plain_rope` are the same weights without scaling. "
+            "`swa` has its own, shorter window in the control too.",
         ),
     ),
     "league_passkey": Experiment(
