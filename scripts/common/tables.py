@@ -107,7 +107,7 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
         sentences.append(
             "Bold: the best of a column and every row that cannot be told from it, because the "
             "means differ by no more than the larger of the two rows' ranges. In "
-            f"{table['columns'][last]}: {names}."
+            f"the column {table['columns'][last]}: {names}."
         )
     return sentences
 
