@@ -288,9 +288,8 @@ class Config:
     def n_vocab(self) -> int:
         """The number of token ids, end-of-text included; for orbits, per coordinate."""
         if self.task == "orbits":
-            return (
-                self.bins + 3
-            )  # two time-step tokens, and one that the published vocabulary leaves unused
+            # with two time-step tokens, and one that the published vocabulary leaves unused
+            return self.bins + 3
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)

@@ -209,8 +209,8 @@ class Saver:
             with atomic_write(path) as file:
                 saved = HashingFile(file)
                 saved.write_content(content)
-            milestone = bool(self.keep_every) and content["step"] % self.keep_every == 0
-            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest(), keep=milestone)
+            keep = self._is_milestone(content["step"])
+            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest(), keep=keep)
             kept = self._entries_to_keep(name, before) | {name: entry}
             index = Index(run_id=content["run_id"], checkpoints=kept)
             write_json(self.run / INDEX, msgspec.to_builtins(index))
@@ -230,6 +230,9 @@ class Saver:
             ) from error
         delete_stale(self.run)
 
+    def _is_milestone(self, step: int) -> bool:
+        return self.keep_every > 0 and step % self.keep_every == 0
+
     def _entries_to_keep(self, new: str, index: Index | None) -> dict[str, Entry]:
         """The index entries to keep beside a new one, which replaces all later ones of its kind."""
         if index is None:
@@ -239,6 +242,8 @@ class Saver:
             best = []
         else:
             before = [name for name in steps if step_of(name) < step_of(new)]
+            for name in before:
+                index.checkpoints[name].keep |= self._is_milestone(step_of(name))
             steps = before[: self.keep_last - 1] + [n for n in before if index.checkpoints[n].keep]
         return {name: index.checkpoints[name] for name in best + steps}
 
@@ -369,7 +374,7 @@ def made_by(run: str | Path, ids: dict[str, str | None]) -> bool:
     """Whether a job with one of these ids started the run, or was the last to continue it."""
     made = read_json(Path(run) / "environment.json", dict[str, Any])
     before = made and made.get("job")
-    return isinstance(before, dict) and any(before.get(key) == id for key, id in ids.items() if id)
+    return isinstance(before, dict) and any(before.get(by) == job for by, job in ids.items() if job)
 
 
 def require_unused_folder(run: Path) -> None:
