@@ -219,7 +219,7 @@ def serve(config: Config, phase: str, nanogpt: str | None, threads: int, pipe: C
     """What a Worker's process runs: a step, timed, for every "step" received."""
     torch.set_num_threads(threads)
     device = pick_device(config.device)
-    if device.index is not None:
+    if device.type == "cuda":
         torch.cuda.set_device(device)  # whose work is waited for, and whose memory is counted
     step = build_step(config, phase, nanogpt, device)
     warm = False

@@ -200,7 +200,7 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: RunOptions) -
 def open_run(path: str | Path, options: RunOptions) -> LoadedRun:
     """Load a run for evaluation. Raises UserError where the run or the device is missing."""
     device = pick_device(options.device)
-    if device.index is not None:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype = options.torch_dtype
     trained = checkpoint.read_config(path)
