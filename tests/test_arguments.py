@@ -26,7 +26,7 @@ def test_options_are_refused_in_a_sentence(option, message):
         parser.parse_args([option])
     assert str(error.value) == message
     parsed = parser.parse_args(["--samples=1", "--lengths=8,4"])
-    assert parsed.samples == 1 and parsed.lengths == (8, 4)
+    assert parsed.samples == 1 and parsed.lengths == (4, 8)
 
 
 @pytest.mark.parametrize(

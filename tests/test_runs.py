@@ -29,7 +29,7 @@ REQUESTS = [
     ),
     passkey.PasskeyRequest(lengths=(300,), trials=7, seed=1, **OPENED),
     needle.NeedleRequest(
-        lengths=(300, 200), samples=3, score_length=200, score_trials=2, data_dir="here", seed=1,
+        lengths=(200, 300), samples=3, score_length=200, score_trials=2, data_dir="here", seed=1,
         **OPENED,
     ),
     downstream.TaskRequest(
