@@ -151,14 +151,9 @@ class Log:
             return
         # leaves out values that are unknown or not finite, which JSON cannot hold
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        try:
+        with self._writing():
             self.file.write(json.dumps(known) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self.file.name}: {error.strerror}; if the disk is full, free some space, then "
-                "continue with --resume"
-            ) from error
         if self.wandb:
             self.add_to_row(known)
 
@@ -176,7 +171,19 @@ class Log:
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
         if not self.quiet:
-            os.fsync(self.file.fileno())
+            with self._writing():
+                os.fsync(self.file.fileno())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Report an error of the disk in a sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.file.name}: {error.strerror}; if the disk is full, free some space, then "
+                "continue with --resume"
+            ) from error
 
     def validation(self, step: int, val_loss: float) -> None:
         self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")

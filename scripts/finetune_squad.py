@@ -321,6 +321,27 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
 
 
+def load_to_resume(out: Path, config: Config, facts: Facts) -> checkpoint.TrainingState:
+    """The latest checkpoint of the fine-tuning in a folder.
+
+    Raises UserError where it had other steps, examples or initial weights.
+    """
+    state, before = checkpoint.load_to_resume(out, config, quiet=False), read_facts(out)
+    if (steps := state.config.get("max_iters")) != config.max_iters:
+        raise UserError(
+            f"{out} was begun with {steps} steps, and these --epochs take {config.max_iters}, "
+            "with another learning rate: give the same --epochs, or another --out_dir"
+        )
+    if before is None or before["sha256"] != facts["sha256"]:
+        raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
+    if before["began_with"] != facts["began_with"]:
+        raise UserError(
+            f"{out} was fine-tuned from another checkpoint, of step "
+            f"{before['began_with'].get('step')}: give that one, or another --out_dir"
+        )
+    return state
+
+
 def finetune(
     config: Config,
     model: GPT,
@@ -334,21 +355,7 @@ def finetune(
     sequences = config.total_batch_size // config.block_size
     # with this setting L is the batch's length, which must then be fixed
     length = config.block_size if config.attention_length == "current" else None
-    state = checkpoint.load_to_resume(out, config, quiet=False) if resume else None
-    if state is not None:
-        if (steps := state.config.get("max_iters")) != config.max_iters:
-            raise UserError(
-                f"{out} was begun with {steps} steps, and these --epochs take {config.max_iters}, "
-                "with another learning rate: give the same --epochs, or another --out_dir"
-            )
-        before = read_facts(out)
-        if before is None or before["sha256"] != facts["sha256"]:
-            raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
-        if before["began_with"] != facts["began_with"]:
-            raise UserError(
-                f"{out} was fine-tuned from another checkpoint, of step "
-                f"{before['began_with'].get('step')}: give that one, or another --out_dir"
-            )
+    state = load_to_resume(out, config, facts) if resume else None
 
     # ---- model and optimizer ----
     if device.type == "cuda":

@@ -104,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument(
         "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
     )
-    other = "name in attention.VARIANTS, for the run's own; it re-weights only with --p"
+    other = "variant of attention.VARIANTS in place of the run's; it re-weights only with --p"
     parser.add_argument("--attention", help=other)
     parser.add_argument("--p", type=float, help="power of re-weighting in place of the run's own")
     parser.add_argument("--device")
