@@ -363,8 +363,10 @@ class MLP(nn.Module):
         x = self.c_fc(x)
         if self.swiglu:
             gate, x = x.chunk(2, dim=-1)
-            return self.c_proj(F.silu(gate) * x)
-        return self.c_proj(F.gelu(x, approximate="tanh"))  # GPT-2's own approximation
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x, approximate="tanh")  # GPT-2's own approximation
+        return self.c_proj(x)
 
 
 class Block(nn.Module):
