@@ -848,6 +848,23 @@ def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
     assert_near(A, torch.full_like(A, 1 / 20), rtol=1e-6)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 7, 15.0, 100, 999, 1000, 2.5])
+def test_powers_and_their_gradients(p):
+    exact = torch.linspace(0, 1, 257, dtype=torch.float64)
+    x = exact.float().requires_grad_()
+    y = attention.power_of(x, p)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.sum(), x) if p > 1 else (torch.zeros(257),)
+    formulas = exact**p, p * exact ** (p - 1), p * (p - 1) * exact ** max(p - 2, 0)
+    for found, formula in zip((y, slope, curve), formulas, strict=True):
+        # a relative error of an eps in x becomes p of them
+        assert_near(found.double(), formula, rtol=(p + 16) * EPS, atol=1e-30)
+
+
+def test_a_power_of_nan_is_nan():
+    assert attention.power_of(torch.tensor([math.nan, 1.0]), 15).isnan().tolist() == [True, False]
+
+
 @pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
 def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
