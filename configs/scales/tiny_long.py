@@ -1,5 +1,6 @@
-# The model of tiny.py with 8 times as many bytes and twice the context: half an hour or more a run. The
-# shards, from 14 MB of text or more: python -m data.text FILES --tokenizer bytes --out_dir data/long_bytes
+# The model of tiny.py with 8 times as many bytes and twice the context: half an hour or more a run.
+# The shards, from 14 MB of text or more:
+# python -m data.text FILES --tokenizer bytes --out_dir data/long_bytes
 n_layer = 4
 n_head = 4
 n_embd = 128
