@@ -943,15 +943,14 @@ def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
 
 def power_of(x: Tensor, p: float | Tensor) -> Tensor:
     """x^p of x >= 0; on a CPU by products where p is an integer, in a third of pow's time."""
-    if isinstance(p, Tensor) or not 1 < p < 1000 or p != round(p):
-        return x.pow(p)
-    if not x.is_cpu or torch.compiler.is_compiling():  # which makes products of pow itself
-        return x.pow(p)
-    return IntegerPower.apply(x, round(p))
+    eager = x.is_cpu and not torch.compiler.is_compiling()  # inductor makes products of pow itself
+    if eager and not isinstance(p, Tensor) and 3 < p < 1000 and p == round(p):
+        return IntegerPower.apply(x, round(p))
+    return x.pow(p)
 
 
 class IntegerPower(torch.autograd.Function):
-    """x^p of an integer p > 1, squaring and multiplying from p's second binary digit on."""
+    """x^p of an integer p > 3, squaring and multiplying from p's second binary digit on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: int) -> Tensor:
