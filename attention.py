@@ -22,10 +22,13 @@ Settings of a layer combine with any variant, in this order:
 
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
-Nakanishi 2025); the entries of others name theirs. To add a variant, add an entry to `VARIANTS`,
-and a `Phi` if its function is new. What does not fit an entry (scores mixed across heads, the two
-maps of differential attention) is a module that model.build_attention returns, with `forward` and
-`weights` as `Attention` has them and the attributes `n_head`, `window`, `ordered` and `p_n`.
+Nakanishi 2025); the entries of others name theirs.
+
+The formulas are `Variant`, `VARIANTS` and `Attention._weights`; the rest computes them fast. To add
+a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. What does not fit an
+entry (scores mixed across heads, the two maps of differential attention) is a module that
+model.build_attention returns, with `forward` and `weights` as `Attention` has them and the
+attributes `n_head`, `window`, `ordered` and `p_n`.
 """
 
 import functools
@@ -238,9 +241,9 @@ class Variant:
 
     @property
     def takes_sink(self) -> bool:
-        """A sink needs l1, and a phi that is never 0: relu's gradient would be 0 at score 0."""
+        """A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there."""
         row = self.norm is None and self.row_weights is None and self.reweight is relu_power
-        return row and self.phi.zero == -math.inf
+        return row and not self.phi.signed and bool(self.phi.function(torch.zeros(())) > 0)
 
     @property
     def is_softmax(self) -> bool:
@@ -670,10 +673,10 @@ class Attention(nn.Module):
         if self.alibi_heads:
             z = z - self._slopes(rows) * (rows.last - rows.keys)
         if call.from_input.log_forget is not None:
-            kept = call.from_input.log_forget.to(z.dtype).cumsum(-1)
-            z = z + (kept[:, :, -q.shape[2] :, None] - kept[:, :, None])
-        hidden = phi.zero if variant.row_weights is None else -math.inf
-        z = torch.where(rows.sees(k.shape[2]), z, hidden)  # masked_fill takes twice the passes
+            decay = call.from_input.log_forget.to(z.dtype).cumsum(-1)
+            z = z + (decay[:, :, -q.shape[2] :, None] - decay[:, :, None])
+        masked = phi.zero if variant.row_weights is None else -math.inf
+        z = torch.where(rows.sees(k.shape[2]), z, masked)  # masked_fill takes twice the passes
         if variant.row_weights is not None:
             return variant.row_weights(z, rows)
         if self.has_sink:  # the last column
@@ -827,8 +830,8 @@ class Attention(nn.Module):
         bias = None if variant.bias is None else per_row(variant.bias(rows))
         key_bias = None
         if from_input.log_forget is not None:
-            kept = from_input.log_forget.float().cumsum(-1)
-            own, key_bias = kept[:, :, -q.shape[2] :], -kept
+            decay = from_input.log_forget.float().cumsum(-1)
+            own, key_bias = decay[:, :, -q.shape[2] :], -decay
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             shifts = variant.is_softmax and self.p is None and not self.has_sink
             bias = (own.detach() if shifts else own) + (0 if bias is None else bias)

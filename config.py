@@ -585,24 +585,8 @@ def check_sizes(config: Config) -> None:
         raise UserError(f"gamma = {config.gamma} must be above 0: it divides the weights")
 
 
-def variants_in_source() -> list[str]:
-    """The names in attention.VARIANTS without importing torch; none where it is not one literal."""
-    tree = ast.parse((Path(__file__).parent / "attention.py").read_text(encoding="utf-8"))
-    definitions = ast.FunctionDef | ast.ClassDef
-    code = [node for node in tree.body if not isinstance(node, definitions)]
-    uses = [x for node in code for x in ast.walk(node) if getattr(x, "id", "") == "VARIANTS"]
-    for node in code:
-        if isinstance(node, ast.AnnAssign) and node.target in uses and len(uses) == 1:
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
-            names = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
-            return names if len(names) == len(keys) else []
-    return []
-
-
 def check_attention(config: Config) -> None:
     """Raise UserError where the settings of attention contradict the table of variants."""
-    if "attention" not in sys.modules and (names := variants_in_source()):
-        check_choice("attention", config.attention, names)
     # imports torch, which takes a second or more
     from attention import VARIANTS, check_variant, kernel_obstacle
 
@@ -731,6 +715,16 @@ def batches_that_work(config: Config, world_size: int) -> str:
     return f"total_batch_size = {steps * micro} or {(steps + 1) * micro} would work"
 
 
+HEADINGS = {  # in the help, above these settings
+    "attention": "attention",
+    "n_layer": "model",
+    "task": "data",
+    "optimizer": "optimisation",
+    "eval_interval": "validation, checkpoints, logs",
+    "out_dir": "the run",
+}
+
+
 def help_text() -> str:
     """The text that `python train.py --help` prints."""
     lines = [
@@ -738,9 +732,10 @@ def help_text() -> str:
         "       train.py --resume RUN [--key=value ...]",
         "",
         "Config files apply left to right, then the command line, over these defaults:",
-        "",
     ]
     for f in fields(Config):
+        if f.name in HEADINGS:
+            lines += ["", f"{HEADINGS[f.name]}:"]
         default = repr(f.default)
         lines.append(f"  --{f.name}={default}".ljust(36) + " " + f.metadata["help"])
     return "\n".join(lines)

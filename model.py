@@ -310,19 +310,19 @@ class SelfAttention(nn.Module):
         decoding = cache is not None and x.shape[1] == 1
         numbers = self.from_input(x)
         out = []
-        for part, (attention, mine) in enumerate(self.parts()):
-            theirs = slice(mine.start // self.group, mine.stop // self.group)
-            kept, given = self.projections.of_heads(kv, theirs), numbers.heads(mine)
+        for part, (attention, heads) in enumerate(self.parts()):
+            kv_heads = slice(heads.start // self.group, heads.stop // self.group)
+            cached, inputs = self.projections.of_heads(kv, kv_heads), numbers.heads(heads)
             if cache is not None:
-                gates = [] if given.log_forget is None else [given.log_forget]
+                gates = [] if inputs.log_forget is None else [inputs.log_forget]
                 ordered = attention.ordered or gates != []
-                kept = cache.append((layer, part), kept + gates, attention.window, ordered)
+                cached = cache.append((layer, part), cached + gates, attention.window, ordered)
                 if gates:
-                    given = replace(given, log_forget=kept.pop())
-            k, v = self.projections.keys_and_values(kept, decoding)
+                    inputs = replace(inputs, log_forget=cached.pop())
+            k, v = self.projections.keys_and_values(cached, decoding)
             length = cache.size if cache else None
-            scale = 1.0 if mine.stop <= self.nope_heads else score_scale
-            out.append(attention(q[:, mine], k, v, scale, length, from_input=given))
+            scale = 1.0 if heads.stop <= self.nope_heads else score_scale
+            out.append(attention(q[:, heads], k, v, scale, length, from_input=inputs))
         # joining the heads of one part copies nothing: kernels lay them out side by side
         y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:  # [B, L, H, 1 or d]

@@ -2,7 +2,7 @@
 
 Read top to bottom: config -> data -> model -> optimizers -> loop. The loss curve depends on the
 global batch and the seed, not on the number of processes or micro-batches, nor on how often the run
-is stopped and resumed. runtime/distributed.py lists the exit codes.
+is stopped and resumed. docs/resuming.md lists the exit codes.
 """
 
 import contextlib

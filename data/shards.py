@@ -244,12 +244,14 @@ def _check_parts(data_dir: Path) -> None:
 
 def _how_to_make(data_dir: Path) -> str:
     """The end of an error message: the command that makes this folder."""
-    command = f"python -m data.text --out_dir {data_dir}"
+    named = re.fullmatch(r"text_(\w+)", data_dir.name)
+    command = f"python -m data.text [FILES] --tokenizer {named[1] if named else 'TOKENIZER'}"
+    default = Path("data") / data_dir.name if named else None
     if fineweb := re.match(r"fineweb(_edu)?(\d+B)?", data_dir.name):
         edu, size = fineweb.groups()
         command = "python -m data.fineweb"
         command += " --dataset fineweb-edu" if edu else ""
         command += f" --name sample-{size}T" if size and size != "10B" else ""
-        if data_dir != Path("data") / data_dir.name:
-            command += f" --out_dir {data_dir}"
+        default = Path("data") / data_dir.name
+    command += "" if data_dir == default else f" --out_dir {data_dir}"
     return f"make it with `{command}`"

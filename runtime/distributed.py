@@ -1,12 +1,4 @@
-"""The ranks of a run: connected, stopped together by a signal, ended when one is lost.
-
-How train.py ends:
-    0   finished
-    1   diverged, or a rank was lost
-    2   a mistake that the message names, or a checkpoint that could not be written
-    75  stopped by a signal and saved: continue with --resume
-    128 + n  ended at once by a second signal n: --resume continues from the last checkpoint
-"""
+"""The ranks of a run: connected, stopped together by a signal, ended when one is lost."""
 
 import itertools
 import json

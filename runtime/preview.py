@@ -66,11 +66,13 @@ def show(
         if not quiet:
             print(text, flush=True)
 
+    accumulated = accumulation_steps(config, world_size)
     say(
         f"{config.variant_name}: {model.count_parameters():,} parameters, {loader.tokens:,} "
-        f"training tokens in {loader.source}, {loader.n_windows:,} windows; {world_size} x "
-        f"{accumulation_steps(config, world_size)} x {config.batch_size} x {config.block_size} "
-        f"tokens a step on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
+        f"training tokens in {loader.source}, {loader.n_windows:,} windows; "
+        f"{config.total_batch_size:,} tokens a step (processes x micro-batches x batch_size x "
+        f"block_size = {world_size} x {accumulated} x {config.batch_size} x {config.block_size}) "
+        f"on {device.type} in {str(dtype).removeprefix('torch.')}; run folder "
         f"{config.out_dir}" + (f", from step {step} of {config.max_iters}" if step else "")
     )
     ramps = config.warmup_iters + config.cooldown_iters

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import config
-from attention import VARIANTS
 from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
 from errors import UserError, command
 from runtime import checkpoint
@@ -205,7 +203,7 @@ def test_a_run_stands_for_its_settings(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"attention": "elu1"}, "{path}: attention = 'elu1'; it is one of softmax,"),
+        ({"attention": "none"}, "{path}: attention = 'none'; it is one of softmax,"),
         ({"n_layer": 0}, "{path}: n_layer = 0 must be at least 1"),
         ({"dropout": 0.1}, "{path} has 'dropout', which is not a setting here: another version"),
     ],
@@ -232,9 +230,7 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
-@pytest.mark.parametrize(
-    "argument", ["--help", "--lerning_rate=1", "--n_layer=two", "lsar.py", "--attention=lsar"]
-)
+@pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1", "--n_layer=two", "lsar.py"])
 def test_help_and_refusals_do_not_wait_for_torch(argument):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "train.py", argument],
@@ -242,15 +238,6 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
     )  # fmt: skip
     assert done.returncode == (0 if argument == "--help" else 2)
     assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
-
-
-def test_names_of_variants_in_the_source_are_those_of_the_table(tmp_path, monkeypatch):
-    assert config.variants_in_source() == list(VARIANTS)
-    source = (CONFIGS.parent / "attention.py").read_text()
-    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
-    for more in ("VARIANTS['own'] = 1", "VARIANTS.update(own=1)", "for p in 1, 2: VARIANTS[p] = p"):
-        (tmp_path / "attention.py").write_text(f"{source}\n{more}\n")
-        assert config.variants_in_source() == []  # then the table itself is asked
 
 
 def test_a_config_is_frozen_checked_and_survives_as_dict():

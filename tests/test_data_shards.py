@@ -116,7 +116,8 @@ def test_lists_each_split_in_order(tmp_path):
     [
         ("fineweb10B", r"python -m data.fineweb --out_dir .*fineweb10B`"),
         ("fineweb_edu100B", r"data.fineweb --dataset fineweb-edu --name sample-100BT --out_dir"),
-        ("mine", r"python -m data.text --out_dir .*mine`"),
+        ("mine", r"python -m data.text \[FILES\] --tokenizer TOKENIZER --out_dir .*mine`"),
+        ("text_gpt2", r"python -m data.text \[FILES\] --tokenizer gpt2 --out_dir .*text_gpt2`"),
     ],
 )
 def test_says_how_to_make_what_is_missing(tmp_path, name, how):
@@ -125,6 +126,14 @@ def test_says_how_to_make_what_is_missing(tmp_path, name, how):
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=rf"{name}: no \*_val_\*.bin in it; make it with `.*{how}"):
         shards.list_shards(tmp_path / name, "val")
+
+
+def test_a_default_folder_needs_no_out_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"data.text \[FILES\] --tokenizer bytes`"):
+        shards.list_shards("data/text_bytes", "train")
+    with pytest.raises(UserError, match=r"python -m data.fineweb`"):
+        shards.list_shards("data/fineweb10B", "train")
 
 
 def test_the_default_folder_needs_no_option():

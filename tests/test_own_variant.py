@@ -28,25 +28,26 @@ def not_copied(folder, names):
 
 def section(title):
     text = (ROOT / "README.md").read_text()
-    return re.search(rf"^#+ {title}\n(.*?)(?=^#+ )", text, re.M | re.S)[1]
+    return re.search(rf"^## {title}\n(.*?)(?=^## )", text, re.M | re.S)[1]
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The repository with the section's code at the end of attention.py."""
+    """The repository with the section's code at the end of attention.py and in a config."""
     copy = shutil.copytree(ROOT, tmp_path_factory.mktemp("own") / "copy", ignore=not_copied)
-    (code,) = re.findall(r"```python\n(.*?)```", section("A variant of your own"), re.S)
+    code, settings = re.findall(r"```python\n(.*?)```", section("A variant of your own"), re.S)
     with open(copy / "attention.py", "a") as file:
         file.write("\n" + code)
+    (copy / "configs/elu1_p15.py").write_text(settings)
     return copy
 
 
 @pytest.fixture(scope="module")
 def run(copy, shards):
     """The run's folder, trained by the section's command."""
-    command = re.search(r"`python (train\.py [^`]*)`", section("A variant of your own"))[1].split()
+    command = re.search(r"python (train\.py .*)", section("A variant of your own"))[1].split()
     call(copy, *command, *SMALL, f"--data_dir={shards}", *SIZES)
-    return copy / "out/elu1_p15"
+    return copy / "out/elu1_p15_tiny"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def printed(copy, run):
     sizes = "n_layer=1 n_head=2 n_embd=32 block_size=16 batch_size=2 total_batch_size=32"
     settings = [f"--set={size}" for size in (*sizes.split(), "tokenizer=bytes", "device=cpu")]
     commands = {
-        "eval_length": ["out/elu1_p15", "--lengths", "16,64"],
-        "sample": ["out/elu1_p15", "--prompt=abc", "--max_new_tokens=40", "--temperature=0"],
+        "eval_length": ["out/elu1_p15_tiny", "--lengths", "16,64"],
+        "sample": ["out/elu1_p15_tiny", "--prompt=abc", "--max_new_tokens=40", "--temperature=0"],
         "benchmark": ["configs/elu1.py", "--rounds=1", *settings, "--out=elu1.json"],
     }
     with ThreadPoolExecutor() as pool:

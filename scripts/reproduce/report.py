@@ -36,8 +36,9 @@ SLIDING = "sliding window of 1x"
 CONTROL_NOTE = (
     "Sliding window: the same weights with plain RoPE, where each row sees as many keys as in "
     "training at most; independent windows of that length give the loss of 1x at any length. The "
-    "gain from context is the loss with the sliding window minus the loss with everything, at the "
-    "longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it."
+    "gain from context is the loss with the sliding window minus the loss with the full context, "
+    "at the longest length: above 0 the model uses what lies beyond the window, below 0 it is "
+    "hurt by it."
 )
 
 
