@@ -574,7 +574,8 @@ def check_sizes(config: Config) -> None:
         )
     group = config.n_head // config.kv_heads
     heads = config.nope_share * config.n_head
-    if config.nope_share >= 1 or heads != config.nope_heads or config.nope_heads % group:
+    whole = math.isclose(heads, config.nope_heads, abs_tol=1e-9)
+    if config.nope_share >= 1 or not whole or config.nope_heads % group:
         raise UserError(
             f"nope_share = {config.nope_share:g} of n_head = {config.n_head} is {heads:g} heads; "
             f"it must be below 1 and a multiple of n_head / n_kv_head = {group} heads"

@@ -185,7 +185,7 @@ def inspect(
 
 def choose_validation(sources: list[Source]) -> tuple[list[Source], list[Source]]:
     """Split sources into (train, val): val is a tenth, at least one, by the hash of the name."""
-    ranked = sorted(sources, key=lambda source: hashlib.sha256(source.name.encode()).digest())
+    ranked = sorted(sources, key=lambda source: hashlib.sha256(os.fsencode(source.name)).digest())
     val = set(ranked[: max(1, len(sources) // 10)])
     return [s for s in sources if s not in val], [s for s in sources if s in val]
 

@@ -68,6 +68,7 @@ def main() -> None:
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """A run's steps, each with the COLUMNS that it has. Raises UserError where there is none."""
+    run = checkpoint.folder_of(run)
     batch = checkpoint.read_config(run).total_batch_size
     finetuned = (run / "squad.json").exists()  # its steps are of examples, shorter than block_size
     steps: dict[int, dict[str, float]] = {}

@@ -11,9 +11,10 @@ with --per_position loss_by_position.png, or loss_by_position_RUN_RUN.png, inste
 
 What a longer context is worth: beside every run stands its control, the same weights with plain
 RoPE where each row sees the last T keys only, T the training length: a window costs nothing and
-keeps any model near its loss at T. The gain from context is the control's loss minus the run's, at
-the longest length: above 0 the model uses what lies beyond the window, below 0 it is hurt by it.
---restart adds a second control: independent windows of T tokens.
+keeps most models near their loss at T. Some that have no positions it does not: of them, as of any
+model, independent windows have the loss at T, which --restart measures. The gain from context is
+the lower of these two losses minus the run's, at the longest length: above 0 the model uses what
+lies beyond T tokens, below 0 it is hurt by it.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
@@ -282,8 +283,15 @@ class MeasuredRun:
     restarted: dict | None = None  # in independent windows of the training length
 
     def gain(self, row: dict) -> float | None:
-        """The gain from context: the control's loss minus a row's, at the longest length."""
-        return None if self.control is None else self.control["loss"][-1] - row["loss"][-1]
+        """The gain from context: the lower of both controls' losses minus a row's, at the end.
+
+        Independent windows have the loss at the training length, where that is measured.
+        """
+        if self.control is None:
+            return None
+        losses = dict(zip(self.control["lengths"], self.control["loss"], strict=True))
+        last = self.control["loss"][-1]
+        return min(last, losses.get(row["trained_length"], last)) - row["loss"][-1]
 
 
 def measure_run(
@@ -394,7 +402,8 @@ NATS, BITS = "nats per token", "bits per byte"
 CONTROL = "sliding window of the training length, plain RoPE"
 MEANING = (
     "gain from context, at the longest length: the loss with a " + CONTROL + ",\n"
-    "minus the loss; above 0 the model uses what lies beyond the window, below 0 it is hurt by it"
+    "or at that length if it is lower, minus the loss; above 0 the model uses what lies beyond it, "
+    "below 0\nit is hurt by it"
 )
 
 

@@ -72,7 +72,7 @@ from scripts.eval_length import LossRequest, measure
 # Lengths at which the runs are evaluated, in training lengths.
 MULTIPLES = (1, 2, 4, 8)
 # Settings that cannot have several values: losses on other data cannot be compared.
-SINGLE = ("data_dir", "tokenizer", "out_dir")
+SINGLE = ("task", "data_dir", "tokenizer", "val_tokens", "planets", "bins", "out_dir")
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,13 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
     assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
 
 
+def test_a_share_of_heads_is_whole_up_to_rounding():
+    sizes = ["--n_head=25", "--n_embd=50"]
+    for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
+        assert load_config([*sizes, f"--nope_share={heads / 25}"]).nope_heads == heads
+    assert "is 7.25 heads" in refusal(*sizes, "--nope_share=0.29")
+
+
 def test_a_config_is_frozen_checked_and_survives_as_dict():
     config = load_config([at("lssar_p3.py")])
     with pytest.raises(dataclasses.FrozenInstanceError):

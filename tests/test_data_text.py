@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +79,8 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     assert chosen[0] == chosen[1] == ["18.txt", "20.txt"]
     train, val = text.choose_validation(sources[:2])
     assert (len(train), len(val)) == (1, 1)
+    foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
+    assert len(text.choose_validation([foreign, *sources])[1]) == 2
 
 
 def test_named_validation_files(folder, tmp_path):

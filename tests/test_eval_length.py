@@ -15,6 +15,7 @@ from data.tokenizer import get_tokenizer, identify
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
+from scripts.reproduce.tables import EXPERIMENTS
 from tests.helpers import saved_run, set_meta, small_config
 from tests.runs import refused
 
@@ -116,6 +117,21 @@ def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch,
         call(eval_length, run, "--lengths", order)
     first, second = capsys.readouterr().out.split("gain from context, at")[:2]
     assert first.split("\n")[-3:-1] == second.split("\n")[-3:-1]
+
+
+@pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
+def test_the_gain_is_over_the_better_of_two_controls(window, gain):
+    """Without positions a sliding window may harm a model; independent windows never do."""
+    row = {"trained_length": 16, "lengths": [16, 64], "loss": [2.2, 2.5]}
+    control = {"lengths": [16, 64], "loss": window, "trained_length": 16}
+    run = eval_length.MeasuredRun("softmax", [row], control)
+    assert run.gain(row) == pytest.approx(gain)
+    values = EXPERIMENTS["p_sweep"].evaluation.values
+    config = small_config("softmax.py", "--block_size=16")
+    lengths = [16, 32, 64, 128, 256]
+    losses = {"lengths": lengths, "loss": [2.2, 2.3, 2.3, 2.4, 2.5]}
+    other = {"lengths": lengths, "loss": [window[0], 2.2, 2.2, 2.2, window[1]]}
+    assert values(losses | {"control": other}, config)[-1] == pytest.approx(gain)
 
 
 def test_other_text_in_the_same_folder_is_measured_anew(train, call, shards, tmp_path):

@@ -8,7 +8,8 @@ machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, .json, .cs
 pictures. All tables share the runs. An interrupted command continues where it stopped; nothing is
 done twice. A run that another process is training is waited for. --only and --seeds limit the work;
 --only also takes a variant of the table with any p (lssar_p7). The table has every available row
-for these seeds; where RESULTS has one with runs that are not here, it goes to <name>_2 beside it.
+for these seeds; where RESULTS has one with other seeds, or with runs that are not here, it goes to
+<name>_2 beside it.
 """
 
 import argparse
@@ -88,6 +89,7 @@ def main() -> None:
         range(FIRST_SEED, FIRST_SEED + arguments.seeds),
         Path(arguments.results) / scale.name / name,
         arguments.squad,
+        arguments.plan,
         missing_shards(scale.config) if trained and arguments.plan else None,
     )
     runs = work.runs if trained else []
@@ -105,7 +107,7 @@ def main() -> None:
     if trained:
         planned = {(row, seed) for row in chosen for seed in work.seeds}
         folder = table_folder(experiment, work, planned)
-        beside = f"; {work.folder} has runs that are not here" if folder != work.folder else ""
+        beside = f"; {work.folder} has other runs or seeds" if folder != work.folder else ""
         print(f"the table goes to {folder}{beside}", flush=True)
     if arguments.plan:
         return

@@ -97,7 +97,7 @@ class Evaluation:
             raise UserError(f"--squad {work.squad}: no such file")
         if work.missing_shards or not all(self.find(run) for run in work.runs):
             self.refuse(work.scale.config)
-            if not work.missing_shards:
+            if not work.planning:
                 self.request(work.scale.config).check(work.scale.config)
         for run in work.runs if self.finetuned else ():
             if problem := tuning_difference(run, work):
@@ -121,7 +121,7 @@ class Evaluation:
             )
             amount = f"{len(left)} runs, {total:,} {request.unit} in all"
         except UserError as error:
-            if not work.missing_shards:
+            if not work.planning:
                 raise
             amount = f"{len(work.runs)} runs at most, {request.unit} unknown ({error})"
         tuning = f"fine-tuned for {epochs} epochs of SQuAD, then " if self.finetuned else ""

@@ -31,13 +31,14 @@ from scripts.common.plots import (
 )
 from scripts.common.tables import SIDES, how_measured, ranged, seed_sentences
 from scripts.common.tables import write as write_table
+from scripts.reproduce.training import split_p
 
 SLIDING = "sliding window of 1x"
 CONTROL_NOTE = (
     "Sliding window: the same weights with plain RoPE, where each row sees as many keys as in "
     "training at most; independent windows of that length give the loss of 1x at any length. The "
-    "gain from context is the loss with the sliding window minus the loss with the full context, "
-    "at the longest length: above 0 the model uses what lies beyond the window, below 0 it is "
+    "gain from context is the lower of the two minus the loss with the full context, at the "
+    "longest length: above 0 the model uses what lies beyond its training length, below 0 it is "
     "hurt by it."
 )
 
@@ -205,25 +206,29 @@ def components(table: dict) -> dict[str, Figure]:
     """A panel for each kind of re-weighting, with a curve for each phi and scale."""
     groups: dict[str, dict[str, str]] = {}
     for name in table["rows"]:
-        variant, _, p = name.rpartition("_p")
-        if p.isdigit():
-            groups.setdefault(f"re-weighted, p = {p}", {})[name] = variant
-        else:
-            groups.setdefault("not re-weighted", {})[name] = name
+        variant, p = split_p(name)
+        kind = "not re-weighted" if p is None else f"re-weighted, p = {p:g}"
+        groups.setdefault(kind, {})[name] = variant
     return grouped(table, groups)
 
 
 def league(table: dict, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Figure]:
-    """A panel for each kind of attention, over length; and the same by position, with softmax."""
-    present = {
-        kind: {row: row for row in rows if row in table["rows"]} for kind, rows in kinds.items()
-    }
-    kept = {kind: rows for kind, rows in present.items() if rows.keys() - {"softmax"}}
+    """A panel for each kind of attention, over length; and the same by position, with softmax.
+
+    A variant with another p is where the kind has one of it.
+    """
+    placed = {row for rows in kinds.values() for row in rows}
+    present: dict[str, dict[str, str]] = {}
+    for kind, rows in kinds.items():
+        variants = {split_p(row)[0] for row in rows}
+        added = {row for row in table["rows"] if split_p(row)[0] in variants} - placed
+        present[kind] = {row: row for row in table["rows"] if row in {*rows, *added}}
+    kept = {kind: names for kind, names in present.items() if names.keys() - {"softmax"}}
     pictures = grouped(table, kept or present)
-    for kind, rows in kept.items():
+    for kind, names in kept.items():
         some = table | {
             "name": f"by_position_{kind.replace(' ', '_').replace(chr(39), '')}",
-            "rows": {row: table["rows"][row] for row in rows},
+            "rows": {row: table["rows"][row] for row in names},
         }
         pictures |= positions(some)
     return pictures
@@ -309,9 +314,9 @@ def loss_over_p(table: dict) -> dict[str, Figure]:
     """
     families: dict[str, list[tuple[float, str]]] = {}
     for name in table["rows"]:
-        variant, _, p = name.rpartition("_p")
-        if p.isdigit():
-            families.setdefault(variant, []).append((float(p), name))
+        variant, p = split_p(name)
+        if p is not None:
+            families.setdefault(variant, []).append((p, name))
     if not families:
         return {}
     figure, axes = panels(len(families), sharey=True)

@@ -73,8 +73,8 @@ def loss(
         losses = report.losses_at(measured, lengths(config))
         if "control" not in measured:
             return losses
-        *_, window = report.losses_at(measured["control"], lengths(config))
-        return [*losses, window, window - losses[-1]]
+        alone, *_, window = report.losses_at(measured["control"], lengths(config))
+        return [*losses, window, min(alone, window) - losses[-1]]
 
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if multiples[-1] > 1 else ()
     better = ("lower",) * len(multiples) + ("lower", "higher")[: len(controlled)]

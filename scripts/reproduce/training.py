@@ -195,7 +195,8 @@ class Work:
     seeds: range
     folder: Path
     squad: str | None = None  # SQuAD's train-v2.0.json
-    missing_shards: str | None = None  # a sentence on them; only with --plan
+    planning: bool = False  # --plan: data that are not here are no error
+    missing_shards: str | None = None  # a sentence on them; only when planning
 
     @property
     def runs(self) -> list[PlannedRun]:
