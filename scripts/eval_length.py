@@ -11,10 +11,10 @@ with --per_position loss_by_position.png, or loss_by_position_RUN_RUN.png, inste
 
 What a longer context is worth: beside every run stands its control, the same weights with plain
 RoPE where each row sees the last T keys only, T the training length: a window costs nothing and
-keeps most models near their loss at T. Some that have no positions it does not: of them, as of any
-model, independent windows have the loss at T, which --restart measures. The gain from context is
-the lower of these two losses minus the run's, at the longest length: above 0 the model uses what
-lies beyond T tokens, below 0 it is hurt by it.
+keeps models near their loss at T, though not all of those without positions. Independent windows of
+T tokens have the loss at T, whatever the model; --restart measures them. The gain from context is
+the lower of the two losses minus the run's, at the longest length: above 0 the model uses what lies
+beyond T tokens, below 0 it is hurt by it.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
@@ -283,9 +283,9 @@ class MeasuredRun:
     restarted: dict | None = None  # in independent windows of the training length
 
     def gain(self, row: dict) -> float | None:
-        """The gain from context: the lower of both controls' losses minus a row's, at the end.
+        """The gain from context at the longest length: what T tokens allow minus a row's loss.
 
-        Independent windows have the loss at the training length, where that is measured.
+        That is the lower of the losses with a sliding window and, where it is measured, at T.
         """
         if self.control is None:
             return None
@@ -402,8 +402,8 @@ NATS, BITS = "nats per token", "bits per byte"
 CONTROL = "sliding window of the training length, plain RoPE"
 MEANING = (
     "gain from context, at the longest length: the loss with a " + CONTROL + ",\n"
-    "or at that length if it is lower, minus the loss; above 0 the model uses what lies beyond it, "
-    "below 0\nit is hurt by it"
+    "or the loss at the training length if that is lower, minus the loss; above 0 the model uses "
+    "what lies\nbeyond it, below 0 it is hurt by it"
 )
 
 

@@ -215,7 +215,7 @@ def components(table: dict) -> dict[str, Figure]:
 def league(table: dict, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Figure]:
     """A panel for each kind of attention, over length; and the same by position, with softmax.
 
-    A variant with another p is where the kind has one of it.
+    A variant with another p joins the kinds that contain the variant.
     """
     placed = {row for rows in kinds.values() for row in rows}
     present: dict[str, dict[str, str]] = {}

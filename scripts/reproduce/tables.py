@@ -73,6 +73,7 @@ def loss(
         losses = report.losses_at(measured, lengths(config))
         if "control" not in measured:
             return losses
+        # the first is that of independent windows too
         alone, *_, window = report.losses_at(measured["control"], lengths(config))
         return [*losses, window, min(alone, window) - losses[-1]]
 
