@@ -45,7 +45,7 @@ def copy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(copy, shards):
     """The run's folder, trained by the section's command."""
-    command = re.search(r"python (train\.py .*)", section("A variant of your own"))[1].split()
+    command = re.search(r"`python (train\.py [^`]*)`", section("A variant of your own"))[1].split()
     call(copy, *command, *SMALL, f"--data_dir={shards}", *SIZES)
     return copy / "out/elu1_p15_tiny"
 
