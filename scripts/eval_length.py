@@ -273,6 +273,14 @@ def refuse_other_text(folders: set[str]) -> None:
         )
 
 
+def gain_from_context(alone: float, window: float, loss: float) -> float:
+    """The loss that T tokens of context allow, T the training length, minus the loss.
+
+    `alone` is the loss at T, which independent windows have, `window` that with a sliding window.
+    """
+    return min(alone, window) - loss
+
+
 @dataclass(frozen=True)
 class MeasuredRun:
     """What a table or picture shows of a run."""
@@ -283,15 +291,12 @@ class MeasuredRun:
     restarted: dict | None = None  # in independent windows of the training length
 
     def gain(self, row: dict) -> float | None:
-        """The gain from context at the longest length: what T tokens allow minus a row's loss.
-
-        That is the lower of the losses with a sliding window and, where it is measured, at T.
-        """
+        """A row's gain at the longest length; over the window alone where T is not measured."""
         if self.control is None:
             return None
         losses = dict(zip(self.control["lengths"], self.control["loss"], strict=True))
         last = self.control["loss"][-1]
-        return min(last, losses.get(row["trained_length"], last)) - row["loss"][-1]
+        return gain_from_context(losses.get(row["trained_length"], last), last, row["loss"][-1])
 
 
 def measure_run(

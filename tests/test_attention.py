@@ -861,6 +861,12 @@ def test_powers_and_their_gradients(p):
         assert_near(found.double(), formula, rtol=(p + 16) * EPS, atol=1e-30)
 
 
+def test_a_sink_needs_weight_at_score_0():
+    assert Variant(Phi(F.softplus)).takes_sink
+    for phi in (Phi(torch.relu, zero=0.0), Phi(lambda z: z.relu() ** 3)):
+        assert not Variant(phi).takes_sink  # its sink would never get a gradient
+
+
 def test_a_power_of_nan_is_nan():
     assert attention.power_of(torch.tensor([math.nan, 1.0]), 15).isnan().tolist() == [True, False]
 

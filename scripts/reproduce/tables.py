@@ -12,7 +12,7 @@ from scripts import needle, passkey
 from scripts.attention_maps import DRAWN, MapsRequest, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import TaskRequest
-from scripts.eval_length import LossRequest, smoothed
+from scripts.eval_length import LossRequest, gain_from_context, smoothed
 from scripts.needle import NeedleRequest
 from scripts.passkey import PasskeyRequest
 from scripts.physics import ARROWS, SOLAR_SYSTEM, PhysicsRequest
@@ -73,9 +73,8 @@ def loss(
         losses = report.losses_at(measured, lengths(config))
         if "control" not in measured:
             return losses
-        # the first is that of independent windows too
         alone, *_, window = report.losses_at(measured["control"], lengths(config))
-        return [*losses, window, min(alone, window) - losses[-1]]
+        return [*losses, window, gain_from_context(alone, window, losses[-1])]
 
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if multiples[-1] > 1 else ()
     better = ("lower",) * len(multiples) + ("lower", "higher")[: len(controlled)]
