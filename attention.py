@@ -59,10 +59,10 @@ DEAD = 1e-30
 # re-weighting would let rounding errors pick the winner.
 TIED = 16 * torch.finfo(torch.float32).eps
 # The blocked path takes at most BLOCK_QUERIES queries at a time, and as many heads and sequences as
-# keep their scores within BLOCK_SCORES or, on a CPU, within its cache.
+# keep their scores within BLOCK_SCORES or, on a CPU, BLOCK_SCORES_CPU, which was the fastest there.
 BLOCK_QUERIES = 128
 BLOCK_SCORES = 2**25
-BLOCK_SCORES_CPU = 2**20
+BLOCK_SCORES_CPU = 2**21
 # With more scores than this in a layer, the backward pass recomputes them instead of keeping them.
 KEEP_SCORES = 2**22
 
@@ -199,16 +199,17 @@ Power = float | Tensor | None
 def relu_power(A: Tensor, rows: RowContext, p: Power) -> Tensor:
     """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
 
-    A is [.., Lq, Lk], its row sums 1 or 0; p is a number, or one for each head or row. The power is
-    of x / max x, which l1 cancels, so that nothing overflows at any p or n. A tied row gets no
-    offset, as if n were at most 3, and stays uniform.
+    A is [.., Lq, Lk] and at least 0; p is a number, or one for each head or row. l1 cancels a
+    factor on a row, so its sum need not be 1, and relu(n A - o) becomes relu(A - o mean A). A tied
+    row gets no offset, as if n were at most 3, and stays uniform.
     """
     if p is None:
         return A
-    x = rows.n * A
-    x = (x - ((rows.n > 3) & ~tied(x)).to(x.dtype)).relu()
-    top = x.detach().amax(-1, keepdim=True)
-    return l1_normalise(power_of(x * top.masked_fill(top == 0, math.inf).reciprocal(), p))
+    total = A.sum(-1, keepdim=True)
+    mean, top = total / rows.n, A.detach().amax(-1, keepdim=True)
+    offset = mean * ((rows.n > 3) & (top - mean > TIED * mean))
+    top = (top - offset.detach()).masked_fill(total <= DEAD, 0)
+    return normalised_power(A + offset.neg(), top, p)  # A - offset negates a matrix in backward
 
 
 @dataclass(frozen=True)
@@ -440,13 +441,21 @@ def check_variant(variant: Variant) -> None:
 
 def check_phi(name: str, phi: Phi) -> None:
     """Raise UserError where phi is not 0 at `zero`, not finite, or negative without `signed`."""
-    zero = phi.function(torch.tensor(phi.zero, dtype=torch.float64)).item()
-    if zero != 0:
+    at_zero = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
+    value = phi.function(at_zero)
+    if (zero := value.item()) != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
             "no weight: set Phi(zero=...) to a z with phi(z) = 0. Without such a z, as for a "
             "clamped exp, phi cannot be used"
         )
+    if phi.zero == -math.inf and value.requires_grad:
+        (slope,) = torch.autograd.grad(value, at_zero)
+        if slope != 0:
+            raise UserError(
+                f"{name}: phi's gradient at -inf, the score of hidden keys, is {slope.item():g}: "
+                "set Phi(zero=...) to a finite z with phi(z) = 0"
+            )
     grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
     values = phi.function(grid)
     if not values.isfinite().all():
@@ -675,17 +684,19 @@ class Attention(nn.Module):
         if call.from_input.log_forget is not None:
             decay = call.from_input.log_forget.to(z.dtype).cumsum(-1)
             z = z + (decay[:, :, -q.shape[2] :, None] - decay[:, :, None])
-        masked = phi.zero if variant.row_weights is None else -math.inf
-        z = torch.where(rows.sees(k.shape[2]), z, masked)  # masked_fill takes twice the passes
+        z = mask_hidden(z, rows, phi.zero if variant.row_weights is None else -math.inf)
         if variant.row_weights is not None:
             return variant.row_weights(z, rows)
         if self.has_sink:  # the last column
             z = torch.cat((z, self._sink(rows).expand(*z.shape[:3], 1)), dim=-1)
         if (shift := self._shift(call.from_input)) is not None:
             z = z + shift(z.detach().amax(-1, keepdim=True))
-        A = phi.function(z)
-        A = l1_normalise(A, phi.signed) if variant.norm is None else A / variant.norm(rows)
-        return variant.reweight(A, rows, self._power(rows))[..., : k.shape[2]]
+        A, p = phi.function(z), self._power(rows)
+        if variant.norm is not None:
+            A = A / variant.norm(rows)
+        elif p is None or variant.reweight is not relu_power:  # whose own l1 cancels this one
+            A = l1_normalise(A, phi.signed)
+        return variant.reweight(A, rows, p)[..., : k.shape[2]]
 
     def _shift(self, from_input: FromInput) -> Callable[[Tensor], Tensor] | None:
         """phi.shift where rows need it: phi may underflow, and l1 cancels the shift."""
@@ -928,6 +939,19 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
 
 
+def mask_hidden(z: Tensor, rows: RowContext, value: float) -> Tensor:
+    """The scores z [.., Lq, Lk] with those of hidden keys set to `value`; z may be overwritten."""
+    Lq, Lk = z.shape[-2:]
+    hidden = ~rows.sees(Lk)
+    if value > -math.inf:
+        return torch.where(hidden, value, z)
+    # phi is flat at -inf, so autograd need not know; without a window all rows see the first keys
+    first = 0 if rows.window is not None else Lk - Lq
+    with torch.no_grad():
+        z[..., first:].masked_fill_(hidden[:, first:], value)
+    return z
+
+
 def l2_normalise(x: Tensor) -> Tensor:
     """x at unit length along the last dimension, in float32 at least.
 
@@ -944,32 +968,48 @@ def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
     return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
 
 
-def power_of(x: Tensor, p: float | Tensor) -> Tensor:
-    """x^p of x >= 0; on a CPU by products where p is an integer, in a third of pow's time."""
-    eager = x.is_cpu and not torch.compiler.is_compiling()  # inductor makes products of pow itself
-    if eager and not isinstance(p, Tensor) and 3 < p < 1000 and p == round(p):
-        return IntegerPower.apply(x, round(p))
-    return x.pow(p)
+def normalised_power(x: Tensor, top: Tensor, p: float | Tensor) -> Tensor:
+    """relu(x)^p, then l1, of x [.., Lq, Lk]; rows whose `top` is 0 become 0.
+
+    `top` is a row's largest x. Dividing by it, which l1 cancels, prevents overflow at any p.
+    """
+    inverse = top.reciprocal()
+    inverse = inverse.masked_fill(inverse.isinf(), 0)
+    if x.is_cpu and not (isinstance(p, Tensor) or torch.compiler.is_compiling()):
+        return NormalisedPower.apply(x, inverse, p)
+    return l1_normalise((x * inverse).relu().pow(p))
 
 
-class IntegerPower(torch.autograd.Function):
-    """x^p of an integer p > 3, squaring and multiplying from p's second binary digit on."""
+class NormalisedPower(torch.autograd.Function):
+    """What normalised_power does, in fewer passes over the matrix, for eager mode on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: int) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, p: float) -> Tensor:
+        x_p = power((x * inverse).relu_(), p)
+        norm = x_p.sum(-1, keepdim=True)
+        A = x_p.mul_(norm.masked_fill(norm <= DEAD, math.inf).reciprocal())
+        ctx.save_for_backward(x, A)
         ctx.p = p
-        y = x
-        for digit in f"{p:b}"[1:]:
-            y = x.square() if y is x else y.square_()
-            if digit == "1":
-                y.mul_(x)
-        return y
+        return A
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return gradient * power_of(x, ctx.p - 1) * ctx.p, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, A = ctx.saved_tensors
+        coupling = gradient - (gradient * A).sum(-1, keepdim=True)
+        slope = A / F.threshold(x, 0, math.inf)  # 0 where x is not above 0
+        return coupling.mul_(slope).mul_(ctx.p), None, None
+
+
+def power(x: Tensor, p: float) -> Tensor:
+    """x^p of x >= 0, by products where p is an integer: a third of pow's time on a CPU."""
+    if not 3 < p < 1000 or p != round(p):
+        return x.pow(p)
+    y = x
+    for digit in f"{round(p):b}"[1:]:  # squared for each binary digit, times x for a 1
+        y = x.square() if y is x else y.square_()
+        if digit == "1":
+            y.mul_(x)
+    return y
 
 
 def tied(x: Tensor) -> Tensor:

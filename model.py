@@ -1,7 +1,7 @@
 """GPT-2 with any variant of attention.py: trunk, head, cache, generation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -14,10 +14,12 @@ from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
-# Tokens whose logits the chunked training loss and evaluation hold at once; these were the fastest
-# of 128 to 1024 on a CPU.
+# Tokens whose logits the chunked training loss and evaluation hold at once; on a CPU these were the
+# fastest of 64 to 1024. Evaluation's then take 26 MB for GPT-2's vocabulary: glibc returns freed
+# blocks above 32 MB to the system, and touching the next one's new pages took 10% of a step.
 TRAIN_LOSS_CHUNK = 1024
-EVAL_LOSS_CHUNK = 256
+EVAL_LOSS_CHUNK = 1024
+EVAL_LOSS_CHUNK_CPU = 128
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
@@ -555,12 +557,11 @@ class GPT(nn.Module):
         """The loss in nats of every target, in their shape and float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1)
         if self._has_chunked_loss(x):
-            losses = self._chunked_loss(x, targets.flatten(), EVAL_LOSS_CHUNK, "none")
+            losses = self._chunked_loss(x, targets.flatten(), EVAL_LOSS_CHUNK_CPU, "none")
             return losses.float().view(targets.shape)
-        targets_of = targets.flatten(0, 1).split(EVAL_LOSS_CHUNK)
         return torch.cat([
             F.cross_entropy(self.logits(h).float().flatten(0, -2), t.flatten(), reduction="none")
-            for h, t in zip(x.split(EVAL_LOSS_CHUNK), targets_of, strict=True)
+            for h, t in loss_chunks(x, targets.flatten(0, 1))
         ]).view(targets.shape)  # fmt: skip
 
     @torch.no_grad()
@@ -662,6 +663,12 @@ class GPT(nn.Module):
             width = (heads.stop - heads.start) * c.d_head
             attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
         return 6 * (matrices - self.padding()) + attention // L
+
+
+def loss_chunks(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of hidden states [n, n_embd] and targets [n, ..] whose logits may be held at once."""
+    size = EVAL_LOSS_CHUNK_CPU if hidden.is_cpu else EVAL_LOSS_CHUNK
+    return zip(hidden.split(size), targets.split(size), strict=True)
 
 
 def compile_model(model: GPT) -> nn.Module:

@@ -41,7 +41,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command, first_line
-from model import EVAL_LOSS_CHUNK
+from model import loss_chunks
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.papers import LSSAR
@@ -403,7 +403,7 @@ def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     Also whether each target is the likeliest token [n].
     """
     losses, greedy = [], []
-    for h, t in zip(hidden.split(EVAL_LOSS_CHUNK), targets.split(EVAL_LOSS_CHUNK), strict=True):
+    for h, t in loss_chunks(hidden, targets):
         with autocast(run.device, run.dtype):
             logits = run.model.logits(h)
         losses.append(F.cross_entropy(logits.float(), t, reduction="none"))

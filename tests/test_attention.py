@@ -849,16 +849,35 @@ def test_rounding_does_not_pick_the_winner_of_a_tied_row(case):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 7, 15.0, 100, 999, 1000, 2.5])
-def test_powers_and_their_gradients(p):
-    exact = torch.linspace(0, 1, 257, dtype=torch.float64)
-    x = exact.float().requires_grad_()
-    y = attention.power_of(x, p)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (curve,) = torch.autograd.grad(slope.sum(), x) if p > 1 else (torch.zeros(257),)
-    formulas = exact**p, p * exact ** (p - 1), p * (p - 1) * exact ** max(p - 2, 0)
-    for found, formula in zip((y, slope, curve), formulas, strict=True):
-        # a relative error of an eps in x becomes p of them
-        assert_near(found.double(), formula, rtol=(p + 16) * EPS, atol=1e-30)
+def test_normalised_powers_and_their_gradients(p, monkeypatch):
+    torch.manual_seed(0)
+    exact = torch.randn(3, 50, dtype=torch.float64)
+    exact[1] = -1.0  # a dead row
+    g, h = torch.randn(2, 3, 50, dtype=torch.float64)
+    slopes = {}
+    for dtype in (torch.float64, torch.float32):
+        x = exact.to(dtype).requires_grad_()
+        top = x.detach().amax(-1, keepdim=True).relu()
+        A = attention.normalised_power(x, top, p)
+        (slope,) = torch.autograd.grad(A, x, g.to(dtype), create_graph=True)
+        (curve,) = torch.autograd.grad(slope, x, h.to(dtype))
+        slopes[dtype] = A, slope, curve
+    t = exact.relu() / exact.amax(-1, keepdim=True)
+    A = t**p / (t**p).sum(-1, keepdim=True)
+    A[1] = 0
+    assert_near(slopes[torch.float64][0], A)
+    # the same as a formula, whose gradients are autograd's
+    x = exact.clone().requires_grad_()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    A = attention.normalised_power(x, x.detach().amax(-1, keepdim=True).relu(), p)
+    (slope,) = torch.autograd.grad(A, x, g, create_graph=True)
+    (curve,) = torch.autograd.grad(slope, x, h)
+    for found, formula in zip(slopes[torch.float64], (A, slope, curve), strict=True):
+        assert_near(found, formula)
+    for found, formula in zip(slopes[torch.float32], (A, slope, curve), strict=True):
+        # a relative error of an eps in x becomes p of them, and terms of both signs cancel
+        size = formula.abs().max().item()
+        assert_near(found.double() / size, formula / size, atol=16 * (p + 16) * EPS)
 
 
 def test_a_sink_needs_weight_at_score_0():
@@ -867,8 +886,12 @@ def test_a_sink_needs_weight_at_score_0():
         assert not Variant(phi).takes_sink  # its sink would never get a gradient
 
 
-def test_a_power_of_nan_is_nan():
-    assert attention.power_of(torch.tensor([math.nan, 1.0]), 15).isnan().tolist() == [True, False]
+@pytest.mark.parametrize("p", [3, 15, 1000])
+def test_powers(p):
+    x = torch.tensor([math.nan, 0.0, 0.5, 0.999, 1.0])
+    found = attention.power(x, p)
+    assert found[0].isnan() and x.isnan().tolist() == [True, False, False, False, False]
+    assert_near(found[1:].double(), x[1:].double() ** p, rtol=(p + 16) * EPS, atol=1e-30)
 
 
 @pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
@@ -1055,11 +1078,20 @@ def test_a_new_phi_works_everywhere(p, monkeypatch):
     assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
 
 
+def root_of_softplus(z):
+    return F.softplus(z).sqrt()
+
+
+def test_a_phi_whose_gradient_at_hidden_keys_is_nan_has_a_finite_zero():
+    attention.check_variant(Variant(Phi(root_of_softplus, zero=-1000.0)))
+
+
 SEES_TOO_MUCH = [
     (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
     (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
     (Variant(Phi(torch.log1p, zero=0.0)), r"own: phi\(-30\) is not finite"),
+    (Variant(Phi(root_of_softplus)), r"own: phi's gradient at -inf.* is nan: .*to a finite z"),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",

@@ -849,7 +849,7 @@ def test_an_untrained_model_knows_nothing():
 def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
     model, x, y = small_model("lssa.py"), tokens(3, 20), tokens(3, 20, seed=1)
     at_once = model.token_losses(x, y)
-    monkeypatch.setattr(model_module, "EVAL_LOSS_CHUNK", 7)
+    monkeypatch.setattr(model_module, "EVAL_LOSS_CHUNK_CPU", 7)
     assert_near(model.token_losses(x, y), at_once, 1e-6)
     monkeypatch.setattr(model_module, "TRAIN_LOSS_CHUNK", 32)  # torch's chunks of 7 rows
     assert_near(model.token_losses(x, y), at_once, 1e-6)
