@@ -994,11 +994,10 @@ class NormalisedPower(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (x, A), p = ctx.saved_tensors, ctx.p
-        mean = torch.einsum("...k,...k->...", A, gradient)[..., None]
-        coupling = torch.add(-p * mean, gradient, alpha=p)  # p (gradient - mean), in one pass
+        x, A = ctx.saved_tensors
+        coupling = gradient - torch.einsum("...k,...k->...", A, gradient)[..., None]
         slope = A / F.threshold(x, 0, math.inf)  # 0 where x is not above 0
-        return coupling.mul_(slope), None, None
+        return coupling.mul_(slope).mul_(ctx.p), None, None
 
 
 def power(x: Tensor, p: float) -> Tensor:
