@@ -440,17 +440,20 @@ def check_variant(variant: Variant) -> None:
 
 
 def check_phi(name: str, phi: Phi) -> None:
-    """Raise UserError where phi is not 0 at `zero`, not finite, or negative without `signed`."""
-    at_zero = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
-    value = phi.function(at_zero)
-    if (zero := value.item()) != 0:
+    """Raise UserError where phi is not as declared.
+
+    That is not 0 at `zero`, not flat at a `zero` of -inf, not finite, or negative without `signed`.
+    """
+    hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
+    weight = phi.function(hidden)
+    if (zero := weight.item()) != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
             "no weight: set Phi(zero=...) to a z with phi(z) = 0. Without such a z, as for a "
             "clamped exp, phi cannot be used"
         )
-    if phi.zero == -math.inf and value.requires_grad:
-        (slope,) = torch.autograd.grad(value, at_zero)
+    if phi.zero == -math.inf and weight.requires_grad:
+        (slope,) = torch.autograd.grad(weight, hidden)
         if slope != 0:
             raise UserError(
                 f"{name}: phi's gradient at -inf, the score of hidden keys, is {slope.item():g}: "
@@ -945,7 +948,8 @@ def mask_hidden(z: Tensor, rows: RowContext, value: float) -> Tensor:
     hidden = ~rows.sees(Lk)
     if value > -math.inf:
         return torch.where(hidden, value, z)
-    # phi is flat at -inf, so autograd need not know; without a window all rows see the first keys
+    # phi is flat at -inf (check_phi), so autograd need not know; and without a window all rows see
+    # the first keys
     first = 0 if rows.window is not None else Lk - Lq
     with torch.no_grad():
         z[..., first:].masked_fill_(hidden[:, first:], value)
