@@ -977,21 +977,23 @@ def normalised_power(x: Tensor, top: Tensor, p: float | Tensor) -> Tensor:
 
     `top` is a row's largest x. Dividing by it, which l1 cancels, prevents overflow at any p.
     """
-    inverse = top.reciprocal()
-    inverse = inverse.masked_fill(inverse.isinf(), 0)
+    top = top.masked_fill(top == 0, math.inf)
     if x.is_cpu and not (isinstance(p, Tensor) or torch.compiler.is_compiling()):
-        return NormalisedPower.apply(x, inverse, p)
-    return l1_normalise((x * inverse).relu().pow(p))
+        return NormalisedPower.apply(x, top, p)
+    return l1_normalise((x / top).relu().pow(p))
 
 
 class NormalisedPower(torch.autograd.Function):
-    """What normalised_power does, in fewer passes over the matrix, for eager mode on a CPU."""
+    """What normalised_power does, in fewer passes over the matrix, for eager mode on a CPU.
+
+    A row with a single x above 0 has the weight 1 and the gradient 0, both exactly.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inverse: Tensor, p: float) -> Tensor:
-        x_p = power((x * inverse).relu_(), p)
+    def forward(ctx: Any, x: Tensor, top: Tensor, p: float) -> Tensor:
+        x_p = power((x / top).relu_(), p)
         norm = x_p.sum(-1, keepdim=True)
-        A = x_p.mul_(norm.masked_fill(norm <= DEAD, math.inf).reciprocal())
+        A = x_p.div_(norm.masked_fill(norm <= DEAD, math.inf))
         ctx.save_for_backward(x, A)
         ctx.p = p
         return A

@@ -886,6 +886,16 @@ def test_a_sink_needs_weight_at_score_0():
         assert not Variant(phi).takes_sink  # its sink would never get a gradient
 
 
+@pytest.mark.parametrize("p", [2.5, 15, 1e4])
+def test_a_row_with_a_single_key_has_no_gradient(p):
+    torch.manual_seed(0)
+    top = torch.rand(200, 1)
+    x = torch.cat((top, -torch.rand(200, 9)), dim=1).requires_grad_()
+    A = attention.normalised_power(x, top, p)
+    A.backward(torch.randn(200, 10))
+    assert A[:, 0].eq(1).all() and not A[:, 1:].any() and not x.grad.any()
+
+
 @pytest.mark.parametrize("p", [3, 15, 1000])
 def test_powers(p):
     x = torch.tensor([math.nan, 0.0, 0.5, 0.999, 1.0])
