@@ -235,7 +235,7 @@ class Variant:
 
     @property
     def takes_p(self) -> bool:
-        """relu_power needs rows that are distributions: l1, and a phi that is never negative."""
+        """relu_power needs l1, which it computes itself, and a phi that is never negative."""
         if self.reweight is not relu_power:
             return self.needs_p
         return self.norm is None and not self.phi.signed and self.row_weights is None
@@ -445,7 +445,7 @@ def check_phi(name: str, phi: Phi) -> None:
     That is not 0 at `zero`, not flat at a `zero` of -inf, not finite, or negative without `signed`.
     """
     hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
-    weight = phi.function(hidden)
+    weight = phi.function(hidden.clone())
     if (zero := weight.item()) != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
@@ -687,7 +687,7 @@ class Attention(nn.Module):
         if call.from_input.log_forget is not None:
             decay = call.from_input.log_forget.to(z.dtype).cumsum(-1)
             z = z + (decay[:, :, -q.shape[2] :, None] - decay[:, :, None])
-        z = mask_hidden(z, rows, phi.zero if variant.row_weights is None else -math.inf)
+        z = mask_hidden(z, rows, variant)
         if variant.row_weights is not None:
             return variant.row_weights(z, rows)
         if self.has_sink:  # the last column
@@ -697,7 +697,7 @@ class Attention(nn.Module):
         A, p = phi.function(z), self._power(rows)
         if variant.norm is not None:
             A = A / variant.norm(rows)
-        elif p is None or variant.reweight is not relu_power:  # whose own l1 cancels this one
+        elif p is None or variant.reweight is not relu_power:  # with p, it has an l1 of its own
             A = l1_normalise(A, phi.signed)
         return variant.reweight(A, rows, p)[..., : k.shape[2]]
 
@@ -942,11 +942,13 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
 
 
-def mask_hidden(z: Tensor, rows: RowContext, value: float) -> Tensor:
-    """The scores z [.., Lq, Lk] with those of hidden keys set to `value`; z may be overwritten."""
+def mask_hidden(z: Tensor, rows: RowContext, variant: Variant) -> Tensor:
+    """The scores z [.., Lq, Lk] with those of hidden keys replaced; z may be overwritten."""
     Lq, Lk = z.shape[-2:]
     hidden = ~rows.sees(Lk)
-    if value > -math.inf:
+    value = variant.phi.zero if variant.row_weights is None else -math.inf
+    formulas = variant.row_weights is not None or variant.reweight is not relu_power
+    if formulas or value > -math.inf:  # whose gradient may be infinite or NaN there
         return torch.where(hidden, value, z)
     # phi is flat at -inf (check_phi), so autograd need not know; and without a window all rows see
     # the first keys
@@ -990,13 +992,15 @@ class NormalisedPower(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, p: float) -> Tensor:
+    def forward(x: Tensor, top: Tensor, p: float) -> Tensor:
         x_p = power((x / top).relu_(), p)
         norm = x_p.sum(-1, keepdim=True)
-        A = x_p.div_(norm.masked_fill(norm <= DEAD, math.inf))
-        ctx.save_for_backward(x, A)
-        ctx.p = p
-        return A
+        return x_p.div_(norm.masked_fill(norm <= DEAD, math.inf))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        x, _, ctx.p = inputs
+        ctx.save_for_backward(x, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

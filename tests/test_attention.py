@@ -886,7 +886,7 @@ def test_a_sink_needs_weight_at_score_0():
         assert not Variant(phi).takes_sink  # its sink would never get a gradient
 
 
-@pytest.mark.parametrize("p", [2.5, 15, 1e4])
+@pytest.mark.parametrize("p", [2.5, 15, 1e4, torch.tensor(15.0)])
 def test_a_row_with_a_single_key_has_no_gradient(p):
     torch.manual_seed(0)
     top = torch.rand(200, 1)
@@ -896,7 +896,7 @@ def test_a_row_with_a_single_key_has_no_gradient(p):
     assert A[:, 0].eq(1).all() and not A[:, 1:].any() and not x.grad.any()
 
 
-@pytest.mark.parametrize("p", [3, 15, 1000])
+@pytest.mark.parametrize("p", [3, 7, 15, 100, 1000])
 def test_powers(p):
     x = torch.tensor([math.nan, 0.0, 0.5, 0.999, 1.0])
     found = attention.power(x, p)
@@ -1092,8 +1092,24 @@ def root_of_softplus(z):
     return F.softplus(z).sqrt()
 
 
-def test_a_phi_whose_gradient_at_hidden_keys_is_nan_has_a_finite_zero():
-    attention.check_variant(Variant(Phi(root_of_softplus, zero=-1000.0)))
+def silu_of_seen(z, rows):
+    w = torch.where(z == -math.inf, 0, F.silu(z))
+    return w / w.abs().sum(-1, keepdim=True)
+
+
+GRADIENTS_AT_HIDDEN_KEYS = {
+    "finite zero": Variant(Phi(root_of_softplus, zero=-1000.0)),
+    "row weights": Variant(attention.EXP, row_weights=silu_of_seen),
+    "reweight": Variant(
+        attention.SIGMOID, norm=lambda rows: rows.n, reweight=lambda A, rows, p: A.sqrt()
+    ),
+    "in place": Variant(Phi(lambda z: z.exp_())),
+}
+
+
+@pytest.mark.parametrize("variant", GRADIENTS_AT_HIDDEN_KEYS.values(), ids=GRADIENTS_AT_HIDDEN_KEYS)
+def test_formulas_whose_gradient_at_hidden_keys_is_nan_are_accepted(variant):
+    attention.check_variant(variant)
 
 
 SEES_TOO_MUCH = [
