@@ -575,29 +575,31 @@ class Attention(nn.Module):
         score_scale: float = 1.0,
         length: int | None = None,
         from_input: FromInput = FromInput(),
+        filled: Tensor | None = None,
     ) -> Tensor:
         """The output [B, H, Lq, d] in v's dtype, with every score multiplied by `score_scale`.
 
         That factor is the square of YaRN's attention factor. `length` is the current length if k
-        does not have it yet: the final length of a cache.
+        does not have it yet: the final length of a cache. `filled` [1], for a single query, is how
+        many of the keys there are so far; k and v must be finite behind them.
         """
         length = self._length(k.shape[2] if length is None else length)
         if isinstance(k, Factors) and isinstance(v, Factors):
             if self.impl in ("auto", "blocked"):
-                return self._factored(q, k, v, length, score_scale, from_input)
+                return self._factored(q, k, v, length, score_scale, from_input, filled)
             k, v = k.expand(), v.expand()
         assert isinstance(k, Tensor) and isinstance(v, Tensor)
         first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
         k, v = k[:, :, first:], v[:, :, first:]
         from_input = from_input.part(ALL, slice(None), slice(first, None))
         with torch.autocast(q.device.type, enabled=False):
-            path = self._path(q, self._cuts(k), from_input)
+            path = self._path(q, self._cuts(k) or filled is not None, from_input)
             if path == "triton":
-                return self._triton(q, k, v, length, score_scale, from_input)
+                return self._triton(q, k, v, length, score_scale, from_input, filled)
             if path == "sdpa":
-                return self._sdpa(q, k, v, length, score_scale)
+                return self._sdpa(q, k, v, length, score_scale, filled)
             q, k, inv_key_norm = self._normalise_qk(q, k)
-            call = Call(inv_key_norm, slice(None), length, score_scale, from_input)
+            call = Call(inv_key_norm, slice(None), length, score_scale, from_input, filled)
             if path == "reference":
                 return self._reference(q, k, v, call)
             return self._blocked(q, k, v, call)
@@ -622,19 +624,20 @@ class Attention(nn.Module):
         """Whether the window is shorter than these keys."""
         return self.window is not None and self.window < k.shape[2]
 
-    def _path(self, q: Tensor, windowed: bool = False, from_input: FromInput = FromInput()) -> str:
+    def _path(self, q: Tensor, masked: bool = False, from_input: FromInput = FromInput()) -> str:
         """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
         It follows from `impl` and from what the variant, q's device and its dtype allow. On a GPU
-        softmax takes the kernels if it is windowed, because torch's fused attention has no window.
-        Raises UserError where `impl` requires kernels that cannot run.
+        softmax takes the kernels if it is `masked`, by a window or where a cache is not full,
+        because torch's fastest attention takes no mask. Raises UserError where `impl` requires
+        kernels that cannot run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
         plain = self.p is None and self.softcap is None and not (self.alibi_heads or self.has_sink)
         plain = plain and from_input.log_forget is None
         softmax = self.impl == "auto" and self.variant.is_softmax and plain
-        if softmax and not (windowed and q.is_cuda):
+        if softmax and not (masked and q.is_cuda):
             return "sdpa"
         obstacle = self._triton_obstacle(q)
         if obstacle is None and (q.is_cuda or self.impl == "triton"):
@@ -673,7 +676,7 @@ class Attention(nn.Module):
 
     def _weights(self, q: Tensor, k: Tensor | Factors, call: "Call") -> Tensor:
         variant, phi = self.variant, self.variant.phi
-        rows = self._rows(q, k, call.heads, call.length, call.from_input)
+        rows = self._rows(q, k, call.heads, call.length, call.from_input, call.filled)
         q, k = q.to(rows.n.dtype) * (call.score_scale * variant.scale(rows)), k.to(rows.n.dtype)
         z = k.dot(q) if isinstance(k, Factors) else grouped_product(q, k.mT)  # [B, H, Lq, Lk]
         if call.inv_key_norm is not None:
@@ -686,7 +689,7 @@ class Attention(nn.Module):
             z = z - self._slopes(rows) * (rows.last - rows.keys)
         if call.from_input.log_forget is not None:
             decay = call.from_input.log_forget.to(z.dtype).cumsum(-1)
-            z = z + (decay[:, :, -q.shape[2] :, None] - decay[:, :, None])
+            z = z + (of_queries(decay, rows)[..., None] - decay[:, :, None])
         z = mask_hidden(z, rows, variant)
         if variant.row_weights is not None:
             return variant.row_weights(z, rows)
@@ -732,10 +735,11 @@ class Attention(nn.Module):
         heads: slice,
         length: int,
         from_input: FromInput = FromInput(),
+        filled: Tensor | None = None,
     ) -> RowContext:
         Lq, Lk = q.shape[2], k.shape[2]
         keys = torch.arange(Lk, device=q.device)
-        last = keys[Lk - Lq :, None]  # [Lq, 1]
+        last = keys[Lk - Lq :, None] if filled is None else filled[:, None] - 1  # [Lq, 1]
         n = (last + 1).clamp_max(Lk if self.window is None else self.window)
         # float32 at least: bfloat16 cannot count past 256
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -768,13 +772,14 @@ class Attention(nn.Module):
         length: int,
         score_scale: float,
         from_input: FromInput,
+        filled: Tensor | None,
     ) -> Tensor:
         """The reference for a single query, with the factors of keys and values."""
         with torch.autocast(q.device.type, enabled=False):
             k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
             if self.variant.l2_normalise:
                 q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
-            call = Call(inverse, slice(None), length, score_scale, from_input)
+            call = Call(inverse, slice(None), length, score_scale, from_input, filled)
             return v.mix(self._weights(q, k, call))
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
@@ -826,15 +831,16 @@ class Attention(nn.Module):
         length: int,
         score_scale: float,
         from_input: FromInput,
+        filled: Tensor | None = None,
     ) -> Tensor:
         assert kernels is not None
         variant = self.variant
         # The numbers of a single row are computed on the CPU, where no operation is a launch.
         learns = next(self.parameters(), None) is not None
-        projected = from_input.rows or from_input.log_forget is not None
-        on_cpu = q.shape[2] == 1 and not (learns or projected or torch.compiler.is_compiling())
+        given = from_input.rows or from_input.log_forget is not None or filled is not None
+        on_cpu = q.shape[2] == 1 and not (learns or given or torch.compiler.is_compiling())
         shaped = q.new_empty(q.shape, device="cpu") if on_cpu else q
-        rows = self._rows(shaped, k, slice(None), length, from_input)
+        rows = self._rows(shaped, k, slice(None), length, from_input, filled)
 
         def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
             x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
@@ -845,7 +851,7 @@ class Attention(nn.Module):
         key_bias = None
         if from_input.log_forget is not None:
             decay = from_input.log_forget.float().cumsum(-1)
-            own, key_bias = decay[:, :, -q.shape[2] :], -decay
+            own, key_bias = of_queries(decay, rows), -decay
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             shifts = variant.is_softmax and self.p is None and not self.has_sink
             bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
@@ -868,20 +874,32 @@ class Attention(nn.Module):
             key_bias=key_bias,
             softcap=self.softcap,
             powers=per_row(power) if isinstance(power, Tensor) else None,
+            filled=filled,
         )
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, length: int, score_scale: float) -> Tensor:
+    def _sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: int,
+        score_scale: float,
+        filled: Tensor | None,
+    ) -> Tensor:
         Lq, Lk = q.shape[2], k.shape[2]
         if self.variant.l2_normalise:
             q, k = l2_normalise(q), l2_normalise(k)
-        scale = score_scale * self.variant.scale(self._rows(q, k, slice(None), length))
+        rows = self._rows(q, k, slice(None), length, filled=filled)
+        scale = score_scale * self.variant.scale(rows)
         if isinstance(scale, Tensor):  # one for each row: torch takes a single number
             q, scale = q * scale, 1.0
         q, k = q.to(v.dtype), k.to(v.dtype)
         if self._cuts(k):
             return self._sdpa_in_blocks(q, k, v, length, scale)
         mask, causal = None, 1 < Lq == Lk
-        if 1 < Lq < Lk:
+        if filled is not None:
+            mask = rows.sees(Lk)
+        elif 1 < Lq < Lk:
             # is_causal aligns the first query with the first key, but queries after a cache are
             # the last positions. Imported here because it loads _dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
@@ -922,6 +940,7 @@ class Call:
     length: int
     score_scale: float
     from_input: FromInput
+    filled: Tensor | None = None
 
     def part(self, part: tuple[slice, slice], queries: slice, keys: slice) -> "Call":
         """That of some sequences and heads, queries and keys."""
@@ -942,6 +961,11 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
 
 
+def of_queries(x: Tensor, rows: RowContext) -> Tensor:
+    """Of numbers of all keys, [B, H, Lk], those at the queries' own positions, [B, H, Lq]."""
+    return x.index_select(2, rows.last[:, 0])
+
+
 def mask_hidden(z: Tensor, rows: RowContext, variant: Variant) -> Tensor:
     """The scores z [.., Lq, Lk] with those of hidden keys replaced; z may be overwritten."""
     Lq, Lk = z.shape[-2:]
@@ -950,9 +974,9 @@ def mask_hidden(z: Tensor, rows: RowContext, variant: Variant) -> Tensor:
     formulas = variant.row_weights is not None or variant.reweight is not relu_power
     if formulas or value > -math.inf:  # whose gradient may be infinite or NaN there
         return torch.where(hidden, value, z)
-    # phi is flat at -inf (check_phi), so autograd need not know; and without a window all rows see
-    # the first keys
-    first = 0 if rows.window is not None else Lk - Lq
+    # phi is flat at -inf (check_phi), so autograd need not know; and without a window all rows of
+    # several see the first keys
+    first = Lk - Lq if rows.window is None and Lq > 1 else 0
     with torch.no_grad():
         z[..., first:].masked_fill_(hidden[:, first:], value)
     return z

@@ -1196,8 +1196,14 @@ def _number(X, bh, EACH: tl.constexpr):
 
 
 @triton.jit
+def _filled(FILLED, Lk):
+    """How many of a cache's keys there are."""
+    return Lk if FILLED is None else tl.load(FILLED).to(tl.int32)
+
+
+@triton.jit
 def _decode_scores(
-    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED,
+    Q, K, scale, bias, Y, PARTS, q_strides, k_strides, H, GROUP, Lk, chunk, ADDED, FILLED,
     PHI: tl.constexpr, SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr,
     CAP: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr, UNIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -1206,6 +1212,7 @@ def _decode_scores(
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     K, Y = _at(K, k_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
+    n = _filled(FILLED, Lk)
     one = tl.arange(0, 1)
     q = _load(_at(Q, q_strides, b, h), 0, one, 1, D, BLOCK_D).to(tl.float32)  # [1, d]
     alpha = ARGUMENT * _number(scale, bh, SCALES)
@@ -1215,16 +1222,16 @@ def _decode_scores(
         q = q * _inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
-    end = tl.minimum(split * chunk + chunk, Lk)
+    end = tl.minimum(split * chunk + chunk, n)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        k = _load(K, k_strides[2], keys, Lk, D, BLOCK_D).to(tl.float32)
+        k = _load(K, k_strides[2], keys, n, D, BLOCK_D).to(tl.float32)
         y = tl.sum(k * q, 1)
         if UNIT:
             y = y * _inverse_norm(k)
-        key_bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, Lk, ARGUMENT)
-        y, _ = _argument(y, alpha, beta, Lk - 1 - keys, slope, key_bias, CAP, True, True)
-        visible = keys < Lk
+        key_bias = None if ADDED.key_bias is None else _key_bias(ADDED, b, h, keys, n, ARGUMENT)
+        y, _ = _argument(y, alpha, beta, n - 1 - keys, slope, key_bias, CAP, True, True)
+        visible = keys < n
         tl.store(Y + keys, y, mask=visible)
         y = y[None, :]
         if SHIFT is not None:
@@ -1244,8 +1251,9 @@ def _decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def _decode_values(
-    V, Y, PARTS, norm, power, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, PHI: tl.constexpr,
-    SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr, VALUE: tl.constexpr,
+    V, Y, PARTS, norm, power, SUMS, v_strides, H, GROUP, Lk, chunk, ADDED, FILLED,
+    PHI: tl.constexpr, SHIFT: tl.constexpr, RECTIFIED: tl.constexpr, ARGUMENT: tl.constexpr,
+    VALUE: tl.constexpr,
     NORMS: tl.constexpr, POWERS: tl.constexpr, P: tl.constexpr, L1: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -1253,6 +1261,7 @@ def _decode_values(
     bh, split = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     V, Y = _at(V, v_strides, b, h // GROUP), Y + bh.to(tl.int64) * Lk
+    n = _filled(FILLED, Lk)
     parts = tl.arange(0, SPLITS)
     exists = parts < tl.num_programs(1)
     PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3
@@ -1271,7 +1280,7 @@ def _decode_values(
     a_sink = PHI(y_sink + shift)
     if ADDED.sink is not None:
         total, a_max = total + a_sink, tl.maximum(a_max, a_sink)
-    gain, offset, _ = _second_stage(total, a_max, Lk.to(tl.float32))
+    gain, offset, _ = _second_stage(total, a_max, n.to(tl.float32))
     if not P:
         if L1:
             gain = tl.where(total <= DEAD, 0.0, 1 / total)
@@ -1283,24 +1292,24 @@ def _decode_values(
         t_sink = _reweighted(a_sink, gain, offset)
         w_sink = _power_less_one(t_sink, power, P) * t_sink
         total_w += tl.where(split == 0, w_sink, 0.0)
-    end = tl.minimum(split * chunk + chunk, Lk)
+    end = tl.minimum(split * chunk + chunk, n)
     for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        a = PHI(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)
+        a = PHI(tl.load(Y + keys, mask=keys < n, other=0.0) + shift)
         if RECTIFIED:
             a = relu(a - tl.exp2(shift))
         if P:
             t = _reweighted(a, gain, offset)
             w = _power_less_one(t, power, P) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
-            skip = w * Lk <= 2.0**-24
+            skip = w * n <= 2.0**-24
         else:
             w = gain * a
             skip = w == 0
-        skip = skip | (keys >= Lk)
+        skip = skip | (keys >= n)
         w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
-        v = _load(V, v_strides[2], tl.where(skip, Lk, keys), Lk, D, BLOCK_D)
+        v = _load(V, v_strides[2], tl.where(skip, n, keys), n, D, BLOCK_D)
         acc += tl.sum(w[:, None] * v.to(tl.float32), 0)
     SUMS += (bh.to(tl.int64) * tl.num_programs(1) + split) * (BLOCK_D + 1)
     tl.store(SUMS + tl.arange(0, BLOCK_D), acc)
@@ -1574,8 +1583,7 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
     powers: Tensor | None, sink: Tensor | None, slopes: Tensor | None, key_bias: Tensor | None,
-    phi: str, shifted: bool,
-    p: float, unit: bool, softcap: float | None,
+    filled: Tensor | None, phi: str, shifted: bool, p: float, unit: bool, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The output for one query row, with the cache split over enough programs to fill the GPU."""
     (B, H, _, d), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
@@ -1600,11 +1608,11 @@ def _decode(
     with _device(q):
         _decode_scores[B * H, splits](
             q, k, scales, biases, y, parts, _strides(q), _strides(k), H, group, Lk, chunk, added,
-            CAP=_cap(softcap, function), SCALES=isinstance(scales, Tensor),
+            filled, CAP=_cap(softcap, function), SCALES=isinstance(scales, Tensor),
             BIASES=isinstance(biases, Tensor), UNIT=unit, **constants,
         )  # fmt: skip
         _decode_values[B * H, splits](
-            v, y, parts, norms, power, sums, _strides(v), H, group, Lk, chunk, added,
+            v, y, parts, norms, power, sums, _strides(v), H, group, Lk, chunk, added, filled,
             VALUE=function.value, NORMS=isinstance(norms, Tensor),
             POWERS=isinstance(power, Tensor), P=_p(p), L1=norm is None, **constants, **reduced,
         )  # fmt: skip
@@ -1613,7 +1621,10 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, phi, shifted, p, unit, softcap):
+def _(
+    q, k, v, scale, bias, norm, powers, sink, slopes, key_bias, filled, phi, shifted, p, unit,
+    softcap,
+):  # fmt: skip
     return _like(q)
 
 
@@ -1636,7 +1647,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None, *,
     phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
     sink: Tensor | None = None, slopes: Tensor | None = None, key_bias: Tensor | None = None,
-    softcap: float | None = None, powers: Tensor | None = None,
+    softcap: float | None = None, powers: Tensor | None = None, filled: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
@@ -1645,8 +1656,8 @@ def attend(
     it is l1. phi is a key of PHIS; `shifted` applies its shift; p is the power of stage 2, or None,
     and powers has one for each row instead; `unit` normalises q and k to unit length; `signed`
     means that phi may be negative; `window` is the number of keys that each row sees, or None. A
-    single query sees all k, and its scale, bias, norm and powers may be on the CPU, one for all
-    sequences and heads.
+    single query sees all k or, given `filled`, int64 [1], that many of the first; no gradient then
+    flows. Its scale, bias, norm and powers may be on the CPU, one for all sequences and heads.
 
     sink [H] has each head's logit of one more key, whose value is 0 and whose score is the logit,
     without scale and bias; n does not count it. It needs l1 and a phi that is never 0. slopes [H],
@@ -1669,7 +1680,8 @@ def attend(
         x is not None and x.requires_grad for x in (q, k, v, *rows, *added)
     )
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, *rows, *added, phi, shifted, p, unit, softcap)
+        return _decode(q, k, v, *rows, *added, filled, phi, shifted, p, unit, softcap)
+    assert filled is None
     shaped = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in rows)
     constants = phi, shifted, p, unit, signed, window, softcap
     return _forward(q, k, v, *shaped, *added, *constants, save)[0]

@@ -20,6 +20,8 @@ from errors import UserError
 TRAIN_LOSS_CHUNK = 1024
 EVAL_LOSS_CHUNK = 1024
 EVAL_LOSS_CHUNK_CPU = 128
+# From so many new tokens on, generation on CUDA is recorded, which takes as long as several tokens.
+RECORDED_TOKENS = 64
 
 # RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
 Rotation = tuple[Tensor, Tensor, float]
@@ -108,6 +110,8 @@ class KVCache:
     def __init__(self, size: int):
         self.size, self.length = size, 0
         self.layers: dict[tuple[int, int], list[Tensor]] = {}
+        # in a RecordedStep the length, [1], which its kernels read: theirs have fixed shapes
+        self.position: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -124,9 +128,26 @@ class KVCache:
         """
         if key not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.layers[key] = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+            self.layers[key] = [x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new]
         pairs = zip(self.layers[key], new, strict=True)
+        if self.position is not None:
+            return [self._insert(kept, x, self.position, ordered) for kept, x in pairs]
         return [self._extend(kept, x, window, ordered) for kept, x in pairs]
+
+    def filled(self, key: tuple[int, int]) -> Tensor | None:
+        """In a RecordedStep, how many of a part's keys there are, the new one included, [1]."""
+        if self.position is None:
+            return None
+        return (self.position + 1).clamp_max(self.layers[key][0].shape[2])
+
+    def _insert(self, kept: Tensor, x: Tensor, position: Tensor, ordered: bool) -> Tensor:
+        """All of `kept`, with a single new position in it; `ordered`, the oldest comes first."""
+        room = kept.shape[2]
+        kept.index_copy_(2, position % room, x)
+        if room == self.size or not ordered:
+            return kept
+        oldest = (position + 1 - room).clamp_min(0)
+        return kept.index_select(2, (oldest + torch.arange(room, device=x.device)) % room)
 
     def _extend(self, kept: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
         new, start = x.shape[2], self.length
@@ -311,7 +332,7 @@ class SelfAttention(nn.Module):
         score_scale = 1.0 if rotation is None else rotation[2]
         decoding = cache is not None and x.shape[1] == 1
         numbers = self.from_input(x)
-        out = []
+        out, filled = [], None
         for part, (attention, heads) in enumerate(self.parts()):
             kv_heads = slice(heads.start // self.group, heads.stop // self.group)
             cached, inputs = self.projections.of_heads(kv, kv_heads), numbers.heads(heads)
@@ -319,12 +340,15 @@ class SelfAttention(nn.Module):
                 gates = [] if inputs.log_forget is None else [inputs.log_forget]
                 ordered = attention.ordered or gates != []
                 cached = cache.append((layer, part), cached + gates, attention.window, ordered)
+                filled = cache.filled((layer, part))
                 if gates:
                     inputs = replace(inputs, log_forget=cached.pop())
             k, v = self.projections.keys_and_values(cached, decoding)
             length = cache.size if cache else None
             scale = 1.0 if heads.stop <= self.nope_heads else score_scale
-            out.append(attention(q[:, heads], k, v, scale, length, from_input=inputs))
+            out.append(
+                attention(q[:, heads], k, v, scale, length, from_input=inputs, filled=filled)
+            )
         # joining the heads of one part copies nothing: kernels lay them out side by side
         y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:  # [B, L, H, 1 or d]
@@ -429,18 +453,21 @@ class Trunk(nn.Module):
         start = cache.length if cache else 0
         length = cache.size if cache else x.shape[1]
         end = start + x.shape[1]
+        positions: slice | Tensor = slice(start, end)
+        if cache and cache.position is not None:
+            positions = cache.position
         rotation = None
         if self.config.positions == "rope":
             if length != self.rope_length:
                 self.set_rope(self.rope, length)
-            rotation = self.cos[start:end], self.sin[start:end], self.score_scale
+            rotation = self.cos[positions], self.sin[positions], self.score_scale
         if self.wpe is not None:
             if length > len(self.wpe.weight):
                 raise UserError(
                     f"a length of {length} is beyond the {len(self.wpe.weight)} learned positions "
                     "of this model (block_size)"
                 )
-            x = x + self.wpe.weight[start:end]
+            x = x + self.wpe.weight[positions]
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation if self._rotates(layer) else None, cache, layer)
         if cache:
@@ -564,6 +591,14 @@ class GPT(nn.Module):
             for h, t in loss_chunks(x, targets.flatten(0, 1))
         ]).view(targets.shape)  # fmt: skip
 
+    def _records(self, idx: Tensor, max_new_tokens: int) -> bool:
+        """Whether generation records its steps."""
+        return idx.is_cuda and max_new_tokens >= RECORDED_TOKENS
+
+    def next_logits(self, new: Tensor, cache: KVCache) -> Tensor:
+        """Logits [B, n_vocab], in float32, of the token after those in the cache and new [B, L]."""
+        return self.logits(self.trunk(self.wte(new), cache)[:, -1]).float()
+
     @torch.no_grad()
     def generate(
         self,
@@ -581,17 +616,19 @@ class GPT(nn.Module):
         Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
         `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
         the final length from the start, so that cached keys stay valid. Pass an empty `cache` of
-        that size to inspect it afterwards. Raises UserError for an empty prompt, a negative
-        temperature, and top_k below 1.
+        that size to inspect it afterwards. On CUDA many tokens are generated by a RecordedStep.
+        Raises UserError for an empty prompt, a negative temperature, and top_k below 1.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: generation starts from at least one token")
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
         new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
-        for _ in range(max_new_tokens):
-            x = self.trunk(self.wte(new), cache)
-            logits = self.logits(x[:, -1]).float()  # [B, n_vocab]
+        recorded = None
+        for i in range(max_new_tokens):
+            if i == 1 and self._records(idx, max_new_tokens):
+                recorded = RecordedStep(self, cache, new)
+            logits = self.next_logits(new, cache) if recorded is None else recorded(new)
             if never is not None:
                 logits[:, never] = -math.inf
             if temperature == 0:
@@ -605,6 +642,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, new), dim=1)
             if stop is not None and stop(idx):
                 break
+        cache.position = None
         return idx
 
     def scale_rope(
@@ -663,6 +701,53 @@ class GPT(nn.Module):
             width = (heads.stop - heads.start) * c.d_head
             attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
         return 6 * (matrices - self.padding()) + attention // L
+
+
+class RecordedStep:
+    """A step of generation as a CUDA graph: logits [B, n_vocab] of the token after new [B, 1].
+
+    Launching the kernels of a step one by one takes the host longer than the GPU needs to run them;
+    a graph is launched at once. It repeats the same kernels, so their shapes are those of a full
+    cache, and what differs between steps, the token and its position, is in tensors that they
+    read. To be called under the autocast that it was made under, whose copies of weights it reads.
+    """
+
+    def __init__(self, model: GPT, cache: KVCache, new: Tensor) -> None:
+        self.model, self.cache, self.new = model, cache, new.clone()
+        cache.position = new.new_tensor([cache.length])
+        self._step()  # compiles the kernels, which cannot be done while they are recorded
+        self.graph = record(self._step, new.device)
+
+    def _step(self) -> Tensor:
+        length = self.cache.length
+        logits = self.model.next_logits(self.new, self.cache)
+        self.cache.length = length
+        return logits
+
+    def __call__(self, new: Tensor) -> Tensor:
+        assert self.cache.position is not None
+        self.new.copy_(new)
+        self.cache.position.fill_(self.cache.length)
+        self.cache.length += 1
+        return self.graph()
+
+
+def record(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """A function that launches a step's kernels as one CUDA graph.
+
+    It returns the same tensor each time, with new values. Recording does not run the step, which
+    must neither wait for the GPU nor compile anything.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        out = step()
+
+    def replay() -> Tensor:
+        with torch.cuda.device(device):
+            graph.replay()
+        return out
+
+    return replay
 
 
 def loss_chunks(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

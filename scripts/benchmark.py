@@ -33,7 +33,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config, load_config
 from errors import UserError, command
-from model import GPT, KVCache, compile_model
+from model import GPT, KVCache, RecordedStep, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
@@ -223,7 +223,12 @@ def serve(config: Config, phase: str, nanogpt: str | None, threads: int, pipe: C
         torch.cuda.set_device(device)  # whose work is waited for, and whose memory is counted
     step = build_step(config, phase, nanogpt, device)
     warm = False
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent process has ended
+    # as in generation, tokens share the weights that autocast has cast
+    around: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if phase == "decode":
+        around = autocast(device, pick_dtype(config.dtype, device))
+    # the parent process has ended
+    with around, contextlib.suppress(EOFError, BrokenPipeError):
         while pipe.recv() == "step":
             if warm and device.type == "cuda":  # not the first step, which autotunes and compiles
                 torch.cuda.reset_peak_memory_stats()
@@ -292,17 +297,21 @@ def build_step(
                 model(x, y) if nanogpt else model.token_losses(x, y)
 
     cache = KVCache(config.block_size)
+    recorded: RecordedStep | None = None
 
     @torch.no_grad()
     def decode() -> None:
-        if not cache.layers:  # any numbers will do, but for those that happen to be in memory
-            with autocast(device, dtype):
-                model.trunk(model.wte(x[:, :1]), cache)
+        nonlocal recorded
+        if not cache.layers:
+            model.next_logits(x[:, :1], cache)
             for kept in sum(cache.layers.values(), []):
                 kept.normal_()
         cache.length = config.block_size - 1
-        with autocast(device, dtype):
-            model.logits(model.trunk(model.wte(x[:, :1]), cache))
+        if device.type == "cuda":
+            recorded = recorded or RecordedStep(model, cache, x[:, :1])
+            recorded(x[:, :1])
+        else:
+            model.next_logits(x[:, :1], cache)
 
     model.train(phase == "train")
     return {"train": train, "eval": evaluate, "decode": decode}[phase]

@@ -5,13 +5,13 @@ python -m scripts.benchmark_kernels --part tests        # each part is meant for
 python -m scripts.benchmark_kernels --part stress       # every block shape, 16K and 32K keys
 python -m scripts.benchmark_kernels --part attention --lengths 1024,4096
 python -m scripts.benchmark_kernels --part attention --lengths 16384
-python -m scripts.benchmark_kernels --part decoding
+python -m scripts.benchmark_kernels --part decoding     # and generation with GPT-2 124M
 python -m scripts.benchmark_kernels --part steps --nanogpt PATH_TO_A_CHECKOUT
 
-Measures attention alone, decoding, and training steps of GPT-2 124M, each beside what a user would
-use instead, in the same run and on the same tensors, and runs the GPU tests. Every figure is
-written to the JSON file as soon as it is measured, in place of an earlier one of the same thing;
-others in the file stay.
+Measures attention alone, decoding, and generation and training steps of GPT-2 124M, each beside
+what a user would use instead, in the same run and on the same tensors, and runs the GPU tests.
+Every figure is written to the JSON file as soon as it is measured, in place of an earlier one of
+the same thing; others in the file stay.
 
 Attention alone is timed on the GPU itself, its queue kept full and its L2 cache cold.
 
@@ -28,6 +28,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -43,10 +45,10 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from attention import Attention
 from config import Config, load_config
 from errors import UserError, command, first_line
-from model import build_attention
-from runtime.device import environment
+from model import GPT, KVCache, RecordedStep, build_attention
+from runtime.device import autocast, environment
 from runtime.files import read_json, write_json
-from scripts.benchmark import check_paths, measure, print_figures
+from scripts.benchmark import check_paths, measure, print_figures, synchronise
 
 HEADS, HEAD_SIZE = 12, 64
 TOKENS = 32768  # of a batch, at every length
@@ -105,7 +107,9 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     parts: dict[str, Callable[[], Iterable[dict]]] = {
         "attention": lambda: attention_alone(device, torch.bfloat16, lengths, TOKENS),
-        "decoding": lambda: decoding(device, torch.bfloat16, CACHES),
+        "decoding": lambda: chain(
+            decoding(device, torch.bfloat16, CACHES), generation(device, torch.bfloat16, 1024)
+        ),
         "steps": lambda: training_steps(arguments.nanogpt),
         "tests": lambda: gpu_tests("cuda and not stress"),
         "stress": lambda: gpu_tests("stress"),
@@ -312,6 +316,34 @@ def decoding(
                 figure = row(name, "decoding", tuple(k.shape), ms, base)
                 print_row(figure)
                 yield figure
+
+
+@torch.no_grad()
+def generation(device: torch.device, dtype: torch.dtype, length: int) -> Iterator[dict]:
+    """Tokens of GPT-2 124M after `length` others, each step launched kernel by kernel, and as one
+    CUDA graph; the time of the host is counted."""
+    base: list[float] | None = None
+    new = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    for name in ("softmax", "lssar_p15"):
+        model = GPT(load_config([f"configs/{name}.py"])).to(device).eval()
+        for recorded in (False, True):
+            cache, ms = KVCache(length + 23), []
+            with autocast(device, dtype):
+                model.next_logits(new.expand(1, length), cache)
+                step: Callable[[Tensor], Tensor] = partial(model.next_logits, cache=cache)
+                if recorded:
+                    step = RecordedStep(model, cache, new)
+                for _ in range(23):
+                    synchronise(device)
+                    started = time.perf_counter()
+                    step(new)
+                    synchronise(device)
+                    ms.append(1000 * (time.perf_counter() - started))
+            base = base or ms[3:]
+            label = f"{name}, recorded" if recorded else name
+            figure = row(label, "generation", (1, length), ms[3:], base)
+            print_row(figure)
+            yield figure
 
 
 def time_calls(

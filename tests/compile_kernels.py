@@ -92,6 +92,7 @@ def launches(
         with torch.no_grad():
             attn._triton(q, k, v, 256, 1.0, FromInput())
             attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput())
+            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput(), torch.tensor([100]))
 
     return launched(capability, calls)
 
@@ -315,7 +316,8 @@ def launch_choices(capability: int, choices: dict, dtype: torch.dtype) -> None:
         if "powers" in choices:
             arguments["powers"] = learnt["powers"][:, :, -1:]
         with torch.no_grad():
-            kernels.attend(q[:, :, -1:], k, v, torch.ones(1, 2, 1), **arguments)
+            for filled in (None, torch.tensor([100])):
+                kernels.attend(q[:, :, -1:], k, v, torch.ones(1, 2, 1), **arguments, filled=filled)
 
     names = [name for name, _, _ in launched(capability, calls)]
     print(f"sm_{capability}, {choices}, {dtype}: {len(names)} launches", flush=True)

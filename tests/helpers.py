@@ -2,13 +2,16 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib.image
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from config import Config, load_config
-from model import GPT, rotate
+from model import GPT, KVCache, RecordedStep, rotate
 from runtime.checkpoint import Saver, training_state, write_header
 from scripts.common.runs import LoadedRun
 
@@ -58,6 +61,43 @@ def small_model(case: str, *more: str) -> GPT:
             elif name.endswith((".s", ".b", ".p_n")):
                 parameter.add_(torch.rand_like(parameter))
     return model
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot record: operations that read or copy a tensor of the CPU.
+
+    On the meta device reading a tensor's number fails by itself.
+    """
+
+    COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                # a number of Python's, which is an argument of a kernel, is such a tensor here
+                assert x.dim() == 0 and operation not in self.COPIES, operation
+        return out
+
+
+@torch.no_grad()
+def record_on_meta(model: GPT, monkeypatch) -> None:
+    """Records a step of generation on a device without numbers."""
+    steps = []
+
+    def record(step, device):
+        with OnOneDevice():
+            step()
+        steps.append(step)
+
+    monkeypatch.setattr("model.record", record)
+    # which does not know this device
+    monkeypatch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())
+    model, cache = model.to("meta"), KVCache(24)
+    ids = torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    model.next_logits(ids, cache)
+    RecordedStep(model, cache, ids[:, :1])
+    assert len(steps) == 1
 
 
 def set_meta(tokenizer: str, **more) -> dict:

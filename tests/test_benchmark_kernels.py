@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from config import load_config
 from scripts import benchmark_kernels
 
 
@@ -38,6 +39,19 @@ def test_every_figure_has_its_target(small):
     assert figures[1]["target"] == 0.8
     failed = benchmark_kernels.row("lssar_p15", "training", (1, 2, 64, 16), "out of memory", [1.0])
     assert failed["failed"] == "out of memory" and "ms" not in failed
+
+
+def test_generation_is_measured_with_recorded_steps_too(monkeypatch):
+    recorded = []
+    monkeypatch.setattr("model.record", lambda step, device: recorded.append(step) or step)
+    tiny = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--tokenizer=bytes"]
+    monkeypatch.setattr(
+        benchmark_kernels, "load_config", lambda files: load_config([*files, *tiny])
+    )
+    figures = list(benchmark_kernels.generation(torch.device("cpu"), torch.float32, 8))
+    names = ["softmax", "softmax, recorded", "lssar_p15", "lssar_p15, recorded"]
+    assert [f["name"] for f in figures] == names and len(recorded) == 2
+    assert figures[0]["ratio"] == 1 and all(f["ms"] > 0 for f in figures)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")

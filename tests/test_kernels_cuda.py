@@ -16,8 +16,10 @@ import attention
 import train as training
 from attention import VARIANTS, kernel_obstacle
 from data.shards import write_meta, write_shard
+from model import GPT, KVCache, RecordedStep, record
+from runtime.device import autocast
 from tests.helpers import ATTENTIONS as ROWS
-from tests.helpers import set_meta, small_config
+from tests.helpers import set_meta, small_config, small_model
 from tests.textbook import (
     TEXTBOOK,
     attended,
@@ -167,6 +169,53 @@ def test_under_cuda_graphs(case):
             assert (eager[name] - found[name]).norm() < 0.01 * eager[name].norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softmax.py",
+        "softmax.py --window=100",
+        "lssar_p15.py",
+        "lssa.py --projections=tpa",
+        "ssmax_bias.py --n_kv_head=1 --gate=head",
+        "lssar_p3.py --positions=alibi --sink=learned --p_law=log_n --window=100",
+        "fox.py --n_kv_head=1 --softcap=3",
+        "stick_breaking.py",
+        "sparsemax.py --positions=learned --block_size=512 --total_batch_size=512",
+    ],
+)
+def test_a_recorded_step_of_generation(case, dtype):
+    model = small_model(case, "--n_layer=2", "--n_embd=128").float().cuda().eval()
+    ids = torch.randint(257, (2, 200), device="cuda")
+    one_by_one, recorded = KVCache(200), KVCache(200)
+    with autocast(torch.device("cuda"), dtype):
+        for cache in (one_by_one, recorded):
+            model.next_logits(ids[:, :90], cache)
+        step = RecordedStep(model, recorded, ids[:, 90:91])
+        for i in range(90, 200):
+            expected = model.next_logits(ids[:, i : i + 1], one_by_one)
+            found = step(ids[:, i : i + 1])
+            allowed = 1e-3 if dtype is FLOAT32 else 0.05
+            assert (found - expected).norm() < allowed * expected.norm()
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p15.py"])
+def test_generation_is_the_same_when_it_is_recorded(case, monkeypatch):
+    model = GPT(small_config(case, "--n_layer=2", "--n_embd=128", "--tie_embeddings=False")).cuda()
+    prompt, steps = torch.randint(257, (2, 20), device="cuda"), []
+
+    def counted(step, device):
+        steps.append(step)
+        return record(step, device)
+
+    monkeypatch.setattr("model.record", counted)
+    recorded = model.generate(prompt, 100, temperature=0)
+    assert len(steps) == 1
+    monkeypatch.setattr(GPT, "_records", lambda *_: False)
+    assert torch.equal(recorded, model.generate(prompt, 100, temperature=0))
+
+
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 100, 128, 200, 299])
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "softmax_p3.py", "ssmax_bias.py"])
 def test_every_window(case, window):
@@ -198,8 +247,8 @@ def test_long(case, L):
 def test_softmax_takes_the_kernels_with_a_window_alone():
     q = torch.zeros(1, 2, 300, 64, device="cuda", dtype=BFLOAT16)
     attn = build("softmax.py", 64, "--window=100")
-    assert attn._path(q) == "sdpa" and attn._path(q, windowed=True) == "triton"
-    assert attn._path(q.double(), windowed=True) == "sdpa"
+    assert attn._path(q) == "sdpa" and attn._path(q, masked=True) == "triton"
+    assert attn._path(q.double(), masked=True) == "sdpa"
 
 
 def check_decoding(case, L, dtype, *settings):

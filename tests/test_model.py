@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model as model_module
 from config import Config, load_config
 from errors import UserError
 from evaluation import attention_weights
-from model import GPT, MLP, KVCache, Rope, rotate
-from tests.helpers import CONFIGS, ROWS, SMALL, small_config, small_model
+from model import GPT, MLP, KVCache, RecordedStep, Rope, rotate
+from tests.helpers import CONFIGS, ROWS, SMALL, record_on_meta, small_config, small_model
 
 # Tensor Product Attention, with and without biases, and its variant with linear queries.
 TPA = [
@@ -676,8 +677,7 @@ def test_a_cache_changes_nothing(case, window):
             assert {24, min(24, window or 24)} >= {key.shape[2], value.shape[2]}
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
+OTHER_POSITIONS_AND_HEADS = pytest.mark.parametrize(
     "settings",
     [
         "--positions=none",
@@ -696,6 +696,10 @@ def test_a_cache_changes_nothing(case, window):
         "--n_head=4 --n_kv_head=2 --head_size=6",
     ],
 )
+
+
+@torch.no_grad()
+@OTHER_POSITIONS_AND_HEADS
 def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
     for window in (None, 4):
         model = small_model("lssar_p3.py", *settings.split(), f"--window={window}")
@@ -705,6 +709,48 @@ def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
         assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-12)
         heads = sum(stored[0].shape[1] for (layer, _), stored in cache.layers.items() if layer == 0)
         assert heads == (2 if model.config.projections == "tpa" else model.config.kv_heads)
+
+
+# ---- recorded steps; on a CPU, recording runs the step each time ----
+
+
+@torch.no_grad()
+def check_recorded_steps(model, length, monkeypatch):
+    monkeypatch.setattr("model.record", lambda step, device: step)
+    ids = tokens(2, length)
+    whole = model(ids)
+    for prompt in (1, 3, length // 2):
+        cache = KVCache(length)
+        model.next_logits(ids[:, :prompt], cache)
+        step = RecordedStep(model, cache, ids[:, prompt : prompt + 1])
+        shapes = {kept.shape for layer in cache.layers.values() for kept in layer}
+        for i in range(prompt, length):
+            assert_near(step(ids[:, i : i + 1]), whole[:, i].float(), 1e-5)
+        assert cache.length == length and cache.position.item() == length - 1
+        assert {kept.shape for layer in cache.layers.values() for kept in layer} == shapes
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 18, 30])
+@pytest.mark.parametrize("case", [*ROWS, *TPA])
+def test_a_recorded_step_gives_the_same_logits(case, window, monkeypatch):
+    model = small_model(case, f"--window={window}")
+    model.scale_rope("yarn" if model.config.positions == "rope" else "none")
+    check_recorded_steps(model, 24, monkeypatch)
+
+
+@OTHER_POSITIONS_AND_HEADS
+def test_a_recorded_step_with_other_positions_and_heads(settings, monkeypatch):
+    for window in (None, 4):
+        model = small_model("lssar_p3.py", *settings.split(), f"--window={window}")
+        check_recorded_steps(model, 16, monkeypatch)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    "case", [*ROWS, *TPA, "fox.py --n_kv_head=1 --softcap=3", "softmax_alibi.py --sink=learned"]
+)
+def test_a_recorded_step_stays_on_its_device(case, window, monkeypatch):
+    record_on_meta(small_model(case, f"--window={window}"), monkeypatch)
 
 
 def greedy(model, ids, new):
@@ -722,6 +768,31 @@ def test_generation_equals_generation_without_a_cache(case):
         ids = model.generate(prompt, 14, temperature=0)
         assert torch.equal(ids, greedy(model, prompt, 14))
         assert ids.shape == (2, prompt.shape[1] + 14) and torch.equal(ids[:, :6], prompt[:, :6])
+
+
+@pytest.mark.parametrize("case", ["lssar_p3.py", "softmax.py --window=5"])
+def test_generation_by_a_recorded_step(case, monkeypatch):
+    """The prompt's own call gives the first token, and a step that is recorded once the others."""
+    recorded = []
+    monkeypatch.setattr("model.record", lambda step, device: recorded.append(step) or step)
+    monkeypatch.setattr(GPT, "_records", lambda self, idx, new: new >= 6)
+    model = small_model(case, "--tie_embeddings=False")
+    for prompt in (tokens(2, 6), tokens(1, 1)):
+        cache = KVCache(prompt.shape[1] + 14)
+        ids = model.generate(prompt, 14, temperature=0, cache=cache)
+        assert torch.equal(ids, greedy(model, prompt, 14))
+        assert cache.length == ids.shape[1] - 1 and cache.position is None
+    assert len(recorded) == 2
+    model.generate(prompt, 5)
+    assert len(recorded) == 2
+
+
+def test_only_many_tokens_on_cuda_are_recorded():
+    model, idx = small_model("softmax.py"), tokens(1, 3)
+    assert not model._records(idx, 10**6)
+    with FakeTensorMode():
+        gpu = torch.empty(1, 3, dtype=torch.int64, device="cuda")
+        assert model._records(gpu, 64) and not model._records(gpu, 63)
 
 
 @torch.no_grad()
