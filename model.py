@@ -14,12 +14,11 @@ from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
 from config import Config
 from errors import UserError
 
-# Tokens whose logits the chunked training loss and evaluation hold at once; on a CPU these were the
-# fastest of 64 to 1024. Evaluation's then take 26 MB for GPT-2's vocabulary: glibc returns freed
-# blocks above 32 MB to the system, and touching the next one's new pages took 10% of a step.
+# Tokens whose logits the chunked training loss and evaluation hold at once, and how many of a
+# token's logits evaluation holds on a CPU: 512 to 4096 differed by less than two runs of one.
 TRAIN_LOSS_CHUNK = 1024
 EVAL_LOSS_CHUNK = 1024
-EVAL_LOSS_CHUNK_CPU = 128
+EVAL_LOGITS_CPU = 4096
 # From so many new tokens on, generation on CUDA is recorded, which takes as long as several tokens.
 RECORDED_TOKENS = 64
 
@@ -558,7 +557,9 @@ class GPT(nn.Module):
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
         if self._has_chunked_loss(x):
-            return self._chunked_loss(x, targets, TRAIN_LOSS_CHUNK, "mean")
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAIN_LOSS_CHUNK)
+            head = self.lm_head.weight[: self.n_vocab]
+            return F.linear_cross_entropy(x, head, targets, options=options)
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
 
     def _has_chunked_loss(self, x: Tensor) -> bool:
@@ -570,11 +571,6 @@ class GPT(nn.Module):
         # it would round each loss to a 16-bit dtype of x
         return chunked and large and x.is_cpu and x.dtype.itemsize >= 4
 
-    def _chunked_loss(self, x: Tensor, targets: Tensor, rows: int, reduction: str) -> Tensor:
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
-        head = self.lm_head.weight[: self.n_vocab]
-        return F.linear_cross_entropy(x, head, targets, reduction=reduction, options=options)
-
     def logits(self, x: Tensor) -> Tensor:
         """Logits [.., n_vocab] of hidden states [.., n_embd]."""
         return self.lm_head(x)[..., : self.n_vocab]
@@ -583,13 +579,32 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats of every target, in their shape and float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1)
-        if self._has_chunked_loss(x):
-            losses = self._chunked_loss(x, targets.flatten(), EVAL_LOSS_CHUNK_CPU, "none")
-            return losses.float().view(targets.shape)
-        return torch.cat([
-            F.cross_entropy(self.logits(h).float().flatten(0, -2), t.flatten(), reduction="none")
-            for h, t in loss_chunks(x, targets.flatten(0, 1))
-        ]).view(targets.shape)  # fmt: skip
+        by_parts = x.is_cpu and self.tables == 1
+        losses = self._losses_by_parts if by_parts else self._losses_of_logits
+        chunks = loss_chunks(x, targets.flatten(0, 1))
+        return torch.cat([losses(h, t) for h, t in chunks]).view(targets.shape)
+
+    def _losses_of_logits(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(x).float().flatten(0, -2)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none")
+
+    def _losses_by_parts(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The losses of tokens, from the logits of a part of the vocabulary at a time.
+
+        On a CPU this takes two thirds of the time of torch's linear_cross_entropy, whose chunks are
+        of tokens: each of a few tokens reads all of the head's weights again, and the logits of
+        many are larger than any cache.
+        """
+        sums, own = [], None  # the log-sum-exp of each part, and the logits of the targets
+        for start in range(0, self.n_vocab, EVAL_LOGITS_CPU):
+            end = min(start + EVAL_LOGITS_CPU, self.n_vocab)
+            logits = F.linear(x, self.lm_head.weight[start:end])
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            sums.append(logits.logsumexp(-1))
+            theirs = logits.gather(1, (targets - start).clamp(0, end - start - 1)[:, None])[:, 0]
+            own = theirs if own is None else torch.where(targets >= start, theirs, own)
+        assert own is not None
+        return (torch.stack(sums).logsumexp(0) - own).float()
 
     def _records(self, idx: Tensor, max_new_tokens: int) -> bool:
         """Whether generation records its steps."""
@@ -752,8 +767,7 @@ def record(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Ten
 
 def loss_chunks(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Chunks of hidden states [n, n_embd] and targets [n, ..] whose logits may be held at once."""
-    size = EVAL_LOSS_CHUNK_CPU if hidden.is_cpu else EVAL_LOSS_CHUNK
-    return zip(hidden.split(size), targets.split(size), strict=True)
+    return zip(hidden.split(EVAL_LOSS_CHUNK), targets.split(EVAL_LOSS_CHUNK), strict=True)
 
 
 def compile_model(model: GPT) -> nn.Module:

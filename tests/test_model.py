@@ -919,11 +919,22 @@ def test_an_untrained_model_knows_nothing():
 
 def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
     model, x, y = small_model("lssa.py"), tokens(3, 20), tokens(3, 20, seed=1)
-    at_once = model.token_losses(x, y)
-    monkeypatch.setattr(model_module, "EVAL_LOSS_CHUNK_CPU", 7)
-    assert_near(model.token_losses(x, y), at_once, 1e-6)
-    monkeypatch.setattr(model_module, "TRAIN_LOSS_CHUNK", 32)  # torch's chunks of 7 rows
-    assert_near(model.token_losses(x, y), at_once, 1e-6)
+    y[0, :4] = torch.tensor([0, 99, 100, 256])
+    at_once = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    for tokens_, logits in ((1024, 1024), (7, 100), (60, 64), (1, 1)):
+        monkeypatch.setattr(model_module, "EVAL_LOSS_CHUNK", tokens_)
+        monkeypatch.setattr(model_module, "EVAL_LOGITS_CPU", logits)
+        losses = model.token_losses(x, y)
+        assert losses.dtype == torch.float32
+        assert_near(losses, at_once.float(), 1e-6)
+    with monkeypatch.context() as patch:  # as on a GPU
+        patch.setattr(GPT, "_losses_by_parts", GPT._losses_of_logits)
+        assert_near(model.token_losses(x, y), at_once.float(), 1e-6)
+    with torch.no_grad():  # logits that exp cannot take
+        model.lm_head.weight.mul_(1e4)
+    at_once = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    assert at_once.max() > 1e3
+    assert_near(model.token_losses(x, y), at_once.float(), 1e-6)
 
 
 def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
