@@ -653,10 +653,10 @@ def test_one_query_against_a_cache(case):
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", FUSED)
+@pytest.mark.parametrize("case", ["lssar_p15.py", "sigmoid_l1.py", "relu_li.py"])
 def test_one_query_against_a_cache_that_is_not_full(case):
     attn = build(case, 16, TRITON)
-    for n in (1, 3, 70):
+    for n in (3, 70):
         q, k, v, _ = draw(1, n, 16, FLOAT32, B=2)
         wide = (with_room(x, 100 - n) for x in (k, v))
         with torch.no_grad():
@@ -719,9 +719,9 @@ def test_the_operators_are_well_formed(case):
         torch.library.opcheck(
             kernels._forward, (*inputs, False, window, None, save), test_utils=checks
         )
-    q, k, v, *rest = arguments(case, 1, requires_grad=False)
+    q, k, v, scale, *rest = arguments(case, requires_grad=False)
     for filled in (None, torch.tensor([12])):
-        given = (q, k, v, *rest[:7], filled, *rest[7:], None)
+        given = (q[:, :, -1:], k, v, scale[..., -1:], *rest[:6], filled, *rest[6:], None)
         torch.library.opcheck(kernels._decode, given, test_utils=checks)
 
 
@@ -764,21 +764,24 @@ def test_a_model_trains_and_generates_as_with_the_reference(case):
     assert torch.equal(text, expected_text)
 
 
-@pytest.mark.parametrize("case", [*FUSED, "fox.py --n_kv_head=1", "softmax.py --window=4"])
+@pytest.mark.parametrize(
+    "case",
+    ["lssar_p15.py", "ssmax_bias.py", "fox.py --n_kv_head=1", "softmax_alibi.py --sink=learned"],
+)
 def test_a_recorded_step_of_the_kernels_stays_on_its_device(case, monkeypatch):
     record_on_meta(small_model(case, TRITON).float(), monkeypatch)
 
 
-@pytest.mark.parametrize("case", ["lssar_p15.py", "ssmax_bias.py --window=9", "fox.py"])
+@pytest.mark.parametrize("case", ["lssar_p15.py --window=9", "fox.py"])
 def test_a_recorded_step_of_the_kernels(case, monkeypatch):
     monkeypatch.setattr("model.record", lambda step, device: step)
-    model, cache = small_model(case, TRITON).float(), KVCache(20)
-    ids = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(1))
+    model, cache = small_model(case, TRITON).float(), KVCache(12)
+    ids = torch.randint(257, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = small_model(case)(ids)
         model.next_logits(ids[:, :7], cache)
         step = RecordedStep(model, cache, ids[:, 7:8])
-        for i in range(7, 20):
+        for i in range(7, 12):
             found = step(ids[:, i : i + 1])
             torch.testing.assert_close(found.double(), whole[:, i], rtol=1e-3, atol=1e-3)
 
