@@ -7,7 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import ALL, BLOCK_QUERIES, Attention
+from attention_paths.blocked import BLOCK_QUERIES
+from attention_paths.module import Attention
+from attention_paths.reference import ALL
 from config import Config
 from model import GPT
 from runtime.device import autocast
@@ -50,22 +52,22 @@ def attention_weights(
     """
     reduced: dict[Attention, Tensor] = {}
 
-    def record(attention: Attention, inputs: tuple, named: dict, output: Tensor) -> None:
-        q, k, _, score_scale, _ = inputs
+    def record(attention: Attention, inputs: tuple, output: Tensor) -> None:
+        q, k, _, context = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
         parts = []
         for begin in range(start, stop, BLOCK_QUERIES):
             end = min(stop, begin + BLOCK_QUERIES)
             # queries must be the last positions: later keys are cut off and get weight 0
-            given = named["from_input"].part(ALL, slice(begin, end), slice(end))
-            A = attention.weights(q[:, :, begin:end], k[:, :, :end], score_scale, L, given)
+            part = context.part(ALL, slice(begin, end), slice(end))
+            A = attention.weights(q[:, :, begin:end], k[:, :, :end], part)
             parts.append(reduce(F.pad(A, (0, L - end))))
         reduced[attention] = torch.cat(parts, dim=2)
 
     by_layer = [[part for part, _ in layer.parts()] for layer in model.attention_layers()][layers]
     hooks = [
-        attention.register_forward_hook(record, with_kwargs=True)
+        attention.register_forward_hook(record)
         for attentions in by_layer
         for attention in attentions
     ]

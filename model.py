@@ -1,8 +1,7 @@
-"""GPT-2 with any variant of attention.py: trunk, head, cache, generation."""
+"""GPT-2 with any variant of attention.py, with RoPE or other positions."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,157 +9,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS, Attention, Factors, FromInput, share_parameters
+from attention import VARIANTS
+from attention_paths.module import Attention
+from attention_paths.reference import Context, share_parameters
 from config import Config
 from errors import UserError
-
-# Tokens whose logits the chunked training loss and evaluation hold at once, and how many of a
-# token's logits evaluation holds on a CPU: 512 to 4096 differed by less than two runs of one.
-TRAIN_LOSS_CHUNK = 1024
-EVAL_LOSS_CHUNK = 1024
-EVAL_LOGITS_CPU = 4096
-# From so many new tokens on, generation on CUDA is recorded, which takes as long as several tokens.
-RECORDED_TOKENS = 64
-
-# RoPE's cos and sin of the positions' angles, [L, d/2], and the factor on every attention score.
-Rotation = tuple[Tensor, Tensor, float]
-HeadTransform = Callable[[Tensor], Tensor]  # QK norm, then RoPE, of x [B, .., L, d]
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions (Su et al. 2021), and how they are scaled beyond the training length."""
-
-    head_size: int
-    trained_length: int
-    theta: float = 10000.0
-    scaling: str = "none"
-    # s in 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha in 'dynamic_ntk' (None: 1)
-    factor: float | None = None
-
-    SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
-
-    def __post_init__(self) -> None:
-        if self.scaling not in self.SCALINGS:
-            raise UserError(
-                f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
-            )
-        # below 1e100 its powers are finite too
-        if self.factor is not None and not 1 <= self.factor < 1e100:
-            raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")
-        if not 1 < self.theta < math.inf:
-            raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
-
-    def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Angles per position [d/2] in float64, and the factor on every score, at this length."""
-        d, s = self.head_size, max(1.0, length / self.trained_length)
-        pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
-        power = d / max(d - 2, 1)  # with a single pair any base is the same
-        factor = s if self.factor is None else self.factor
-        if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
-            return self.theta**-pairs / factor, 1.0
-        if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
-            return (self.theta * factor**power) ** -pairs, 1.0
-        if self.scaling == "dynamic_ntk":  # emozilla: the same with the s of the current length
-            alpha = 1.0 if self.factor is None else self.factor
-            growth = alpha * s - (alpha - 1) if s > 1 else 1.0
-            return (self.theta * growth**power) ** -pairs, 1.0
-        if self.scaling == "yarn":
-            return self._yarn(pairs, factor)
-        return self.theta**-pairs, 1.0
-
-    def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
-        """YaRN (Peng et al. 2023).
-
-        Over the training length, pairs that turn more than 32 times (beta_fast) are kept, those
-        that turn less than once (beta_slow) are interpolated, and a ramp lies between. Its factor
-        0.1 ln s + 1 on q and k is squared on the scores.
-        """
-
-        def pair_that_turns(times: int) -> float:
-            turn = self.trained_length / (times * 2 * math.pi)
-            return self.head_size * math.log(turn) / (2 * math.log(self.theta))
-
-        low = max(math.floor(pair_that_turns(32)), 0)
-        high = min(math.ceil(pair_that_turns(1)), self.head_size - 1)
-        index = torch.arange(len(pairs), dtype=torch.float64)
-        ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
-        frequencies = self.theta**-pairs
-        return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
-    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
-
-    The heads before `first` are left as they are.
-    """
-    if first:
-        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-class KVCache:
-    """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
-
-    A layer with a window keeps a ring of them: position i is at i modulo the window.
-    """
-
-    def __init__(self, size: int):
-        self.size, self.length = size, 0
-        self.layers: dict[tuple[int, int], list[Tensor]] = {}
-        # in a RecordedStep the length, [1], which its kernels read: theirs have fixed shapes
-        self.position: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(kept.nbytes for layer in self.layers.values() for kept in layer)
-
-    def append(
-        self, key: tuple[int, int], new: list[Tensor], window: int | None, ordered: bool
-    ) -> list[Tensor]:
-        """Append tensors [B, .., new, ..] of new positions; returns what these positions see.
-
-        `key` is the layer and the part of its heads. What is returned is [B, .., length + new, ..]
-        or, with a window, at most window - 1 + new positions: in order, but for a single new
-        position without `ordered`, which attends to them all, in the ring's order.
-        """
-        if key not in self.layers:
-            room = self.size if window is None else min(self.size, window)
-            self.layers[key] = [x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new]
-        pairs = zip(self.layers[key], new, strict=True)
-        if self.position is not None:
-            return [self._insert(kept, x, self.position, ordered) for kept, x in pairs]
-        return [self._extend(kept, x, window, ordered) for kept, x in pairs]
-
-    def filled(self, key: tuple[int, int]) -> Tensor | None:
-        """In a RecordedStep, how many of a part's keys there are, the new one included, [1]."""
-        if self.position is None:
-            return None
-        return (self.position + 1).clamp_max(self.layers[key][0].shape[2])
-
-    def _insert(self, kept: Tensor, x: Tensor, position: Tensor, ordered: bool) -> Tensor:
-        """All of `kept`, with a single new position in it; `ordered`, the oldest comes first."""
-        room = kept.shape[2]
-        kept.index_copy_(2, position % room, x)
-        if room == self.size or not ordered:
-            return kept
-        oldest = (position + 1 - room).clamp_min(0)
-        return kept.index_select(2, (oldest + torch.arange(room, device=x.device)) % room)
-
-    def _extend(self, kept: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
-        new, start = x.shape[2], self.length
-        end = start + new
-        if window is None or end <= window:
-            kept[:, :, start:end] = x
-            return kept[:, :, :end]
-        if new == 1 and not ordered:
-            kept[:, :, start % window] = x[:, :, 0]
-            return kept
-        past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
-        x = torch.cat((kept[:, :, past], x), dim=2)
-        kept[:, :, torch.arange(end - window, end, device=x.device) % window] = x[:, :, -window:]
-        return x
+from layers.cache import KVCache
+from layers.heads import build_parts, check_attention
+from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_parts
+from layers.pairs import PairEmbedding, PairHead
+from layers.projections import HeadTransform, TensorProductProjections, build_projections
+from layers.rope import Rope, RopeTable, Rotation, rotate
 
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
@@ -169,185 +28,38 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
-def build_attention(config: Config, heads: range | None = None) -> Attention:
-    """The attention of a layer's heads, or of some of them."""
-    heads = range(config.n_head) if heads is None else heads
-    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
-    return Attention(
-        VARIANTS[config.attention],
-        p=config.p,
-        n_head=len(heads),
-        head_size=config.d_head,
-        trained_length=config.block_size,
-        follow_length=config.attention_length == "current",
-        impl=config.attention_impl,
-        s_init=config.s_init,
-        b_init=config.b_init,
-        gamma=config.gamma,
-        window=config.window,
-        p_law=config.p_law,
-        softcap=config.softcap,
-        alibi_heads=len(alibi),
-        sink=config.sink,
-    )
-
-
-class LinearProjections:
-    """q, k and v are linear in the input; the cache keeps k, after RoPE, and v."""
-
-    def __init__(self, config: Config) -> None:
-        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
-        self.columns = sum(self.heads) * config.d_head
-        self.products = 0  # multiplications per token beyond those with weights
-
-    def split(
-        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
-    ) -> tuple[Tensor, list[Tensor]]:
-        """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
-        heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)
-        return to_q(q), [to_k(k), v]
-
-    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
-        """What is cached of some heads of k and v."""
-        return [x[:, heads] for x in kept]
-
-    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Tensor]:
-        return kept
-
-
-class TensorProductProjections:
-    """Tensor Product Attention (Zhang et al. 2025): q, k and v are means of R outer products.
-
-    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
-    is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) numbers a position.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.n_head, self.head_size = config.n_head, config.d_head
-        self.q_rank, self.kv_rank = config.q_rank, config.kv_rank
-        kv = [self.kv_rank * self.n_head, self.kv_rank * self.head_size]
-        if self.q_rank is None:  # the paper's KVonly: q is linear in the input
-            q = [self.n_head * self.head_size]
-        else:
-            q = [self.q_rank * self.n_head, self.q_rank * self.head_size]
-        self.sizes = q + kv + kv
-        self.columns = sum(self.sizes)
-        ranks = (self.q_rank or 0) + 2 * self.kv_rank
-        self.products = ranks * self.n_head * self.head_size
-
-    @torch.no_grad()
-    def initialise(self, weight: Tensor) -> None:
-        """Xavier's uniform weights in place, [columns, n_embd].
-
-        As in the authors' code, torch counts the inputs and outputs of a as a tensor [n_embd, H, R]
-        and of b as [n_embd, R, d]: R (n_embd + H) and d (n_embd + R) of them.
-        """
-        H, d, n = self.n_head, self.head_size, weight.shape[1]
-        fans = [n + H * d] if self.q_rank is None else []
-        for R in (self.q_rank, self.kv_rank, self.kv_rank):
-            fans += [] if R is None else [R * (n + H), d * (n + R)]
-        for part, fan in zip(weight.split(self.sizes), fans, strict=True):
-            nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
-
-    def split(
-        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
-    ) -> tuple[Tensor, list[Tensor]]:
-        """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
-        *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
-
-        def by_rank(part: Tensor, rank: int) -> Tensor:
-            return part.unflatten(-1, (rank, -1)).transpose(1, 2)
-
-        if self.q_rank is None:
-            q = to_q(by_rank(q_parts[0], self.n_head))
-        else:
-            a_q, b_q = (by_rank(part, self.q_rank) for part in q_parts)
-            q = Factors(a_q / self.q_rank, to_q(b_q)).expand()
-        a_k, b_k, a_v, b_v = (by_rank(part, self.kv_rank) for part in (a_k, b_k, a_v, b_v))
-        return q, [a_k / self.kv_rank, to_k(b_k), a_v / self.kv_rank, b_v]
-
-    def of_heads(self, kept: list[Tensor], heads: slice) -> list[Tensor]:
-        """All of it: heads without positions of their own, and local ones, are refused."""
-        return kept
-
-    def keys_and_values(self, kept: list[Tensor], decoding: bool) -> list[Factors] | list[Tensor]:
-        """k and v [B, H, Lk, d], or, for the single query of `decoding`, their factors as such."""
-        a_k, b_k, a_v, b_v = kept
-        factors = [Factors(a_k, b_k), Factors(a_v, b_v)]
-        return factors if decoding else [x.expand() for x in factors]
-
-
 class SelfAttention(nn.Module):
-    """Attention between its two projections.
-
-    The first heads, `nope_share` of them, have no positions. With a local_window the others are
-    softmax over that many keys, whatever the first are.
-    """
+    """Attention between its two projections; in a hybrid the heads are in two parts."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
-        self.n_head = H
-        self.nope_heads, self.group = config.nope_heads, H // config.kv_heads
-        self.projections: LinearProjections | TensorProductProjections
-        if config.projections == "tpa":
-            self.projections = TensorProductProjections(config)
-        else:
-            self.projections = LinearProjections(config)
+        self.n_head, self.nope_heads, self.group = H, config.nope_heads, H // config.kv_heads
+        self.projections = build_projections(config)
         self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
         self.c_proj = nn.Linear(H * d, n, bias=bias)
-        self.local: Attention | None = None
-        if config.local_window is None:
-            self.attention = build_attention(config)
-        else:
-            local = config.replace(
-                attention="softmax", p=None, p_law="constant", window=config.local_window
-            )
-            self.attention = build_attention(config, range(config.nope_heads))
-            self.local = build_attention(local, range(config.nope_heads, H))
+        self.attention, self.local = build_parts(config)
         self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
         gates = {"none": 0, "head": H, "element": H * d}[config.gate]
         self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
         # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
         self.c_forget = nn.Linear(n, H) if config.forget else None
-        self.row_numbers = names = VARIANTS[config.attention].from_input
-        self.c_rows = nn.Linear(n, len(names) * H, bias=False) if names else None
+        self.numbers = VARIANTS[config.attention].from_input
+        self.c_rows = nn.Linear(n, len(self.numbers) * H, bias=False) if self.numbers else None
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
     ) -> Tensor:
-        def transform(norm: nn.Module | None, first: int) -> HeadTransform:
-            def apply(x: Tensor) -> Tensor:
-                x = x if norm is None else norm(x)
-                return x if rotation is None else rotate(x, *rotation[:2], first)
-
-            return apply
-
-        q_first, k_first = self.nope_heads, self.nope_heads // self.group
-        to_q, to_k = transform(self.q_norm, q_first), transform(self.k_norm, k_first)
-        q, kv = self.projections.split(self.c_attn(x), to_q, to_k)
-        score_scale = 1.0 if rotation is None else rotation[2]
-        decoding = cache is not None and x.shape[1] == 1
-        numbers = self.from_input(x)
-        out, filled = [], None
+        q, kv = self.project(x, rotation)  # q [B, H, L, d]; kv: k and v [B, Hk, L, d], or factors
+        context, decoding = self.context(x, rotation), cache is not None and x.shape[1] == 1
+        out = []
         for part, (attention, heads) in enumerate(self.parts()):
-            kv_heads = slice(heads.start // self.group, heads.stop // self.group)
-            cached, inputs = self.projections.of_heads(kv, kv_heads), numbers.heads(heads)
+            seen, own = self.projections.of_heads(kv, heads), self.of_heads(context, heads)
             if cache is not None:
-                gates = [] if inputs.log_forget is None else [inputs.log_forget]
-                ordered = attention.ordered or gates != []
-                cached = cache.append((layer, part), cached + gates, attention.window, ordered)
-                filled = cache.filled((layer, part))
-                if gates:
-                    inputs = replace(inputs, log_forget=cached.pop())
-            k, v = self.projections.keys_and_values(cached, decoding)
-            length = cache.size if cache else None
-            scale = 1.0 if heads.stop <= self.nope_heads else score_scale
-            out.append(
-                attention(q[:, heads], k, v, scale, length, from_input=inputs, filled=filled)
-            )
+                seen, own = cache.append((layer, part), seen, own, attention)
+            k, v = self.projections.keys_and_values(seen, decoding)
+            out.append(attention(q[:, heads], k, v, own))
         # joining the heads of one part copies nothing: kernels lay them out side by side
         y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:  # [B, L, H, 1 or d]
@@ -356,22 +68,40 @@ class SelfAttention(nn.Module):
 
     def parts(self) -> list[tuple[Attention, slice]]:
         """The attention of each part of the heads."""
-        H, split = self.n_head, self.nope_heads
-        if self.local is None:
-            return [(self.attention, slice(0, H))]
-        return [(self.attention, slice(0, split)), (self.local, slice(split, H))]
+        split = self.n_head if self.local is None else self.nope_heads
+        parts = [(self.attention, slice(0, split)), (self.local, slice(split, self.n_head))]
+        return [(attention, heads) for attention, heads in parts if attention is not None]
 
-    def from_input(self, x: Tensor) -> FromInput:
-        """The numbers of rows and the logarithms of forget gates, [B, H, L] of x [B, L, n_embd]."""
-        rows, gates = {}, None
+    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, list[Tensor]]:
+        """q and what the cache keeps of k and v, after QK norm and RoPE."""
+
+        def transform(norm: nn.Module | None, first: int) -> HeadTransform:
+            def apply(x: Tensor) -> Tensor:
+                x = x if norm is None else norm(x)
+                return x if rotation is None else rotate(x, rotation.cos, rotation.sin, first)
+
+            return apply
+
+        to_q = transform(self.q_norm, self.nope_heads)
+        to_k = transform(self.k_norm, self.nope_heads // self.group)
+        return self.projections.split(self.c_attn(x), to_q, to_k)
+
+    def context(self, x: Tensor, rotation: Rotation | None) -> Context:
+        """YaRN's factor, and the rows' numbers and log forget gates [B, H, L] of x [B, L, n]."""
+        numbers, gates = {}, None
         if self.c_rows is not None:
-            numbers = self.c_rows(x).unflatten(2, (len(self.row_numbers), -1)).permute(2, 0, 3, 1)
-            rows = dict(zip(self.row_numbers, numbers.unbind(), strict=True))
+            rows = self.c_rows(x).unflatten(2, (len(self.numbers), -1)).permute(2, 0, 3, 1)
+            numbers = dict(zip(self.numbers, rows.unbind(), strict=True))
         if self.c_forget is not None:
             gates = self.c_forget(x)
             dtype = torch.promote_types(gates.dtype, torch.float32)
             gates = F.logsigmoid(gates.to(dtype)).transpose(1, 2)
-        return FromInput(rows, gates)
+        return Context(1.0 if rotation is None else rotation.score_scale, numbers, gates)
+
+    def of_heads(self, context: Context, heads: slice) -> Context:
+        """The context of some heads; YaRN scales no scores of heads without RoPE."""
+        own = context.part((slice(None), heads), slice(None), slice(None))
+        return replace(own, score_scale=1.0) if heads.stop <= self.nope_heads else own
 
 
 class MLP(nn.Module):
@@ -412,9 +142,6 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Positions, blocks and the final norm: embeddings [B, L, n_embd] to hidden states."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -424,81 +151,29 @@ class Trunk(nn.Module):
         share_parameters([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
-        self.register_buffer("cos", torch.empty(0), persistent=False)
-        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.rope: RopeTable | None = None
         if config.positions == "rope":
-            self.set_rope(
-                Rope(config.d_head, config.block_size, config.rope_theta), config.block_size
-            )
-
-    def set_rope(self, rope: Rope, length: int) -> None:
-        """Compute the rotations of positions 0 to length - 1, scaled for this length."""
-        frequencies, self.score_scale = rope.frequencies(length)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
-        like = self.ln_f.weight
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.cos = angles.cos().to(dtype).to(like.device)
-        self.sin = angles.sin().to(dtype).to(like.device)
-        self.rope, self.rope_length = rope, length
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Trunk":
-        # called by .to(): rotations are computed again in the new dtype, not cast from the old one
-        super()._apply(fn, recurse)
-        if self.config.positions == "rope":
-            self.set_rope(self.rope, self.rope_length)
-        return self
+            rope = Rope(config.d_head, config.block_size, config.rope_theta)
+            self.rope = RopeTable(rope, config.block_size)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         start = cache.length if cache else 0
-        length = cache.size if cache else x.shape[1]
-        end = start + x.shape[1]
-        positions: slice | Tensor = slice(start, end)
-        if cache and cache.position is not None:
-            positions = cache.position
-        rotation = None
-        if self.config.positions == "rope":
-            if length != self.rope_length:
-                self.set_rope(self.rope, length)
-            rotation = self.cos[positions], self.sin[positions], self.score_scale
+        length, end = cache.size if cache else x.shape[1], start + x.shape[1]
+        rotation = None if self.rope is None else self.rope(start, end, length)
         if self.wpe is not None:
             if length > len(self.wpe.weight):
                 raise UserError(
                     f"a length of {length} is beyond the {len(self.wpe.weight)} learned positions "
                     "of this model (block_size)"
                 )
-            x = x + self.wpe.weight[positions]
+            x = x + self.wpe.weight[start:end]
+        every = self.config.nope_every
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation if self._rotates(layer) else None, cache, layer)
+            rotates = every == 0 or (layer + 1) % every != 0
+            x = block(x, rotation if rotates else None, cache, layer)
         if cache:
             cache.length = end
         return self.ln_f(x)
-
-    def _rotates(self, layer: int) -> bool:
-        every = self.config.nope_every
-        return every == 0 or (layer + 1) % every != 0
-
-
-class PairEmbedding(nn.Embedding):
-    """Pairs of tokens [.., 2] to [.., n_embd]: a table for each coordinate, and a linear layer."""
-
-    def __init__(self, rows: int, n_embd: int) -> None:
-        super().__init__(2 * rows, n_embd)  # the two tables, one below the other
-        self.rows = rows
-        self.linear = nn.Linear(2 * n_embd, n_embd)
-
-    def forward(self, pairs: Tensor) -> Tensor:
-        x, y = pairs.unbind(-1)
-        return self.linear(super().forward(torch.stack((x, y + self.rows), -1)).flatten(-2))
-
-
-class PairHead(nn.Linear):
-    """Hidden states [.., n_embd] to the logits of both coordinates, [.., 2, rows]."""
-
-    def __init__(self, n_embd: int, rows: int) -> None:
-        super().__init__(n_embd, 2 * rows, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).unflatten(-1, (2, -1))
 
 
 class GPT(nn.Module):
@@ -506,10 +181,11 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        check_attention(config)
         self.config = config
         self.n_vocab = config.n_vocab
         padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
-        n_embd, pairs = config.n_embd, config.task == "orbits"
+        n_embd, pairs = config.n_embd, config.position_shape == (2,)
         self.wte = PairEmbedding(padded, n_embd) if pairs else nn.Embedding(padded, n_embd)
         self.trunk = Trunk(config)
         self.lm_head = PairHead(n_embd, padded) if pairs else nn.Linear(n_embd, padded, bias=False)
@@ -556,20 +232,9 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
-        if self._has_chunked_loss(x):
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAIN_LOSS_CHUNK)
-            head = self.lm_head.weight[: self.n_vocab]
-            return F.linear_cross_entropy(x, head, targets, options=options)
+        if self.tables == 1 and has_chunked_loss(x, self.n_vocab):
+            return chunked_loss(x, self.lm_head.weight[: self.n_vocab], targets)
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
-
-    def _has_chunked_loss(self, x: Tensor) -> bool:
-        """Whether torch computes the loss without all logits, which on a CPU is faster too."""
-        large = (
-            self.tables == 1 and len(x) >= TRAIN_LOSS_CHUNK and self.n_vocab > self.config.n_embd
-        )
-        chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
-        # it would round each loss to a 16-bit dtype of x
-        return chunked and large and x.is_cpu and x.dtype.itemsize >= 4
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [.., n_vocab] of hidden states [.., n_embd]."""
@@ -579,86 +244,17 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats of every target, in their shape and float32; never holds all logits."""
         x = self.trunk(self.wte(idx)).flatten(0, 1)
-        by_parts = x.is_cpu and self.tables == 1
-        losses = self._losses_by_parts if by_parts else self._losses_of_logits
-        chunks = loss_chunks(x, targets.flatten(0, 1))
-        return torch.cat([losses(h, t) for h, t in chunks]).view(targets.shape)
+        by_parts, head = x.is_cpu and self.tables == 1, self.lm_head.weight[: self.n_vocab]
 
-    def _losses_of_logits(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self.logits(x).float().flatten(0, -2)
-        return F.cross_entropy(logits, targets.flatten(), reduction="none")
+        def losses(x: Tensor, targets: Tensor) -> Tensor:
+            if by_parts:
+                return losses_by_parts(x, head, targets)
+            logits = self.logits(x).float().flatten(0, -2)
+            return F.cross_entropy(logits, targets.flatten(), reduction="none")
 
-    def _losses_by_parts(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The losses of tokens, from the logits of a part of the vocabulary at a time.
-
-        On a CPU this takes two thirds of the time of torch's linear_cross_entropy, whose chunks are
-        of tokens: each of a few tokens reads all of the head's weights again, and the logits of
-        many are larger than any cache.
-        """
-        sums, own = [], None  # the log-sum-exp of each part, and the logits of the targets
-        for start in range(0, self.n_vocab, EVAL_LOGITS_CPU):
-            end = min(start + EVAL_LOGITS_CPU, self.n_vocab)
-            logits = F.linear(x, self.lm_head.weight[start:end])
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            sums.append(logits.logsumexp(-1))
-            theirs = logits.gather(1, (targets - start).clamp(0, end - start - 1)[:, None])[:, 0]
-            own = theirs if own is None else torch.where(targets >= start, theirs, own)
-        assert own is not None
-        return (torch.stack(sums).logsumexp(0) - own).float()
-
-    def _records(self, idx: Tensor, max_new_tokens: int) -> bool:
-        """Whether generation records its steps."""
-        return idx.is_cuda and max_new_tokens >= RECORDED_TOKENS
-
-    def next_logits(self, new: Tensor, cache: KVCache) -> Tensor:
-        """Logits [B, n_vocab], in float32, of the token after those in the cache and new [B, L]."""
-        return self.logits(self.trunk(self.wte(new), cache)[:, -1]).float()
-
-    @torch.no_grad()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-        never: int | None = None,
-        stop: Callable[[Tensor], bool] | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
-
-        Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once
-        `stop` is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses
-        the final length from the start, so that cached keys stay valid. Pass an empty `cache` of
-        that size to inspect it afterwards. On CUDA many tokens are generated by a RecordedStep.
-        Raises UserError for an empty prompt, a negative temperature, and top_k below 1.
-        """
-        if idx.shape[1] == 0:
-            raise UserError("the prompt is empty: generation starts from at least one token")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
-        new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
-        recorded = None
-        for i in range(max_new_tokens):
-            if i == 1 and self._records(idx, max_new_tokens):
-                recorded = RecordedStep(self, cache, new)
-            logits = self.next_logits(new, cache) if recorded is None else recorded(new)
-            if never is not None:
-                logits[:, never] = -math.inf
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                if top_k is not None and top_k < self.n_vocab:
-                    smallest = logits.topk(top_k).values[:, -1:]
-                    logits = logits.masked_fill(logits < smallest, -math.inf)
-                probabilities = (logits / temperature).softmax(-1)
-                new = torch.multinomial(probabilities, 1, generator=generator)
-            idx = torch.cat((idx, new), dim=1)
-            if stop is not None and stop(idx):
-                break
-        cache.position = None
-        return idx
+        return torch.cat([losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]).view(
+            targets.shape
+        )
 
     def scale_rope(
         self, scaling: str, factor: float | None = None, theta: float | None = None
@@ -668,7 +264,8 @@ class GPT(nn.Module):
         A model without RoPE stays as it is. Raises UserError if it was to be scaled, and for YaRN,
         which scales the scores too, where some heads of one attention have no positions.
         """
-        if self.config.positions != "rope":
+        table = self.trunk.rope
+        if table is None:
             if scaling != "none" or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
@@ -678,8 +275,7 @@ class GPT(nn.Module):
                 f"{self.config.nope_share} leaves some of them without RoPE"
             )
         theta = self.config.rope_theta if theta is None else theta
-        rope = replace(self.trunk.rope, scaling=scaling, factor=factor, theta=theta)
-        self.trunk.set_rope(rope, self.trunk.rope_length)
+        table.set(replace(table.rope, scaling=scaling, factor=factor, theta=theta), table.length)
         return self
 
     def parameter_groups(self) -> list[dict]:
@@ -716,58 +312,6 @@ class GPT(nn.Module):
             width = (heads.stop - heads.start) * c.d_head
             attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
         return 6 * (matrices - self.padding()) + attention // L
-
-
-class RecordedStep:
-    """A step of generation as a CUDA graph: logits [B, n_vocab] of the token after new [B, 1].
-
-    Launching the kernels of a step one by one takes the host longer than the GPU needs to run them;
-    a graph is launched at once. It repeats the same kernels, so their shapes are those of a full
-    cache, and what differs between steps, the token and its position, is in tensors that they
-    read. To be called under the autocast that it was made under, whose copies of weights it reads.
-    """
-
-    def __init__(self, model: GPT, cache: KVCache, new: Tensor) -> None:
-        self.model, self.cache, self.new = model, cache, new.clone()
-        cache.position = new.new_tensor([cache.length])
-        self._step()  # compiles the kernels, which cannot be done while they are recorded
-        self.graph = record(self._step, new.device)
-
-    def _step(self) -> Tensor:
-        length = self.cache.length
-        logits = self.model.next_logits(self.new, self.cache)
-        self.cache.length = length
-        return logits
-
-    def __call__(self, new: Tensor) -> Tensor:
-        assert self.cache.position is not None
-        self.new.copy_(new)
-        self.cache.position.fill_(self.cache.length)
-        self.cache.length += 1
-        return self.graph()
-
-
-def record(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """A function that launches a step's kernels as one CUDA graph.
-
-    It returns the same tensor each time, with new values. Recording does not run the step, which
-    must neither wait for the GPU nor compile anything.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        out = step()
-
-    def replay() -> Tensor:
-        with torch.cuda.device(device):
-            graph.replay()
-        return out
-
-    return replay
-
-
-def loss_chunks(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of hidden states [n, n_embd] and targets [n, ..] whose logits may be held at once."""
-    return zip(hidden.split(EVAL_LOSS_CHUNK), targets.split(EVAL_LOSS_CHUNK), strict=True)
 
 
 def compile_model(model: GPT) -> nn.Module:

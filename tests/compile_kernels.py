@@ -7,7 +7,7 @@ GPU.
 
 python -m tests.compile_kernels             counts as below, and compares with results/kernels.json
 python -m tests.compile_kernels --update    writes what the installed Triton gives into that file
-python -m tests.compile_kernels --rows      launches every row and choice, and counts nothing
+python -m tests.compile_kernels --variants  launches every variant and choice, and counts nothing
 
 For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
 whether the assembler serialises its asynchronous matrix products (warnings such as C7515), how
@@ -31,11 +31,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-import kernels
-from attention import VARIANTS, FromInput, kernel_obstacle
-from tests.helpers import ATTENTIONS as ROWS
-from tests.helpers import small_config
-from tests.textbook import build
+from attention import VARIANTS
+from attention_paths import launch
+from attention_paths.fused import fused, variant_obstacle
+from attention_paths.reference import PLAIN
+from tests.fused import build
+from tests.helpers import ATTENTIONS, small_config
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -88,11 +89,10 @@ def launches(
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
 
     def calls() -> None:
-        attn._triton(q, k, v, 256, 1.0, FromInput()).sum().backward()
+        fused(attn, q, k, v, PLAIN).sum().backward()
         with torch.no_grad():
-            attn._triton(q, k, v, 256, 1.0, FromInput())
-            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput())
-            attn._triton(q[:, :, -1:], k, v, 256, 1.0, FromInput(), torch.tensor([100]))
+            fused(attn, q, k, v, PLAIN)
+            fused(attn, q[:, :, -1:], k, v, PLAIN)
 
     return launched(capability, calls)
 
@@ -228,12 +228,12 @@ def counted(capability: int, row: str, d: int) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--update", action="store_true")
-    parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--variants", action="store_true")
     parser.add_argument("--quick", action="store_true", help="LSSAR of head size 64 alone")
     arguments = parser.parse_args()
     # the table is of Triton's own assembler
     os.environ["TRITON_PTXAS_PATH"] = str(TOOLS / "ptxas")
-    if arguments.rows:
+    if arguments.variants:
         launch_everything()
         return
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
@@ -266,66 +266,60 @@ def write(table: dict) -> None:
 
 
 def launch_everything() -> None:
-    fused = [
-        row for row in ROWS if kernel_obstacle(VARIANTS[small_config(row).attention], 64) is None
-    ]
-    for row in fused:
-        for capability in (90, 80):
-            launch_row(capability, row, 64)
-    for row in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
+    for case in ATTENTIONS:
+        if variant_obstacle(VARIANTS[small_config(case).attention], 64) is None:
+            for capability in (90, 80):
+                launch_variant(capability, case, 64)
+    for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
         for dtype in (torch.float16, torch.float32):
-            launch_row(86, row, 128, dtype)
-        launch_row(90, row, 24, torch.bfloat16, "--window=100")
+            launch_variant(86, case, 128, dtype)
+        launch_variant(90, case, 24, torch.bfloat16, "--window=100")
         torch.use_deterministic_algorithms(True)
-        launch_row(80, row, 128)
+        launch_variant(80, case, 128)
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32 = True
         for capability in (86, 80, 90):
-            launch_row(capability, row, 128, torch.float32)
+            launch_variant(capability, case, 128, torch.float32)
         torch.backends.cuda.matmul.allow_tf32 = False
     for choices in CHOICES:
         for capability, dtype in ((90, torch.bfloat16), (80, torch.float16)):
             launch_choices(capability, choices, dtype)
 
 
-# What no row of the table has, alone and together.
+# What no variant of the table has, alone and together.
 CHOICES = [
     {"phi": "exp", "sink": True},
-    {"phi": "exp", "slopes": True},
     {"phi": "exp", "key_bias": True},
     {"phi": "exp", "softcap": 50.0},
     {"phi": "softpick"},
-    {"phi": "softplus", "powers": True},
-    {"phi": "exp", "sink": True, "slopes": True, "key_bias": True, "softcap": 50.0, "powers": True},
-    {"phi": "softpick", "slopes": True, "key_bias": True, "softcap": 50.0, "window": 100},
+    {"phi": "softplus", "p": 2.5},
+    {"phi": "exp", "p": 3.0, "sink": True, "key_bias": True, "softcap": 50.0},
+    {"phi": "softpick", "key_bias": True, "softcap": 50.0, "window": 100},
 ]
 
 
 def launch_choices(capability: int, choices: dict, dtype: torch.dtype) -> None:
-    shapes = {"sink": (2,), "slopes": (2,), "key_bias": (1, 2, 256), "powers": (1, 2, 256)}
-    learnt = {
-        name: torch.ones(shapes[name], requires_grad=name != "slopes")
-        for name in shapes.keys() & choices.keys()
-    }
+    shapes = {"sink": (2,), "key_bias": (1, 2, 256)}
+    learnt = {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()
+              if name in choices}  # fmt: skip
     q, k, v = (torch.zeros(1, 2, 256, 64, dtype=dtype, requires_grad=True) for _ in "qkv")
     arguments = dict(bias=None, norm=None, p=None, unit=False, signed=False, shifted=True)
     arguments |= {"window": None} | choices | learnt
 
     def calls() -> None:
-        kernels.attend(q, k, v, torch.ones(1, 2, 256), **arguments).sum().backward()
-        if "powers" in choices:
-            arguments["powers"] = learnt["powers"][:, :, -1:]
+        launch.attend(q, k, v, scale=torch.ones(1, 2, 256), **arguments).sum().backward()
         with torch.no_grad():
-            for filled in (None, torch.tensor([100])):
-                kernels.attend(q[:, :, -1:], k, v, torch.ones(1, 2, 1), **arguments, filled=filled)
+            launch.attend(q[:, :, -1:], k, v, scale=torch.ones(1, 2, 1), **arguments)
 
     names = [name for name, _, _ in launched(capability, calls)]
     print(f"sm_{capability}, {choices}, {dtype}: {len(names)} launches", flush=True)
 
 
-def launch_row(capability: int, row: str, d: int, dtype=torch.bfloat16, *settings: str) -> None:
-    names = [name for name, _, _ in launches(capability, row, d, dtype, *settings)]
-    print(f"sm_{capability}, d {d}, {row}, {dtype}, {settings}: {len(names)} launches", flush=True)
+def launch_variant(
+    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
+) -> None:
+    names = [name for name, _, _ in launches(capability, case, d, dtype, *settings)]
+    print(f"sm_{capability}, d {d}, {case}, {dtype}, {settings}: {len(names)} launches", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ LAYERS = (
     ("errors",),
     ("runtime.files",),
     ("runtime.device", "runtime.distributed"),
-    ("data", "kernels"),
-    ("attention",),
-    ("config",),
+    ("data", "attention", "config"),
+    ("attention_paths",),
+    ("layers",),
     ("model",),
-    ("optim", "runtime.checkpoint", "evaluation"),
+    ("generation", "optim", "runtime.checkpoint", "evaluation"),
     ("runtime.divergence", "runtime.log", "runtime.pretrained", "runtime.preview"),
     ("train",),
     ("scripts.common",),
@@ -27,13 +27,21 @@ LAYERS = (
 )
 LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entries}
 # An exported model carries these files and no others.
-EXPORTED = {"errors", "kernels", "attention", "config", "model", "scripts.common.hf_modeling"}
+EXPORTED = {
+    "errors", "attention_paths.phi", "attention_paths.tiles", "attention_paths.forward",
+    "attention_paths.backward", "attention_paths.decode", "attention_paths.launch",
+    "attention_paths.fused", "attention_paths.reference", "attention_paths.blocked",
+    "attention_paths.sdpa", "attention_paths.factored", "attention_paths.check",
+    "attention_paths.module", "attention", "config", "layers.cache", "layers.heads",
+    "layers.losses", "layers.pairs", "layers.projections", "layers.rope", "model",
+    "scripts.common.hf_modeling",
+}  # fmt: skip
 
 
 def sources() -> dict[str, str]:
     """The text of every module by its name; __init__.py, tests and config files are left out."""
     files = [*ROOT.glob("*.py")]
-    for package in ("data", "runtime", "scripts"):
+    for package in ("attention_paths", "data", "layers", "runtime", "scripts"):
         files += (ROOT / package).rglob("*.py")
     names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
     return {names[file]: file.read_text() for file in files if file.name != "__init__.py"}
@@ -79,7 +87,14 @@ def violations(texts: dict[str, str]) -> list[str]:
 
 def test_every_module_has_a_layer():
     assert [module for module in sources() if entry(module) not in LAYER] == []
-    for package in ("data", "runtime", "scripts", "scripts/common", "scripts/reproduce"):
+    for package in (
+        "attention_paths",
+        "data",
+        "runtime",
+        "scripts",
+        "scripts/common",
+        "scripts/reproduce",
+    ):
         assert (ROOT / package / "__init__.py").read_text() == ""
 
 
@@ -95,8 +110,8 @@ def test_imports_run_downwards_and_in_no_circle():
           "scripts.c": ""}, []),
         ({"data.loader": "from model import GPT", "model": ""},
          ["data.loader imports model, which is not below it"]),
-        ({"data.loader": "import kernels as k", "kernels": ""},
-         ["data.loader imports kernels, which is not below it"]),
+        ({"data.loader": "import attention_paths.phi as k", "attention_paths.phi": ""},
+         ["data.loader imports attention_paths.phi, which is not below it"]),
         ({"runtime.files": "def f():\n    from runtime import log", "runtime.log": ""},
          ["runtime.files imports runtime.log, which is not below it"]),
         ({"runtime.device": "from .distributed import job", "runtime.distributed": ""},

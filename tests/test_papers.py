@@ -9,8 +9,7 @@ import pytest
 from config import Config
 from scripts import finetune_squad, needle
 from scripts.common.papers import LSSAR, PAPERS, SSMAX
-from scripts.reproduce import __main__ as reproduce
-from scripts.reproduce import tables, training
+from scripts.reproduce import report, rows, tables
 from tests.helpers import CONFIGS, ROWS
 
 
@@ -32,15 +31,15 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
 
 def test_every_row_of_the_papers_has_a_config():
     for name, experiment in tables.EXPERIMENTS.items():
-        for row in experiment.rows if experiment.evaluation.trained else ():
-            trained, _, _ = training.VIEWS.get(row, row).partition(":")
-            assert training.find_row(trained).file.is_file(), (name, row)
+        for row in experiment.rows if experiment.measurement.trained else ():
+            trained, _, _ = rows.VIEWS.get(row, row).partition(":")
+            assert rows.find_row(trained).file.is_file(), (name, row)
         if experiment.paper:
             scales = experiment.paper.get("scales", {"": experiment.paper.get("rows")})
             assert any(set(there) & set(experiment.rows) for there in scales.values()), name
     for p in (LSSAR["p_sweep"]["best"], *LSSAR["p_sweep"]["more"]):
         assert f"lssar_p{p}" in tables.EXPERIMENTS["p_sweep"].rows
-    assert training.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
+    assert rows.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
 
 
 def test_tables_that_the_papers_print_twice_agree():
@@ -55,7 +54,7 @@ def test_tables_that_the_papers_print_twice_agree():
 def test_the_scales_have_the_papers_steps():
     training_facts = LSSAR["training"]
     for name, steps in training_facts["steps"].items():
-        config = training.open_scale(name, "out", None, "disabled", []).config
+        config = rows.open_scale(name, "out").config
         assert (config.max_iters, config.block_size) == (steps, training_facts["trained_length"])
 
 
@@ -63,14 +62,13 @@ def test_no_124m_values_beside_the_curves_of_other_scales():
     """Fig. A2 has no numbers; Table 1's are of 124M, trained on FineWeb-10B."""
     figure = tables.EXPERIMENTS["loss_by_length"]
     for scale in (*LSSAR["figure_a2"]["scales"], "124m"):
-        opened = training.open_scale(scale, "out", None, "disabled", [])
-        paper, _ = reproduce.paper_values(figure, opened)
+        paper, _ = report.paper_values(figure, scale, (1, 2, 4, 8, 16))
         assert set(paper) == (set(figure.rows) if scale == "124m" else set()), scale
 
 
 def test_the_recipe_of_ssmax():
     """Its Tables 1 and 2, in configs/scales/ssmax_paper.py. The pops leave nothing unread."""
-    config = training.open_scale("ssmax_paper", "out", None, "disabled", []).config
+    config = rows.open_scale("ssmax_paper", "out").config
     shape, recipe = dict(SSMAX["architecture"]), dict(SSMAX["pretraining"])
     settings = {
         "layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "feedforward": "mlp_hidden",

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import FromInput
-from model import build_attention
+from attention_paths.reference import PLAIN, Context
+from layers.heads import build_attention
 from tests.helpers import small_config
 
 BLOCK_SIZE = 64  # the training length: L is it, smaller, and larger
@@ -166,7 +166,7 @@ def textbook(q, k, v, learnable, formula, window=None):
     return formula(Textbook(q, k, **parameters, window=window)) @ v
 
 
-# ---- the arguments of kernels.attend, in combinations that no config has ----
+# ---- the arguments of attention_paths.launch.attend, in combinations that no config has ----
 
 # log phi(z), so that a row is a softmax and nothing under- or overflows.
 LOG_PHI = {
@@ -181,7 +181,7 @@ def attended(
     q, k, v, scale, bias=None, norm=None, sink=None, slopes=None, key_bias=None, powers=None, *,
     phi, p=None, unit=False, window=None, softcap=None, shifted=None, signed=None,
 ):  # fmt: skip
-    """What kernels.attend computes, a whole matrix at a time; shifted and signed change nothing."""
+    """What launch.attend computes, a whole matrix at a time; shifted and signed change nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     if unit:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
@@ -264,8 +264,7 @@ def draw_off_kinks(Lq, Lk, d, dtype, B, first=0, window=None):
 
 
 def call(attn, q, k, v, log_forget=None):
-    given = {} if log_forget is None else {"from_input": FromInput(log_forget=log_forget)}
-    return attn(q, k, v, **given)
+    return attn(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget))
 
 
 def evaluate(attn, tensors, formula=None):

@@ -1,0 +1,247 @@
+"""The fused kernels of the backward pass, in memory linear in L.
+
+A tile's dz comes from dp_ij = dO'_i . v_j, where dO'_i = factor_i dO_i and delta_i = factor_i D_i:
+
+    one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
+    two stages   factor = p / W    A = factor t^p / p
+                 dz = gain (t^(p-1) (dp - delta) - E / n) phi'(z)
+
+In one stage delta has the sign of a, and without l1 there is none. dv sums a dO', or t^p dO' / p.
+In float16, whose range is too small for dO', dO' is dO, and the factor multiplies dp and A.
+"""
+
+import triton
+import triton.language as tl
+
+from attention_paths import tiles
+from attention_paths.phi import relu
+
+
+@triton.jit
+def backward_rows(
+    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, H, L, ADDED, F, C: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """dO', the TERMS of rows and, if it is learnt, each row's part of the sink's gradient."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    dout = tiles.load(tiles.head_of(DOUT, b, h), DOUT.strides[2], rows, L, C).to(tl.float32)
+    out = tiles.load(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
+    along = tl.sum(dout * out, 1)
+    factor = tiles.saved(ROWS, tiles.WEIGHT if C.P else tiles.GAIN, bh, rows, L)
+    dz = -factor * along
+    if C.P:
+        u = tiles.load(tiles.own_head_of(U, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
+        coupled = tiles.saved(ROWS, tiles.COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
+        tiles.save(TERMS, tiles.COUPLED, coupled, bh, rows, L)
+    tiles.save(TERMS, tiles.DELTA, factor * along, bh, rows, L)
+    if DSINK is not None:  # dz of a key whose value is 0
+        y = tl.zeros([M], tl.float32) + C.ARGUMENT * tl.load(ADDED.sink + h)
+        if F.shift is not None:
+            y += tiles.saved(ROWS, tiles.SHIFT, bh, rows, L)
+        if C.P:
+            gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, L)
+            t = tiles.reweighted(F.phi(y), gain, tiles.saved(ROWS, tiles.OFFSET, bh, rows, L))
+            dz = (tiles.power_less_one(t, C) * dz - coupled) * gain
+        tiles.save(DSINK, 0, C.VALUE * dz * F.slope(y), bh, rows, L)
+    if SCALED.dtype.element_ty == tl.float16:
+        tiles.save(TERMS, tiles.FACTOR, factor, bh, rows, L)
+    else:
+        dout = dout * factor[:, None]
+    tiles.store(tiles.own_head_of(SCALED, b, h, H, L, C.D), H * C.D, rows, L, dout, C)
+
+
+@triton.jit
+def row_terms(
+    ROWS, TERMS, bh, rows, L, AXIS: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The numbers of rows that the gradients of a tile need, with a new axis for the keys."""
+    delta = tiles.saved(TERMS, tiles.DELTA, bh, rows, L)
+    alpha, beta, gain, offset, coupled, factor, floor = (delta,) * 7
+    if C.EXACT:
+        alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, L)
+    if C.BIASED:
+        beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, L)
+    if C.P:
+        gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, L)
+        offset = tiles.saved(ROWS, tiles.OFFSET, bh, rows, L)
+        coupled = tiles.saved(TERMS, tiles.COUPLED, bh, rows, L)
+    if HALF:
+        factor = tiles.saved(TERMS, tiles.FACTOR, bh, rows, L)
+    if C.RECTIFIED:
+        floor = tl.exp2(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L))
+    return (
+        tl.expand_dims(alpha, AXIS), tl.expand_dims(beta, AXIS), tl.expand_dims(gain, AXIS),
+        tl.expand_dims(offset, AXIS), tl.expand_dims(delta, AXIS), tl.expand_dims(coupled, AXIS),
+        tl.expand_dims(factor, AXIS), tl.expand_dims(floor, AXIS),
+    )  # fmt: skip
+
+
+@triton.jit
+def gradients(
+    y, dp, terms, visible, key_bias, F, C: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The weights of a tile without their factors, dz, and the gradient of the product y."""
+    alpha, beta, gain, offset, delta, coupled, factor, floor = terms
+    y, cap_slope = tiles.argument(y, alpha, beta, key_bias, C.BIASED, C)
+    a = F.phi(y)
+    if HALF:
+        dp = dp * factor
+    if C.P:
+        t = tiles.reweighted(a, gain, offset)
+        u = tiles.power_less_one(t, C)
+        A = u * t
+        dz = (u * (dp - delta) - coupled) * F.slope(y) * gain
+    else:
+        A = a
+        if C.RECTIFIED:
+            a = a - floor
+            A, dp = relu(a), tl.where(a > 0, dp, 0.0)
+        if C.L1:  # the gradient of sum |a|
+            dp -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if C.SIGNED else delta
+        dz = dp * F.slope(y)
+    if HALF:
+        A = A * factor
+    if MASKED:
+        A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
+    return A, dz, dz if C.CAP is None else dz * cap_slope
+
+
+@triton.jit
+def row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr):
+    """For each part, the first row of its tiles and the end of its rows, for a block of keys."""
+    begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
+    # the first block of rows that all see all of these keys, unless a window hides them
+    full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
+    whole, last = Lq, Lq
+    if C.WINDOW is not None:
+        end = block * BLOCK_N - past + C.WINDOW  # of the rows that see the first of these keys
+        whole = tl.minimum(tl.maximum(end, 0) // BLOCK_M * BLOCK_M, Lq)
+        last = tl.minimum(end + BLOCK_N - 1, Lq)
+    return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
+
+
+@triton.jit(do_not_specialize=tiles.UNSPECIALISED)
+def backward_keys(
+    Q, K, V, DOUT, INVERSE, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, H, GROUP, Lq, Lk, ADDED, F,
+    C: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys, its bias's gradient if learnt and, if ATOMIC, its part of dq.
+
+    Tiles are [keys, rows].
+    """
+    bh, block = tl.program_id(0), tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    q_head = tiles.own_head_of(Q, b, h, H, Lq, C.D)
+    dout_head = tiles.own_head_of(DOUT, b, h, H, Lq, C.D)
+    dq_head = tiles.own_head_of(DQ, b, h, H, Lq, C.D)
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tiles.load(tiles.head_of(K, b, h // GROUP), K.strides[2], keys, Lk, C)
+    v = tiles.load(tiles.head_of(V, b, h // GROUP), V.strides[2], keys, Lk, C)
+    bias = None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, C)[:, None]
+    HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
+    parts = row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, C)
+
+    dk = tl.zeros(k.shape, tl.float32)
+    dv = tl.zeros(k.shape, tl.float32)
+    dkey_bias = tl.zeros([BLOCK_N], tl.float32)
+    for PART in tl.static_range(2 if C.WINDOW is None else 3):
+        for start in range(parts[PART][0], parts[PART][1], BLOCK_M):
+            rows = start + tl.arange(0, BLOCK_M)
+            q = tiles.load(q_head, H * C.D, rows, Lq, C)
+            dout = tiles.load(dout_head, H * C.D, rows, Lq, C)
+            terms = row_terms(ROWS, TERMS, bh, rows, Lq, 0, HALF, C)
+            # 0 for rows that do not exist, whose y it could make infinite
+            key_bias = None if bias is None else bias * tl.where(rows < Lq, 1.0, 0.0)[None, :]
+            y = tl.dot(k, tl.trans(q), input_precision=C.PRECISION)
+            dp = tl.dot(v, tl.trans(dout), input_precision=C.PRECISION)
+            visible = tiles.visible_to(rows[None, :], keys[:, None], past, C)
+            A, dz, dy = gradients(y, dp, terms, visible, key_bias, F, C, HALF, PART > 0)
+            if DKEY_BIAS is not None:
+                dkey_bias += tl.sum(dz, 1)
+            dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
+            scaled = dy * terms[0] if C.EXACT else dy
+            dk = tl.dot(scaled.to(q.dtype), q, dk, input_precision=C.PRECISION)
+            if ATOMIC:
+                dy = dy.to(k.dtype)
+                # not dot(trans(dy), k): Triton before 3.7.1 miscompiles it for Hopper
+                dq = tl.trans(tl.dot(tl.trans(k), dy, input_precision=C.PRECISION))
+                columns = tl.arange(0, C.BLOCK_D)
+                at = dq_head + rows[:, None] * (H * C.D) + columns[None, :]
+                inside = (rows < Lq)[:, None] & (columns < C.D)[None, :]
+                tl.atomic_add(at, dq, mask=inside, sem="relaxed")
+    dk *= C.VALUE / C.ARGUMENT
+    if C.UNIT:
+        inverse = tiles.saved(INVERSE, 0, bh // GROUP, keys, Lk)
+        dk = tiles.project(dk, k, inverse) * inverse[:, None]
+    if C.P:
+        dv *= 1 / C.P
+    tiles.store(tiles.own_head_of(DK, b, h, H, Lk, C.D), H * C.D, keys, Lk, dk, C)
+    tiles.store(tiles.own_head_of(DV, b, h, H, Lk, C.D), H * C.D, keys, Lk, dv, C)
+    if DKEY_BIAS is not None:
+        tiles.save(DKEY_BIAS, 0, C.VALUE * dkey_bias, bh, keys, Lk)
+
+
+@triton.jit(do_not_specialize=tiles.UNSPECIALISED)
+def backward_queries(
+    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What the atomics would sum for dq, for a block of rows; the bias's gradient if learnt."""
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    dout = tiles.load(tiles.own_head_of(DOUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
+    terms = row_terms(ROWS, TERMS, bh, rows, Lq, 1, HALF, C)
+    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
+
+    dq = tl.zeros(q.shape, tl.float32)
+    dbias = tl.zeros([BLOCK_M], tl.float32)
+    for PART in tl.static_range(2 if C.WINDOW is None else 3):
+        for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = tiles.load(k_head, K.strides[2], keys, Lk, C)
+            v = tiles.load(v_head, V.strides[2], keys, Lk, C)
+            y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
+            dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
+            key_bias = (
+                None
+                if ADDED.key_bias is None
+                else tiles.key_bias_of(ADDED, b, h, keys, Lk, C)[None, :]
+            )
+            visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
+            _, dz, dy = gradients(y, dp, terms, visible, key_bias, F, C, HALF, PART > 0)
+            if DBIAS is not None:
+                dbias += tl.sum(dz, 1)
+            dq = tl.dot(dy.to(k.dtype), k, dq, input_precision=C.PRECISION)
+    tiles.store(tiles.own_head_of(DQ, b, h, H, Lq, C.D), H * C.D, rows, Lq, dq, C)
+    if DBIAS is not None:
+        tiles.save(DBIAS, 0, C.VALUE * dbias, bh, rows, Lq)
+
+
+@triton.jit
+def finish_queries(
+    SUM, Q, ROWS, ORIGINAL, DQ, DSCALE, H, L, C: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """dq from its sum over keys and, if it is learnt, the scale's gradient.
+
+    The scale's gradient needs the original q: a scale of 0 makes q' 0.
+    """
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    dq = tiles.load(tiles.own_head_of(SUM, b, h, H, L, C.D), H * C.D, rows, L, C)
+    alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, L)
+    if DSCALE is not None:
+        q = tiles.load(tiles.head_of(ORIGINAL, b, h), ORIGINAL.strides[2], rows, L, C)
+        q = q.to(tl.float32)
+        dscale = C.VALUE * tl.sum(dq * q, 1)
+        if C.UNIT:
+            dscale *= tiles.inverse_norm(q)
+        tiles.save(DSCALE, 0, dscale, bh, rows, L)
+    if C.UNIT:
+        q = tiles.load(tiles.own_head_of(Q, b, h, H, L, C.D), H * C.D, rows, L, C)
+        dq = tiles.project(dq, q, alpha)
+    dq *= (C.VALUE / C.ARGUMENT * alpha)[:, None]
+    tiles.store(tiles.own_head_of(DQ, b, h, H, L, C.D), H * C.D, rows, L, dq, C)

@@ -1,0 +1,81 @@
+"""Checks of an entry of the table of variants, once, where a layer first uses it."""
+
+import functools
+import math
+
+import torch
+
+from attention import VARIANTS, Phi, Variant
+from attention_paths.reference import Context, ReferenceAttention
+from errors import UserError
+
+
+@functools.cache
+def check_variant(variant: Variant) -> None:
+    """Raise UserError where a variant sees the future, or its phi is not as declared.
+
+    Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
+    """
+    name = next((name for name, entry in VARIANTS.items() if entry is variant), "the variant")
+    # transformers builds models on the meta device, and evaluations without gradients
+    with torch.device("cpu"), torch.enable_grad():
+        check_phi(name, variant.phi)
+        check_causality(name, variant)
+
+
+def check_phi(name: str, phi: Phi) -> None:
+    """Raise UserError where phi is not 0 and flat at `zero`, not finite, or signed undeclared."""
+    hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
+    weight = phi.function(hidden.clone())
+    if (zero := weight.item()) != 0:
+        raise UserError(
+            f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
+            "no weight: set Phi(zero=...) to a z with phi(z) = 0. Without such a z, as for a "
+            "clamped exp, phi cannot be used"
+        )
+    if phi.zero == -math.inf and weight.requires_grad:
+        (slope,) = torch.autograd.grad(weight, hidden)
+        if slope != 0:
+            raise UserError(
+                f"{name}: phi's gradient at -inf, the score of hidden keys, is {slope.item():g}: "
+                "set Phi(zero=...) to a finite z with phi(z) = 0"
+            )
+    grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    values = phi.function(grid)
+    if not values.isfinite().all():
+        z = grid[~values.isfinite()][0].item()
+        raise UserError(f"{name}: phi({z:g}) is not finite; scores may have any value")
+    if (values < 0).any() and not phi.signed:
+        z, value = grid[values < 0][0].item(), values[values < 0][0].item()
+        raise UserError(
+            f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
+            "which l1 sums absolute values and p is refused"
+        )
+
+
+def check_causality(name: str, variant: Variant) -> None:
+    """Raise UserError where a weight or a gradient reaches a key that its row does not see."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64, generator=generator)
+    k.requires_grad_()
+    attention = ReferenceAttention(variant, 1, 8, 6, p=2.0 if variant.needs_p else None).double()
+    try:
+        all_weights = attention.weights(q, k)[0, 0]
+    except Exception as error:  # whatever a formula raises
+        raise UserError(
+            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
+            "row's context are tensors: rows.n.log(), not math.log(rows.n)"
+        ) from error
+    if variant.bias is not None and not variant.keyed:
+        rows = attention.rows(q, 6, slice(None), Context())
+        if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
+            raise UserError(
+                f"{name}: its bias differs between keys: declare Variant(..., keyed=True)"
+            )
+    for row, weights in enumerate(all_weights, start=1):
+        (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
+        if weights[row:].any() or gradient[0, 0, row:].any():
+            raise UserError(
+                f"{name}: row {row} depends on keys after it; check that its formulas use the rows "
+                "alone, and that `reweight` leaves hidden keys, whose weight is 0, at 0"
+            )

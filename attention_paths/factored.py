@@ -1,0 +1,69 @@
+"""Attention of a single query from the factors of keys and values, which T6's cache keeps."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention import attention_weights
+from attention_paths.reference import Context, ReferenceAttention, l2_normalise
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Keys or values x_hj = sum_r a_rjh b_rj of all heads h, with b_rj [d] shared by the heads.
+
+    a is [B, R, Lk, H] and b [B, R, Lk, d]. What follows for a single query is computed from them
+    without x [B, H, Lk, d], which takes fewer operations and reads less memory.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of x."""
+        B, _, Lk, H = self.a.shape
+        return B, H, Lk, self.b.shape[3]
+
+    def to(self, dtype: torch.dtype) -> "Factors":
+        return Factors(self.a.to(dtype), self.b.to(dtype))
+
+    def expand(self) -> Tensor:
+        """x, [B, H, Lk, d]."""
+        return torch.einsum("brlh,brld->bhld", self.a, self.b)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """The products [B, H, 1, Lk] of a single query of each head, [B, H, 1, d], with its x."""
+        return (self.a * (self.b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
+
+    def squared_norms(self) -> Tensor:
+        """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s."""
+        a, b = self.a, self.b
+        products = [
+            a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
+            for r in range(a.shape[1])
+        ]
+        return sum(products[1:], products[0]).mT[:, :, None]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
+        a = (weights.transpose(1, 2).mT * self.a).to(self.b.dtype)  # [B, R, Lk, H]
+        return (a.mT @ self.b).sum(1)[:, :, None]
+
+
+def factored(
+    layer: ReferenceAttention, q: Tensor, k: Factors, v: Factors, context: Context
+) -> Tensor:
+    """The output [B, H, 1, d] of `ReferenceAttention.forward` for a single query."""
+    with torch.autocast(q.device.type, enabled=False):
+        k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
+        if layer.variant.l2_normalise:
+            q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
+
+        def products(q: Tensor) -> Tensor:
+            z = k.to(q.dtype).dot(q)
+            return z if inverse is None else z * inverse
+
+        rows = layer.rows(q, k.shape[2], slice(None), context)
+        return v.mix(attention_weights(layer.variant, q, products, rows))

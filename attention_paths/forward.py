@@ -1,0 +1,225 @@
+"""The fused kernels of the forward pass: q and k are scaled, then one kernel sums the values.
+
+One stage reads the keys once. Two stages read them twice, because stage 2 needs the row's sum and
+maximum of phi first. Two stages also save, for the backward pass, U_i = sum_j t_ij^(p-1) v_j / R_i
+with R_i = sum_j t_ij^(p-1): see launch.py for the formulas.
+"""
+
+import triton
+import triton.language as tl
+
+from attention_paths import tiles
+from attention_paths.phi import relu
+
+
+@triton.jit
+def scale_queries(
+    Q, scale, bias, norm, OUT, ROWS, H, L, C: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """q' = alpha q, and what is known of ROWS by now.
+
+    If EXACT, q' is q, and its products are multiplied by alpha instead.
+    """
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    q = tiles.load(tiles.head_of(Q, b, h), Q.strides[2], rows, L, C).to(tl.float32)
+    alpha = C.ARGUMENT * tiles.numbers_of(scale, b, h, rows, L, 0.0)
+    if C.UNIT:
+        alpha *= tiles.inverse_norm(q)
+    scaled = q if C.EXACT else q * alpha[:, None]
+    tiles.store(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, scaled, C)
+    tiles.save(ROWS, tiles.ALPHA, alpha, bh, rows, L)
+    if bias is not None:
+        beta = C.ARGUMENT * tiles.numbers_of(bias, b, h, rows, L, 0.0)
+        tiles.save(ROWS, tiles.BIAS, beta, bh, rows, L)
+    if norm is not None:
+        gain = 1 / (C.VALUE * tiles.numbers_of(norm, b, h, rows, L, 1.0))
+        tiles.save(ROWS, tiles.GAIN, gain, bh, rows, L)
+
+
+@triton.jit
+def normalise_keys(K, OUT, INVERSE, H, L, C: tl.constexpr, M: tl.constexpr):
+    """k / |k|, and 1 / |k|."""
+    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
+    b, h = bh // H, bh % H
+    k = tiles.load(tiles.head_of(K, b, h), K.strides[2], rows, L, C).to(tl.float32)
+    inverse = tiles.inverse_norm(k)
+    unit = k * inverse[:, None]
+    tiles.store(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, unit, C)
+    tiles.save(INVERSE, 0, inverse, bh, rows, L)
+
+
+@triton.jit
+def arguments(
+    q, K, stride, alpha, beta, keys, Lk, ADDED, b, h, BIASED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The argument y of phi for a tile [rows, keys]."""
+    k = tiles.load(K, stride, keys, Lk, C)
+    y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
+    key_bias = (
+        None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, C)[None, :]
+    )
+    y, _ = tiles.argument(y, alpha[:, None], beta[:, None], key_bias, BIASED, C)
+    return y
+
+
+@triton.jit(do_not_specialize=tiles.UNSPECIALISED)
+def forward_one_stage(
+    Q, K, V, OUT, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # longest rows first, so that the GPU does not wait for one long block at the end
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
+    beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
+    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
+
+    acc = tl.zeros(q.shape, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    a_max = tl.full([BLOCK_M], tiles.DEAD, tl.float32)
+    lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
+    y_max = tl.full([BLOCK_M], lowest, tl.float32)
+    if ADDED.sink is not None:
+        y_max, total = tiles.sink_of(ADDED, h, F, BLOCK_M, C)
+    for PART in tl.static_range(2 if C.WINDOW is None else 3):
+        for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, C.BIASED, C)
+            visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
+            if F.shift is not None:
+                y, y_max, rescale = tiles.shifted(y, y_max, visible, F, PART > 0)
+                total, acc = total * rescale, acc * rescale[:, None]
+            a = F.phi(y)
+            if C.RECTIFIED:
+                a = a - tl.exp2(F.shift(y_max))[:, None]
+            if PART > 0:
+                a = tl.where(visible, a, 0.0)
+            if C.L1:
+                total += tl.sum(tl.abs(a), 1)
+            if C.RECTIFIED:
+                a = relu(a)
+            v = tiles.load(v_head, V.strides[2], keys, Lk, C)
+            if v.dtype == tl.float16:  # its range is too small for unnormalised weights
+                before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
+                a, acc = a / a_max[:, None], acc * (before / a_max)[:, None]
+            acc = tl.dot(a.to(v.dtype), v, acc, input_precision=C.PRECISION)
+
+    if C.L1:
+        gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
+    else:
+        gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, Lq)
+    restored = gain * a_max if V.data.dtype.element_ty == tl.float16 else gain
+    out = acc * restored[:, None]
+    tiles.store(tiles.own_head_of(OUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, out, C)
+    if SAVE:
+        if C.L1:
+            tiles.save(ROWS, tiles.GAIN, gain, bh, rows, Lq)
+        if F.shift is not None:
+            tiles.save(ROWS, tiles.BIAS, beta + F.shift(y_max), bh, rows, Lq)
+            tiles.save(ROWS, tiles.SHIFT, F.shift(y_max), bh, rows, Lq)
+
+
+@triton.jit(do_not_specialize=tiles.UNSPECIALISED)
+def forward_two_stages(
+    Q, K, V, OUT, U, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
+    beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
+    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
+
+    # ---- pass 1: each row's sum and maximum of phi ----
+    # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row
+    total, a_max = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    compensation = tl.zeros([BLOCK_M], tl.float32)
+    lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
+    y_max = tl.full([BLOCK_M], lowest, tl.float32)
+    y_sink = y_max
+    if ADDED.sink is not None:
+        y_sink, total = tiles.sink_of(ADDED, h, F, BLOCK_M, C)
+        y_max, a_max = y_sink, total
+    for PART in tl.static_range(2 if C.WINDOW is None else 3):
+        for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, C.BIASED, C)
+            visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
+            if F.shift is not None:
+                y, y_max, rescale = tiles.shifted(y, y_max, visible, F, PART > 0)
+                total, compensation = total * rescale, compensation * rescale
+                a_max = a_max * rescale
+            if F.total is not None:
+                if PART > 0:
+                    y = tl.where(visible, y, -float("inf"))
+                part = F.total(y)
+                if F.shift is None:
+                    y_max = tl.maximum(y_max, tl.max(y, 1))
+            else:
+                a = F.phi(y)
+                if PART > 0:
+                    a = tl.where(visible, a, 0.0)
+                part = tl.sum(a, 1)
+                a_max = tl.maximum(a_max, tl.max(a, 1))
+            part -= compensation
+            compensation = (total + part - total) - part
+            total += part
+    if F.shift is not None:
+        shift = F.shift(y_max)
+        beta, y_max, y_sink = beta + shift, y_max + shift, y_sink + shift
+    if F.total is not None:  # the function is increasing
+        a_max = F.total(y_max[:, None])
+    n = rows + past + 1
+    if C.WINDOW is not None:
+        n = tl.minimum(n, C.WINDOW)
+    n = n.to(tl.float32)
+    gain, offset, top = tiles.second_stage(total, a_max, n)
+
+    # ---- pass 2: the re-weighted weights, times V ----
+    acc = tl.zeros(q.shape, tl.float32)
+    acc_u = tl.zeros(q.shape, tl.float32)
+    total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if ADDED.sink is not None:
+        t_sink = tiles.reweighted(F.phi(y_sink), gain, offset)
+        total_u = tiles.power_less_one(t_sink, C)
+        total_w = total_u * t_sink
+    SHIFTED: tl.constexpr = C.BIASED or F.shift is not None
+    for PART in tl.static_range(2 if C.WINDOW is None else 3):
+        for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, SHIFTED, C)
+            t = tiles.reweighted(F.phi(y), gain[:, None], offset[:, None])
+            if PART > 0:
+                t = tl.where(tiles.visible_to(rows[:, None], keys[None, :], past, C), t, 0.0)
+            u = tiles.power_less_one(t, C)
+            w = u * t
+            total_w += tl.sum(w, 1)
+            v = tiles.load(v_head, V.strides[2], keys, Lk, C)
+            acc = tl.dot(w.to(v.dtype), v, acc, input_precision=C.PRECISION)
+            if SAVE:
+                total_u += tl.sum(u, 1)
+                acc_u = tl.dot(u.to(v.dtype), v, acc_u, input_precision=C.PRECISION)
+
+    # where all weights are 0: 0 for a dead row, whose gain is 0, and NaN for a gain of NaN
+    inv_w = tl.where(total_w > 0, 1 / total_w, 0 * gain)
+    out = acc * inv_w[:, None]
+    tiles.store(tiles.own_head_of(OUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, out, C)
+    if SAVE:
+        u = acc_u * tl.where(total_u > 0, 1 / total_u, 0.0)[:, None]
+        tiles.store(tiles.own_head_of(U, b, h, H, Lq, C.D), H * C.D, rows, Lq, u, C)
+        tiles.save(ROWS, tiles.GAIN, gain, bh, rows, Lq)
+        tiles.save(ROWS, tiles.OFFSET, offset, bh, rows, Lq)
+        tiles.save(ROWS, tiles.WEIGHT, C.P * inv_w, bh, rows, Lq)
+        # E_i / n_i without its factor (dO_i . U_i - D_i)
+        coupling = offset * top * C.P * total_u * inv_w / n
+        tiles.save(ROWS, tiles.COUPLING, coupling, bh, rows, Lq)
+        if F.shift is not None:
+            tiles.save(ROWS, tiles.BIAS, beta, bh, rows, Lq)
+            tiles.save(ROWS, tiles.SHIFT, shift, bh, rows, Lq)

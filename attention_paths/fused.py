@@ -1,0 +1,89 @@
+"""The arguments of the fused Triton kernels for a layer, and why they cannot compute it."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attention import EXPM1, Variant, of_queries, relu_power, shift_of
+from attention_paths.reference import Context, ReferenceAttention
+
+launch: ModuleType | None
+try:
+    import attention_paths.launch as launch
+except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
+    launch = None
+
+
+def variant_obstacle(variant: Variant, head_size: int) -> str | None:
+    """Why the kernels cannot compute a variant at this head size, on any machine."""
+    if variant.row_weights is not None and variant.phi is not EXPM1:
+        return "its weights are functions of whole rows"
+    if variant.phi.kernel is None or (launch and variant.phi.kernel not in launch.PHIS):
+        return "its phi names no entry of attention_paths.phi.PHIS"
+    if variant.reweight is not relu_power:
+        return "its re-weighting is not the paper's"
+    if variant.keyed:
+        return "its bias differs between keys"
+    if head_size > 128:
+        return f"head size {head_size} is above 128"
+    return None
+
+
+def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
+    """Why the kernels cannot take these queries; None if they can."""
+    reason = variant_obstacle(layer.variant, layer.head_size)
+    if reason is not None:
+        return reason
+    if launch is None:
+        return "Triton is not installed"
+    if not (q.is_cuda or launch.INTERPRETED):
+        return f"it needs an NVIDIA GPU, and this is {q.device.type}"
+    if q.dtype == torch.float64:
+        return "it does not compute in float64"
+    return None
+
+
+def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
+    assert launch is not None
+    variant = layer.variant
+    rows = layer.rows(q, k.shape[2], slice(None), context)
+
+    def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
+        x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
+        sequences = x.shape[0] if x.ndim == 4 else 1
+        return x.expand(sequences, q.shape[1], q.shape[2], 1)[..., 0]
+
+    bias, key_bias, decay = (
+        None if variant.bias is None else per_row(variant.bias(rows)),
+        None,
+        None,
+    )
+    if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
+        decay = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0][None]
+    if rows.decay is not None:
+        decay = rows.decay if decay is None else rows.decay + decay
+    if decay is not None:
+        own, key_bias = of_queries(decay, rows), -decay
+        # softmax is the same for all scores of a row shifted alike: no gradient to compute
+        shifts = variant.is_softmax and layer.p is None and not layer.has_sink
+        bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
+    cut = layer.window is not None and layer.window < k.shape[2]
+    return launch.attend(
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        scale=per_row(context.score_scale * variant.scale(rows)),
+        bias=bias,
+        norm=None if variant.norm is None else per_row(variant.norm(rows)),
+        phi=variant.phi.kernel,
+        shifted=shift_of(variant, rows) is not None,
+        p=layer.p,
+        unit=variant.l2_normalise,
+        signed=variant.phi.signed and variant.row_weights is None,
+        window=layer.window if cut else None,
+        sink=None if rows.sink is None else rows.sink[:, 0, 0],
+        key_bias=key_bias,
+        softcap=layer.softcap,
+    )

@@ -1,0 +1,66 @@
+"""A layer's attention by the fastest way that its variant, device and dtype allow."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import Variant
+from attention_paths.blocked import blocked, first_key
+from attention_paths.check import check_variant
+from attention_paths.factored import Factors, factored
+from attention_paths.fused import fused, obstacle
+from attention_paths.reference import ALL, PLAIN, Context, ReferenceAttention
+from attention_paths.sdpa import sdpa
+from errors import UserError
+
+
+class Attention(ReferenceAttention):
+    """What ReferenceAttention computes, by `impl`: 'auto' or the one path that it names.
+
+    For a single query k and v may be Factors.
+    """
+
+    def __init__(self, variant: Variant, *arguments: Any, impl: str = "auto", **settings: Any):
+        check_variant(variant)
+        super().__init__(variant, *arguments, **settings)
+        self.impl = impl
+
+    def forward(
+        self, q: Tensor, k: Tensor | Factors, v: Tensor | Factors, context: Context = PLAIN
+    ) -> Tensor:
+        if isinstance(k, Factors) and isinstance(v, Factors):
+            if self.impl in ("auto", "blocked"):
+                return factored(self, q, k, v, context)
+            k, v = k.expand(), v.expand()
+        assert isinstance(k, Tensor) and isinstance(v, Tensor)
+        first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
+        k, v = k[:, :, first:], v[:, :, first:]
+        context = context.part(ALL, slice(None), slice(first, None))
+        path = self.path(q, k.shape[2], context)
+        if path == "reference":
+            return super().forward(q, k, v, context)
+        compute = {"triton": fused, "sdpa": sdpa, "blocked": blocked}[path]
+        with torch.autocast(q.device.type, enabled=False):
+            return compute(self, q, k, v, context)
+
+    def path(self, q: Tensor, Lk: int, context: Context = PLAIN) -> str:
+        """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
+
+        On a GPU softmax with a window takes the kernels, because torch's fastest attention takes no
+        mask. Raises UserError where `impl` requires kernels that cannot run.
+        """
+        if self.impl not in ("auto", "triton"):
+            return self.impl
+        plain = self.p is None and self.softcap is None and not (self.alibi_heads or self.has_sink)
+        plain = plain and context.log_forget is None
+        softmax = self.impl == "auto" and self.variant.is_softmax and plain
+        masked = self.window is not None and self.window < Lk
+        if softmax and not (masked and q.is_cuda):
+            return "sdpa"
+        reason = obstacle(self, q)
+        if reason is None and (q.is_cuda or self.impl == "triton"):
+            return "triton"
+        if self.impl == "triton":
+            raise UserError(f"attention_impl = 'triton' cannot be used: {reason}")
+        return "sdpa" if softmax else "blocked"

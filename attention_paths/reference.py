@@ -1,0 +1,187 @@
+"""A layer's attention as attention.py defines it: its learned scalars, its rows, its weights."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from attention import Rows, Variant, attention_weights
+
+ALL = slice(None), slice(None)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a layer's attention depends on besides q, k and v."""
+
+    score_scale: float = 1.0  # on every score: the square of YaRN's attention factor
+    numbers: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
+    log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
+
+    def part(self, part: tuple[slice, slice], queries: slice, keys: slice) -> "Context":
+        """The context of some sequences and heads, queries and keys."""
+        numbers = {name: x[part][:, :, queries] for name, x in self.numbers.items()}
+        gates = None if self.log_forget is None else self.log_forget[part][:, :, keys]
+        return Context(self.score_scale, numbers, gates)
+
+
+PLAIN = Context()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys [B, Hk, Lk, d], and 1 / |k| where their scores are to be normalised by it."""
+
+    k: Tensor
+    inverse_norm: Tensor | None = None  # [B, H, 1, Lk]
+
+    @property
+    def count(self) -> int:
+        return self.k.shape[2]
+
+    def dot(self, q: Tensor) -> Tensor:
+        """The dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
+        products = grouped_product(q, self.k.to(q.dtype).mT)
+        return products if self.inverse_norm is None else products * self.inverse_norm
+
+
+class ReferenceAttention(nn.Module):
+    """One layer's attention, for any entry of `VARIANTS`, computed as attention.py defines it."""
+
+    s: nn.Parameter | None
+    b: nn.Parameter | None
+    p_n: nn.Parameter | None
+    sink: nn.Parameter | None
+
+    def __init__(
+        self,
+        variant: Variant,
+        n_head: int,
+        head_size: int,
+        trained_length: int,
+        *,
+        p: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_heads: int = 0,
+        sink: str = "none",
+        scalars: dict[str, float] | None = None,
+    ) -> None:
+        """Most arguments are settings of config.py; the last `alibi_heads` heads have ALiBi.
+
+        `scalars` may have gamma, and the initial values of s and b: 1, 1 and 0 by default.
+        """
+        super().__init__()
+        self.variant, self.p = variant, p
+        self.n_head, self.head_size, self.trained_length = n_head, head_size, trained_length
+        self.window, self.softcap, self.alibi_heads = window, softcap, alibi_heads
+        self.has_sink = sink != "none"
+        scalars = {"s": 1.0, "b": 0.0, "gamma": 1.0} | (scalars or {})
+        self.gamma = scalars["gamma"]
+        initial = {
+            "s": torch.full((n_head,), scalars["s"]),
+            "b": torch.full((n_head,), scalars["b"]),
+            "p_n": torch.ones(trained_length),
+            "sink": torch.zeros(n_head),
+        }
+        learnable = {*variant.learnable} | ({"sink"} if sink == "learned" else set())
+        for name, value in initial.items():
+            self.register_parameter(name, nn.Parameter(value) if name in learnable else None)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of keys matters, not only which of them a row sees."""
+        return bool(self.alibi_heads or self.variant.row_weights or self.variant.keyed)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = PLAIN) -> Tensor:
+        """The output [B, H, Lq, d] in v's dtype.
+
+        q is [B, H, Lq, d], k and v are [B, Hk, Lk, d], all after RoPE, with Lq <= Lk: the queries
+        are the last Lq positions. With Hk < H, each head of keys and values serves H / Hk
+        consecutive heads of queries. Scores and weights are computed in float32 (float64 for
+        float64 inputs), with autocast off.
+        """
+        with torch.autocast(q.device.type, enabled=False):
+            return self.output(*self.normalise(q, k), v, slice(None), context)
+
+    def weights(self, q: Tensor, k: Tensor, context: Context = PLAIN) -> Tensor:
+        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
+        with torch.autocast(q.device.type, enabled=False):
+            q, keys = self.normalise(q, k)
+            rows = self.rows(q, keys.count, slice(None), context)
+            return attention_weights(self.variant, q, keys.dot, rows)
+
+    def output(self, q: Tensor, keys: Keys, v: Tensor, heads: slice, context: Context) -> Tensor:
+        """The output of some heads, with q and keys as `normalise` returns them."""
+        rows = self.rows(q, keys.count, heads, context)
+        weights = attention_weights(self.variant, q, keys.dot, rows)
+        return grouped_product(weights.to(v.dtype), v)
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
+        """q and k at unit length if the variant normalises them.
+
+        For a single query only its scores are divided by |k|: that is less work than normalising a
+        whole cache of keys.
+        """
+        if not self.variant.l2_normalise:
+            return q, Keys(k)
+        if q.shape[2] > 1:
+            return l2_normalise(q), Keys(l2_normalise(k))
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
+        inverse = torch.rsqrt(squared + 1e-12).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return l2_normalise(q), Keys(k, inverse[:, :, None])
+
+    def rows(self, q: Tensor, Lk: int, heads: slice, context: Context) -> Rows:
+        """The rows of some heads, for the last queries q [B, H, Lq, d] of Lk positions."""
+        keys = torch.arange(Lk, device=q.device)
+        last = keys[Lk - q.shape[2] :, None]
+        n = (last + 1).clamp_max(Lk if self.window is None else self.window)
+        # float32 at least: bfloat16 cannot count past 256
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        head = torch.arange(self.n_head, device=q.device)[heads, None, None]
+        rows = Rows(
+            n.to(dtype), last, keys, head, self.window, self.head_size, self.trained_length,
+            self.gamma, self.p, context.score_scale, self.softcap,
+        )  # fmt: skip
+        for name in self.variant.from_input:
+            numbers = context.numbers.get(name, n.new_zeros(1, 1, 1))  # 0 without an input
+            setattr(rows, name, numbers[..., None].to(dtype))
+        if self.s is not None:
+            rows.s = self.s[heads, None, None]
+        if self.b is not None:
+            rows.b = self.b[heads, None, None]
+        if self.p_n is not None:  # beyond the training length, the last value
+            rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1)]
+        if self.alibi_heads:
+            h = (head - (self.n_head - self.alibi_heads) + 1).to(dtype)
+            rows.slopes = torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
+        if context.log_forget is not None:
+            rows.decay = context.log_forget.to(dtype).cumsum(-1)
+        if self.has_sink:
+            zero = rows.n.new_zeros(len(head), 1, 1)
+            rows.sink = zero if self.sink is None else self.sink[head].to(dtype)
+        return rows
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """x at unit length along the last dimension, in float32 at least.
+
+    The 1e-12 bounds the gradient of a zero vector.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
+
+
+def grouped_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of x [B, H, n, m] and y [B, Hk, m, l], each of its heads serving H / Hk of x's."""
+    if x.shape[1] == y.shape[1]:
+        return x @ y
+    return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
+
+
+def share_parameters(layers: list[ReferenceAttention]) -> None:
+    """Make all layers share SSMax's p_n, as in the paper."""
+    for layer in layers[1:]:
+        layer.p_n = layers[0].p_n

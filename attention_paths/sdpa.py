@@ -1,0 +1,50 @@
+"""Softmax at any scale by torch's scaled_dot_product_attention: FlashAttention on CUDA."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention_paths.blocked import BLOCK_QUERIES, first_key
+from attention_paths.reference import Context, ReferenceAttention, l2_normalise
+
+
+def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """The output [B, H, Lq, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
+    Lq, Lk = q.shape[2], k.shape[2]
+    if layer.variant.l2_normalise:
+        q, k = l2_normalise(q), l2_normalise(k)
+    rows = layer.rows(q, Lk, slice(None), context)
+    scale = context.score_scale * layer.variant.scale(rows)
+    if isinstance(scale, Tensor):  # one for each row: torch takes a single number
+        q, scale = q * scale, 1.0
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if layer.window is not None and layer.window < Lk:
+        return windowed(layer, q, k, v, scale)
+    mask = None
+    if 1 < Lq < Lk:
+        # is_causal aligns the first query with the first key, but queries after a cache are the
+        # last positions. Imported here because it loads _dynamo, which takes a second.
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(Lq, Lk)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=1 < Lq == Lk, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def windowed(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Softmax with a window: each block of queries with a mask over the keys that it sees."""
+    past, out = k.shape[2] - q.shape[2], []
+    for start in range(0, q.shape[2], BLOCK_QUERIES):
+        block = q[:, :, start : start + BLOCK_QUERIES]
+        end = past + start + block.shape[2]
+        keys = slice(first_key(past + start, layer.window), end)
+        count = keys.stop - keys.start
+        mask = layer.rows(block, count, slice(None), Context()).sees(count)
+        out.append(
+            F.scaled_dot_product_attention(
+                block, k[:, :, keys], v[:, :, keys], mask, scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )  # fmt: skip
+    return torch.cat(out, dim=2)

@@ -1,0 +1,267 @@
+"""What the fused kernels share: their arguments, loads and stores, the scores of a tile, stage 2.
+
+Tensors that the kernels make are laid out as [B, L, H, d], or [.., B, H, L] for numbers of rows,
+and need no strides. Tensors that they are given have any strides, but contiguous columns.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_paths.phi import LOG2_E, reciprocal
+
+# As in attention.py; a test compares them.
+DEAD = tl.constexpr(1e-30)
+TIED = tl.constexpr(16 * 2.0**-23)
+# The largest score of a row that has seen no key yet. With a window its first tile may have none.
+NO_SCORE = tl.constexpr(-1e30)
+# Triton must not compile kernels of their own for 1 and for multiples of 16 of these arguments.
+UNSPECIALISED = ["H", "GROUP"]
+
+
+# ---- arguments ----
+
+
+class Strided(NamedTuple):
+    """A tensor [B, H, L, ..] and the strides of its first three dimensions."""
+
+    data: Tensor
+    strides: tuple[int, ...]
+
+
+class Added(NamedTuple):
+    """What some variants add: a logit for each head [H], a bias for each key [B, H, Lk]."""
+
+    sink: Tensor | None
+    key_bias: Strided | None
+
+
+class Functions(NamedTuple):
+    """The functions of a phi.Function. Its shift is None where it does not apply."""
+
+    phi: triton.JITFunction
+    slope: triton.JITFunction
+    shift: triton.JITFunction | None
+    total: triton.JITFunction | None
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for. A choice that is None or False compiles to nothing."""
+
+    D: int  # the head size
+    BLOCK_D: int  # the next power of 2
+    ARGUMENT: float  # of the phi.Function
+    VALUE: float
+    RECTIFIED: bool
+    CAP: float | None  # ARGUMENT times the soft cap
+    P: int | float  # the power of stage 2; 0: there is none
+    UNIT: bool  # q and k are normalised to length 1
+    EXACT: bool  # products are multiplied by their row's scale in float32, not q in its own dtype
+    BIASED: bool  # rows have a bias
+    L1: bool
+    SIGNED: bool  # phi may be negative
+    WINDOW: int | None
+    PRECISION: str  # of products of float32
+
+
+# Numbers of rows, float32 [number, B, H, Lq]: ROWS comes from the forward pass, TERMS from dO.
+# ALPHA is the factor of q, BIAS what is added to phi's argument (the shift included), SHIFT the
+# shift alone. Only two stages have the last three of ROWS and COUPLED; only float16 has FACTOR.
+ALPHA, GAIN, BIAS, SHIFT, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(7))
+DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
+
+
+# ---- loads and stores ----
+
+
+@triton.jit
+def head_of(x, b, h):
+    """A pointer to one head of a Strided x, in 64 bits: a batch may have over 2^31 elements."""
+    return x.data + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+
+
+@triton.jit
+def own_head_of(X, b, h, H, L, D: tl.constexpr):
+    """The same for a tensor that a kernel has made."""
+    return X + (b.to(tl.int64) * L * H + h) * D
+
+
+@triton.jit
+def load(X, stride, rows, L, C: tl.constexpr):
+    """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
+    columns = tl.arange(0, C.BLOCK_D)
+    inside = (rows < L)[:, None]
+    if C.D != C.BLOCK_D:
+        inside = inside & (columns < C.D)[None, :]
+    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store(X, stride, rows, L, value, C: tl.constexpr):
+    columns = tl.arange(0, C.BLOCK_D)
+    inside = (rows < L)[:, None]
+    if C.D != C.BLOCK_D:
+        inside = inside & (columns < C.D)[None, :]
+    at = X + rows[:, None] * stride + columns[None, :]
+    tl.store(at, value.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def numbers_of(x, b, h, rows, L, other):
+    """The numbers of these rows (or keys), from a Strided x [B, H, L]."""
+    return tl.load(head_of(x, b, h) + rows * x.strides[2], rows < L, other)
+
+
+@triton.jit
+def save(ROWS, index, value, bh, rows, L):
+    """Store a number of each row: value goes to ROWS[index, bh, rows]."""
+    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+    tl.store(at, value, mask=rows < L)
+
+
+@triton.jit
+def saved(ROWS, index, bh, rows, L):
+    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+    return tl.load(at, mask=rows < L, other=0.0)
+
+
+# ---- which keys a row sees ----
+# Each loop over tiles runs in parts: part 0, without a mask, over the tiles that every row of a
+# block sees whole, part 1 over those on the diagonal, and with a window part 2 over those on its
+# edge.
+
+
+@triton.jit
+def key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr):
+    """For each part, the first key of its tiles and the end of its keys, for a block of rows."""
+    row = block * BLOCK_M + past  # the first row's own key
+    full, begin, whole = (row + 1) // BLOCK_N * BLOCK_N, 0, 0
+    if C.WINDOW is not None:
+        begin = tl.maximum(row + 1 - C.WINDOW, 0) // BLOCK_N * BLOCK_N
+        whole = tl.cdiv(tl.maximum(row + BLOCK_M - C.WINDOW, 0), BLOCK_N) * BLOCK_N
+        whole = tl.minimum(whole, full)
+    return (whole, full), (full, tl.minimum(row + BLOCK_M, Lk)), (begin, whole)
+
+
+@triton.jit
+def visible_to(rows, keys, past, C: tl.constexpr):
+    """Whether rows see keys, which broadcast against them."""
+    visible = keys <= rows + past
+    if C.WINDOW is not None:
+        visible = visible & (keys > rows + past - C.WINDOW)
+    return visible
+
+
+# ---- the argument y of phi ----
+
+
+@triton.jit
+def key_bias_of(ADDED, b, h, keys, Lk, C: tl.constexpr):
+    return C.ARGUMENT * numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
+
+
+@triton.jit
+def soft_capped(y, C: tl.constexpr):
+    """CAP tanh(y / CAP), and its derivative."""
+    e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / C.CAP))
+    r = reciprocal(1 + e)
+    capped = C.CAP * (1 - e) * r
+    return tl.where(y < 0, -capped, capped), 4 * e * r * r
+
+
+@triton.jit
+def argument(y, alpha, beta, key_bias, BIASED: tl.constexpr, C: tl.constexpr):
+    """y of a tile from its product and numbers of its rows and keys; the soft cap's derivative.
+
+    The numbers broadcast against the tile.
+    """
+    if C.EXACT:
+        y = y * alpha
+    cap_slope = y
+    if C.CAP is not None:
+        y, cap_slope = soft_capped(y, C)
+    if key_bias is not None:  # added to the row's own bias first, which it may nearly cancel
+        beta = key_bias + beta if BIASED else key_bias
+    if BIASED or key_bias is not None:
+        y = y + beta
+    return y, cap_slope
+
+
+@triton.jit
+def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
+    """y of a tile, shifted, each row's running maximum of y, and the factor of earlier sums of phi.
+
+    A new maximum changes the shift, and with it those sums.
+    """
+    seen = tl.where(visible, y, -float("inf")) if MASKED else y
+    top = tl.maximum(y_max, tl.max(seen, 1))
+    return y + F.shift(top)[:, None], top, tl.exp2(F.shift(top) - F.shift(y_max))
+
+
+@triton.jit
+def sink_of(ADDED, h, F, M: tl.constexpr, C: tl.constexpr):
+    """y of a head's sink for M rows, and phi of it where it is the row's maximum."""
+    y = tl.zeros([M], tl.float32) + C.ARGUMENT * tl.load(ADDED.sink + h)
+    return y, F.phi(y + F.shift(y) if F.shift is not None else y)
+
+
+# ---- stage 2 ----
+# Conditions on sums are false for NaN: a row that has a NaN comes out as NaN, not as 0.
+
+
+@triton.jit
+def second_stage(total, a_max, n):
+    """gain and offset of rows and max_j x_ij, from the sum and the maximum of phi.
+
+    gain and offset are divided by max_j x_ij.
+    """
+    gain = tl.where(total <= DEAD, 0.0, n / total)
+    top = gain * a_max
+    offset = tl.where((n > 3) & (top - 1 > TIED), 1.0, 0.0)
+    top = top - offset
+    inv_top = tl.where(top <= 0, 0.0, 1 / top)
+    return gain * inv_top, offset * inv_top, top
+
+
+@triton.jit
+def reweighted(a, gain, offset):
+    """t_ij of a = phi(z_ij), clamped to 1: a may be rounded to more than the row's maximum."""
+    return tl.clamp(gain * a - offset, 0.0, 1.0)
+
+
+@triton.jit
+def power_less_one(t, C: tl.constexpr):
+    """t^(P - 1) for t >= 0, and 0 at t = 0."""
+    if C.P == 1:
+        return tl.where(t > 0, 1.0, 0.0)
+    elif C.P % 1 == 0:
+        result = t
+        for bit in tl.static_range(16):  # P - 1 in binary, from the second digit on
+            if (C.P - 1) >> (16 - bit):
+                result = result * result
+                if ((C.P - 1) >> (15 - bit)) & 1:
+                    result = result * t
+        return result
+    else:
+        return tl.exp2((C.P - 1) * tl.log2(t))
+
+
+# ---- lengths ----
+
+
+@triton.jit
+def inverse_norm(x):
+    """1 / |x| of every row: see attention.l2_normalise."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-12)
+
+
+@triton.jit
+def project(dy, y, factor):
+    """The part of a gradient of y = factor x, factor ~ 1 / |x|, that is orthogonal to x."""
+    y = y.to(tl.float32)
+    squared = tl.sum(y * y, 1) + 1e-12 * factor * factor
+    along = tl.sum(dy * y, 1) / tl.maximum(squared, 1e-30)
+    return dy - along[:, None] * y

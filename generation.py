@@ -1,0 +1,60 @@
+"""Sampling from a model, with a cache of the keys and values of earlier positions."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from layers.cache import KVCache
+from model import GPT
+
+
+def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
+    """Logits [B, n_vocab], in float32, of the token after those in the cache and new [B, L]."""
+    return model.logits(model.trunk(model.wte(new), cache)[:, -1]).float()
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    never: int | None = None,
+    stop: Callable[[Tensor], bool] | None = None,
+    cache: KVCache | None = None,
+) -> Tensor:
+    """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
+
+    Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once `stop`
+    is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses the final
+    length from the start, so that cached keys stay valid. Pass an empty `cache` of that size to
+    inspect it afterwards. Raises UserError for an empty prompt, a negative temperature, and top_k
+    below 1.
+    """
+    if idx.shape[1] == 0:
+        raise UserError("the prompt is empty: generation starts from at least one token")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
+    new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
+    for _ in range(max_new_tokens):
+        logits = next_logits(model, new, cache)
+        if never is not None:
+            logits[:, never] = -math.inf
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            if top_k is not None and top_k < model.n_vocab:
+                smallest = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest, -math.inf)
+            probabilities = (logits / temperature).softmax(-1)
+            new = torch.multinomial(probabilities, 1, generator=generator)
+        idx = torch.cat((idx, new), dim=1)
+        if stop is not None and stop(idx):
+            break
+    return idx

@@ -1,0 +1,72 @@
+"""The attention of a layer's heads: built from a Config, in two parts in a hybrid, and checked."""
+
+from attention import VARIANTS
+from attention_paths.check import check_variant
+from attention_paths.fused import variant_obstacle
+from attention_paths.module import Attention
+from config import Config, check_choice
+from errors import UserError
+
+
+def build_attention(config: Config, heads: range | None = None) -> Attention:
+    """The attention of a layer's heads, by default of all."""
+    heads = range(config.n_head) if heads is None else heads
+    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
+    return Attention(
+        VARIANTS[config.attention],
+        len(heads),
+        config.d_head,
+        config.block_size,
+        p=config.p,
+        window=config.window,
+        softcap=config.softcap,
+        alibi_heads=len(alibi),
+        sink=config.sink,
+        scalars={"s": config.s_init, "b": config.b_init, "gamma": config.gamma},
+        impl=config.attention_impl,
+    )
+
+
+def build_parts(config: Config) -> tuple[Attention, Attention | None]:
+    """The attention of a layer, and of its local heads in a hybrid.
+
+    With a local_window the heads beyond nope_share are softmax over that many keys, whatever
+    attention the first heads have.
+    """
+    if config.local_window is None:
+        return build_attention(config), None
+    local = config.replace(attention="softmax", p=None, window=config.local_window)
+    split = config.nope_heads
+    return build_attention(config, range(split)), build_attention(
+        local, range(split, config.n_head)
+    )
+
+
+def check_attention(config: Config) -> None:
+    """Raise UserError where settings contradict the table of variants."""
+    check_choice("attention", config.attention, VARIANTS)
+    variant = VARIANTS[config.attention]
+    check_variant(variant)
+    if variant.needs_p and config.p is None:
+        raise UserError(
+            f"attention = {config.attention!r} needs p, the power of its re-weighting: "
+            "--p=3 and --p=15 are the paper's"
+        )
+    if config.p is not None and not variant.takes_p:
+        able = ", ".join(name for name, other in VARIANTS.items() if other.takes_p)
+        raise UserError(
+            f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
+            f"l1 and weights that are never negative, as in {able}"
+        )
+    if config.sink != "none" and not variant.takes_sink:
+        able = ", ".join(name for name, other in VARIANTS.items() if other.takes_sink)
+        raise UserError(
+            f"attention = {config.attention!r} takes no sink: a sink shares l1 with keys whose "
+            f"weights are never 0, as in {able}"
+        )
+    obstacle = variant_obstacle(variant, config.d_head)
+    if config.attention_impl == "triton" and obstacle:
+        raise UserError(
+            f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
+            "'auto' picks a path that can"
+        )

@@ -1,0 +1,126 @@
+"""Rotary positions (Su et al. 2021), and how they are scaled beyond the training length."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A base and a scaling of RoPE."""
+
+    head_size: int
+    trained_length: int
+    theta: float = 10000.0
+    scaling: str = "none"
+    # s in 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha in 'dynamic_ntk' (None: 1)
+    factor: float | None = None
+
+    SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
+
+    def __post_init__(self) -> None:
+        if self.scaling not in self.SCALINGS:
+            raise UserError(
+                f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
+            )
+        # below 1e100 its powers are finite too
+        if self.factor is not None and not 1 <= self.factor < 1e100:
+            raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")
+        if not 1 < self.theta < math.inf:
+            raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """Angles per position [d/2] in float64, and the factor on every score, at this length."""
+        d, s = self.head_size, max(1.0, length / self.trained_length)
+        pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
+        power = d / max(d - 2, 1)  # with a single pair any base is the same
+        factor = s if self.factor is None else self.factor
+        if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
+            return self.theta**-pairs / factor, 1.0
+        if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
+            return (self.theta * factor**power) ** -pairs, 1.0
+        if self.scaling == "dynamic_ntk":  # emozilla: the same with the s of the current length
+            alpha = 1.0 if self.factor is None else self.factor
+            growth = alpha * s - (alpha - 1) if s > 1 else 1.0
+            return (self.theta * growth**power) ** -pairs, 1.0
+        if self.scaling == "yarn":
+            return self._yarn(pairs, factor)
+        return self.theta**-pairs, 1.0
+
+    def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
+        """YaRN (Peng et al. 2023).
+
+        Over the training length, pairs that turn more than 32 times (beta_fast) are kept, those
+        that turn less than once (beta_slow) are interpolated, and a ramp lies between. Its factor
+        0.1 ln s + 1 on q and k is squared on the scores.
+        """
+
+        def pair_that_turns(times: int) -> float:
+            turn = self.trained_length / (times * 2 * math.pi)
+            return self.head_size * math.log(turn) / (2 * math.log(self.theta))
+
+        low = max(math.floor(pair_that_turns(32)), 0)
+        high = min(math.ceil(pair_that_turns(1)), self.head_size - 1)
+        index = torch.arange(len(pairs), dtype=torch.float64)
+        ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+        frequencies = self.theta**-pairs
+        return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
+
+    The heads before `first` are left as they are.
+    """
+    if first:
+        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The turns of some positions, and the factor that goes with them on every score."""
+
+    cos: Tensor  # [L, d/2]
+    sin: Tensor  # [L, d/2]
+    score_scale: float
+
+
+class RopeTable(nn.Module):
+    """The rotations of all positions of a length; computed again when the length changes."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rope: Rope, length: int) -> None:
+        super().__init__()
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.set(rope, length)
+
+    def set(self, rope: Rope, length: int) -> None:
+        """Compute the rotations of positions 0 to length - 1, scaled for this length."""
+        frequencies, self.score_scale = rope.frequencies(length)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
+        dtype = torch.promote_types(self.cos.dtype, torch.float32)
+        self.cos, self.sin = (x.to(self.cos.device, dtype) for x in (angles.cos(), angles.sin()))
+        self.rope, self.length = rope, length
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RopeTable":
+        # called by .to(): rotations are computed again in the new dtype, not cast from the old one
+        super()._apply(fn, recurse)
+        self.set(self.rope, self.length)
+        return self
+
+    def forward(self, start: int, end: int, length: int) -> Rotation:
+        """The rotations of positions start to end - 1 of a text of this length."""
+        if length != self.length:
+            self.set(self.rope, length)
+        return Rotation(self.cos[start:end], self.sin[start:end], self.score_scale)
