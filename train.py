@@ -30,6 +30,7 @@ from data.loader import Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.shards import check_shards, check_tokenizer, list_shards
 from evaluation import mean_loss
+from layers.heads import check_attention
 from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint, preview
@@ -47,9 +48,7 @@ from runtime.distributed import (
     Stop,
     Stopped,
     all_reduce_max,
-    job,
     process_group,
-    restarted_by,
 )
 from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import check_writable, lock_folder, write_json
@@ -61,14 +60,13 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 # Each rank's request before a step; the largest applies to all ranks.
 CONTINUE, SAVE_AND_STOP, ABORT = 0, 1, 2
-# With on_nonfinite = "skip": so many steps in a row are no accident, the run has diverged.
-MAX_SKIPPED = 100
 
 
 @command
 def main() -> None:
     config = command_line()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_attention(config)
     accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
     device = pick_device(config.device)
     if world_size > 1 and device.type == "cuda":
@@ -80,12 +78,9 @@ def main() -> None:
         process_group(rank, world_size, device, config.timeout) as report_progress,
     ):
         run = Path(config.out_dir)
-        again = {name: job()[name] for name in restarted_by()}
-        if all_reduce_max(len(again), device):
-            # all ranks decide alike, even if not all see the same files
-            can_resume = checkpoint.exists(run) and checkpoint.made_by(run, again)
-            if all_reduce_max(int(can_resume), device):
-                config = config.replace(resume=True, init_from="")
+        if config.resume == "auto":  # all ranks decide alike, even if not all see the same files
+            resume = bool(all_reduce_max(int(checkpoint.exists(run)), device))
+            config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         if config.resume:
             checkpoint.require_resumable(run)  # before the lock creates a mistyped folder
         with contextlib.ExitStack() as lock:
@@ -140,10 +135,10 @@ def train(
     optimizers = build_optimizers(model, config)
     # small gradients underflow in float16: the loss is scaled up, the gradients back down
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run_id, step, best, skipped, resumed_at = checkpoint.new_run_id(), 0, math.inf, 0, None
+    run_id, step, best, resumed_at = checkpoint.new_run_id(), 0, math.inf, None
     if state is not None:
         checkpoint.restore(state, model, optimizers, scaler)
-        run_id, step, best, skipped = state.run_id, state.step, state.best_val_loss, state.skipped
+        run_id, step, best = state.run_id, state.step, state.best_val_loss
         resumed_at = step
         del state  # and with it the optimizer's tensors in host memory
     compiled: nn.Module = model
@@ -165,7 +160,7 @@ def train(
     # ---- logs and checkpoints ----
     if is_main:
         checkpoint.delete_stale(run)
-        checkpoint.write_header(run, config, job())
+        checkpoint.write_header(run, config)
         if began_with:  # never on resume: the file stays as it is
             write_json(run / "began_with.json", began_with.id)
 
@@ -178,7 +173,7 @@ def train(
         Log(run, run_id, config, resumed_at, batch_location, quiet=not is_main) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every) as saver,
     ):
-        peak, save_ms, skipped_in_a_row = peak_flops(device), None, 0
+        peak, save_ms = peak_flops(device), None
         # a stop may have cut short the validation of the step that is resumed
         val_loss = log.resumed_val_loss
         validated = resumed_at if all_reduce_max(int(val_loss is not None), device) else None
@@ -220,7 +215,7 @@ def train(
                     log.sync()
                     saver.save(
                         checkpoint.training_state(
-                            run_id, model, optimizers, scaler, step, config, best, skipped,
+                            run_id, model, optimizers, scaler, step, config, best,
                             loader.tokens,
                         )
                     )  # fmt: skip
@@ -247,21 +242,16 @@ def train(
             except Stopped:
                 continue  # with the request: the model and its optimizers are as before the step
             step += 1
-            if finite_step(loss, grad_norm, scaler):
-                skipped_in_a_row = 0
-            else:
+            if not finite_step(loss, grad_norm, scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
-                if config.on_nonfinite == "stop" or skipped_in_a_row == MAX_SKIPPED:
-                    stop_diverged(config, step, error, batch_location(step))
-                log.print(f"step {step}: {error}: skipped; the batch begins {batch_location(step)}")
+                stop_diverged(config, step, error, batch_location(step))
             seconds = time.perf_counter() - started
             flops = config.total_batch_size * model.flops_per_token()
             log.step(
                 step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=seconds,
                 tokens=config.total_batch_size,
                 mfu=flops / (seconds * world_size * peak) if peak else None,
-                memory_mb=memory_mb(device), skipped=skipped or None, save_ms=save_ms,
+                memory_mb=memory_mb(device), save_ms=save_ms,
             )  # fmt: skip
             save_ms = None
         saver.wait()

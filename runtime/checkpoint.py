@@ -33,7 +33,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from config import MAY_CHANGE_ON_RESUME, SETTINGS, Config, nearest_file, saved_config
+from config import SETTINGS, Config, nearest_file, saved_config
 from data.tokenizer import copy_file, identify
 from errors import UserError, first_line
 from model import GPT
@@ -56,7 +56,7 @@ Settings = dict[str, None | bool | int | float | str]
 
 
 # Learnable scalars of attention, which another variant may not have.
-SCALARS = ("s", "b", "p_n", "sink", "log_power")
+SCALARS = ("s", "b", "p_n", "sink")
 
 
 class Entry(msgspec.Struct):
@@ -94,7 +94,6 @@ class TrainingState(Weights, kw_only=True):
     optimizers: list[dict[str, Any]]
     scaler: dict[str, int | float]
     best_val_loss: float = math.inf
-    skipped: int = 0
     tokens: int = 0  # of an epoch of the data; 0: not recorded
 
 
@@ -103,11 +102,11 @@ State = TypeVar("State", bound=Weights)
 # ---- writing ----
 
 
-def write_header(run: Path, config: Config, job: dict[str, str | None]) -> None:
+def write_header(run: Path, config: Config) -> None:
     """Write the settings and environment to a run's folder, before its first step."""
     copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
-    write_json(run / "environment.json", environment() | {"job": job})
+    write_json(run / "environment.json", environment())
     patch = run / "uncommitted.patch"
     if changes := uncommitted_changes():
         with atomic_write(patch) as file:
@@ -133,7 +132,6 @@ def training_state(
     step: int,
     config: Config,
     best_val_loss: float = math.inf,
-    skipped: int = 0,
     tokens: int = 0,
 ) -> TrainingState:
     """All that resuming needs; `restore` loads it back."""
@@ -145,7 +143,6 @@ def training_state(
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
         scaler=scaler.state_dict(),
         best_val_loss=best_val_loss,
-        skipped=skipped,
         tokens=tokens,
     )
 
@@ -370,13 +367,6 @@ def require_resumable(run: Path) -> None:
         raise UserError(why_none(run))
 
 
-def made_by(run: str | Path, ids: dict[str, str | None]) -> bool:
-    """Whether a job with one of these ids started the run, or was the last to continue it."""
-    made = read_json(Path(run) / "environment.json", dict[str, Any])
-    before = made and made.get("job")
-    return isinstance(before, dict) and any(before.get(by) == job for by, job in ids.items() if job)
-
-
 def require_unused_folder(run: Path) -> None:
     """Raise UserError for a folder that holds a run, or files that a new run would overwrite.
 
@@ -559,7 +549,7 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, which is not a setting here"
             )
-        if key not in MAY_CHANGE_ON_RESUME and asked[key] != saved:
+        if SETTINGS[key]["fixed"] and asked[key] != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{asked[key]!r}; give its original settings (its config.json "

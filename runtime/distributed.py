@@ -244,20 +244,3 @@ def all_reduce_max(value: int, device: torch.device) -> int:
     largest = torch.tensor(value, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
-
-
-def job() -> dict[str, str | None]:
-    """This job's ids: torchrun's, kept by its restarts, and Slurm's, kept by a requeue."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id == "none":  # torchrun's default for every job: use torchrun's own process
-        run_id = f"{socket.gethostname()} {os.getppid()}"
-    return {"torchrun": run_id, "slurm": os.environ.get("SLURM_JOB_ID")}
-
-
-def restarted_by() -> list[str]:
-    """Who has started this job before: torchrun (--max-restarts), Slurm (requeue), both or nobody.
-
-    With several nodes, torchrun tells only the node where a process failed.
-    """
-    counts = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "slurm": "SLURM_RESTART_COUNT"}
-    return [name for name, count in counts.items() if int(os.environ.get(count) or 0)]

@@ -39,7 +39,7 @@ def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
             f"error: step {step}: {error}; the batch begins {location}. The run's last checkpoint "
             f"in {config.out_dir} is good. Try a lower learning_rate (now "
             f"{learning_rate(step - 1, config):.2e}), a longer warmup_iters, a lower grad_clip, "
-            "dtype = float32 or on_nonfinite = skip.",
+            "or dtype = float32.",
             file=sys.stderr,
             flush=True,
         )

@@ -179,3 +179,15 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait for a folder's lock and hold it; a run in training holds another one, `lock_folder`."""
+    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a network file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)

@@ -200,7 +200,6 @@ class Log:
         tokens: int,
         mfu: float | None,
         memory_mb: float,
-        skipped: int | None = None,
         save_ms: float | None = None,
     ) -> None:
         """Log an update of `tokens` tokens that took `seconds`."""
@@ -217,7 +216,7 @@ class Log:
             {
                 "step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_mb": memory_mb,
-                "skipped": skipped, "save_ms": save_ms, "spike": spike,
+                "save_ms": save_ms, "spike": spike,
             }
         )  # fmt: skip
         if spike:
@@ -281,6 +280,17 @@ def read_text(path: Path) -> str:
         return ""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The steps in a run's metrics.jsonl; damaged and unfinished lines are left out."""
+    steps = []
+    for line in read_text(run / "metrics.jsonl").splitlines():
+        with suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                steps.append(values)
+    return steps
 
 
 def wandb_key(url: str) -> bool:

@@ -11,10 +11,8 @@ python -m data.text --tokenizer bytes
 
 for name in softmax lssar_p15; do
     run=out/quickstart/$name
-    resume=()
-    [ -e "$run/checkpoints.json" ] && resume=(--resume)
     python train.py "configs/$name.py" configs/scales/tiny.py --wandb_mode=disabled \
-        --out_dir="$run" "${resume[@]}" "$@"
+        --out_dir="$run" --resume=auto "$@"
 done
 
 python -m scripts.eval_length out/quickstart/softmax out/quickstart/lssar_p15 \

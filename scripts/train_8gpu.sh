@@ -23,4 +23,4 @@ except SignalException as stopped:
 # It forwards these signals to the processes, and kills those still running after the shutdown
 # timeout, which must be longer than a micro-batch and a save.
 exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \
-    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown_timeout=120 train.py "$@"
+    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown_timeout=120 train.py --resume=auto "$@"

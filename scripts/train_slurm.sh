@@ -30,7 +30,7 @@ srun torchrun \
     --max_restarts="${RESTARTS:-3}" \
     --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --shutdown_timeout=240 \
-    train.py "$@" &
+    train.py --resume=auto "$@" &
 step=$!
 stopping=
 trap 'stopping=yes; trap "" USR1; kill -USR1 "$step" || true' USR1
