@@ -1,6 +1,5 @@
-"""Planned runs: what is left of them, what that will cost, and training it."""
+"""Planned runs: what is left to train, what that costs, and the training."""
 
-import json
 import os
 import signal
 import statistics
@@ -8,38 +7,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps
+from config import ROOT, Config, accumulation_steps, names
 from data.shards import check_tokenizer, list_shards
 from errors import EXIT_MISTAKE, UserError
+from layers.heads import check_attention
 from runtime import checkpoint
-from runtime.device import ROOT, pick_device
+from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
-from runtime.log import read_text
+from runtime.log import read_metrics
 
-# A resumed run may change these, but planned runs all keep theirs.
-RECIPE = {"max_iters", "cooldown_iters"}
-# Between two looks at a run that another process is training.
 POLL_SECONDS = 0.5
+# A planned run and the run in its folder may differ in these, and in their paths.
+FREE = {*names("machine", "logs", "run"), "data_dir"}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to train: its name, its settings as config and arguments, and its base run."""
+    """A run to train: its name, its settings as a config and as arguments of train.py."""
 
     name: str
     config: Config
     arguments: list[str]
-    base: "PlannedRun | None" = None  # whose weights it starts from
-    kept: int | None = None  # the step of the base's checkpoint it starts from; None: its last
-    view: str = ""  # how a row of a table evaluates it, as in softmax:yarn; empty: as usual
+    base: "PlannedRun | None" = None  # the run whose weights it starts from
+    base_step: int | None = None  # of the base's checkpoint; None: the last step
+    view: str = ""  # how a table row evaluates the run, as in softmax:yarn; empty: as usual
 
     @property
     def folder(self) -> Path:
@@ -55,33 +54,25 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on so far, including those of the base."""
-        steps = (self.step or 0) + (self.kept or 0)
-        before = self.base.tokens if self.base and self.kept is None else 0
+        """Tokens trained on so far, with the tokens of the base."""
+        before = self.base.tokens if self.base and self.base_step is None else 0
+        steps = (self.step or 0) + (self.base_step or 0)
         return before + steps * self.config.total_batch_size
 
     @property
     def tokens_left(self) -> int:
         return (self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
 
-    def command(self, processes: int | None = None) -> list[str] | None:
-        """The command that trains the rest of the run; None if nothing is left.
-
-        It trains in `processes` processes, by default one for each GPU.
-        """
-        if self.finished:
-            return None
-        arguments = self.arguments
-        if self.step is not None:
-            arguments = [a for a in arguments if not a.startswith("--init_from")] + ["--resume"]
+    def command(self, processes: int | None = None) -> list[str]:
+        """The command that starts or continues the training, by default with a process per GPU."""
         launcher, processes = [sys.executable], processes or processes_of(self.config)
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc_per_node={processes}"]
-        return [*launcher, os.path.relpath(ROOT / "train.py"), *arguments]
+        return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
     def entry(self, values: list[float], evaluation: dict) -> dict:
-        """The run in table.json, with its values for the columns and where these are from."""
+        """The run in table.json: its values, and where they come from."""
         return {
             "seed": self.config.seed,
             "values": values,
@@ -93,30 +84,28 @@ class PlannedRun:
             "evaluation": evaluation,
         }
 
-    def disagreement(self) -> str | None:
-        """How the run in the folder differs from this one; None if it does not.
-
-        That is a setting, with both values, or its initial weights.
-        """
+    def difference(self) -> str | None:
+        """A setting, or the initial weights, in which the run in the folder differs; else None."""
         if self.step is None:
             return None
         saved = checkpoint.settings_of(checkpoint.read_config(self.folder))
-        for key, own in checkpoint.settings_of(self.config).items():
-            same = saved[key] == own or key in MAY_CHANGE_ON_RESUME - RECIPE - {"data_dir"}
-            if key == "data_dir":
-                same = Path(saved[key]).resolve() == Path(own).resolve()
-            if not same:
-                return f"{key} = {saved[key]!r}, not {own!r}"
+        wanted = checkpoint.settings_of(self.config)
+        for key, value in wanted.items():
+            if key not in FREE and saved[key] != value:
+                return f"{key} = {saved[key]!r}, not {value!r}"
+        paths = [Path(one["data_dir"]).resolve() for one in (saved, wanted)]
+        if paths[0] != paths[1]:
+            return f"data_dir = {saved['data_dir']!r}, not {wanted['data_dir']!r}"
         if self.base:
             start = self.config.init_from
-            current = self.base.step is not None and checkpoint.checkpoint_id(start)
-            if read_json(self.folder / "began_with.json") != current:
-                return f"initial weights other than those now in {start}"
+            now = self.base.step is not None and checkpoint.find(start).id
+            if read_json(self.folder / "began_with.json") != now:
+                return f"other initial weights than {start} has now"
         return None
 
 
 def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
-    """The runs with their unfinished bases, each base before the runs that start from it."""
+    """The runs, and before each run its unfinished bases."""
     ordered: dict[Path, PlannedRun] = {}
     for run in runs:
         if run.base and not run.finished:
@@ -129,38 +118,28 @@ def with_bases(runs: list[PlannedRun]) -> list[PlannedRun]:
 
 
 def check(runs: list[PlannedRun], elsewhere: str, processes: int | None = None) -> None:
-    """Raise UserError for anything that training would refuse later, and for runs that differ.
+    """Raise UserError for a folder with another run, and for settings that training refuses.
 
     `elsewhere` is the option that moves the runs to another folder.
     """
     for run in runs:
-        if problem := run.disagreement():
+        if difference := run.difference():
             raise UserError(
-                f"{run.folder} was trained with {problem}; move it away, or give another "
+                f"{run.folder} was trained with {difference}; move it away, or give another "
                 f"{elsewhere}"
             )
+        check_attention(run.config)
         accumulation_steps(run.config, processes or processes_of(run.config))
 
 
-def missing_shards(config: Config) -> str | None:
-    """A sentence on the shards to train on that have not been made; None if they have."""
-    if config.task != "language":
-        return None
-    try:
-        for split in ("train", "val"):
-            list_shards(config.data_dir, split)
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def check_data(runs: list[PlannedRun]) -> None:
-    """Raise UserError where the runs' shards are missing, or were made with another tokenizer."""
-    texts = (run.config for run in runs if run.config.task == "language")
-    for config in {config.data_dir: config for config in texts}.values():
+    """Raise UserError where the shards of a run are missing or have another tokenizer."""
+    for folder, tokenizer in {
+        (run.config.data_dir, run.config.tokenizer) for run in runs if run.config.task == "language"
+    }:
         for split in ("train", "val"):
-            list_shards(config.data_dir, split)
-        check_tokenizer(config.data_dir, config.tokenizer)
+            list_shards(folder, split)
+        check_tokenizer(folder, tokenizer)
 
 
 def processes_of(config: Config) -> int:
@@ -171,44 +150,35 @@ def processes_of(config: Config) -> int:
 
 
 def step_seconds(folders: Mapping[Path, str]) -> dict[str, float]:
-    """Name -> median seconds of a step, over the folders of that name with any training."""
+    """Name -> median seconds of a step, over the folders of that name."""
     steps: dict[str, list[float]] = {}
     for folder, name in folders.items():
-        times = []
-        for line in read_text(folder / "metrics.jsonl").splitlines():
-            with suppress(ValueError, LookupError, TypeError, RecursionError):  # of other lines
-                times.append(json.loads(line)["ms"] / 1000)
-        # the first step compiles and allocates
-        steps.setdefault(name, []).extend(times[1:])
+        times = [line["ms"] / 1000 for line in read_metrics(folder) if "ms" in line]
+        steps.setdefault(name, []).extend(times[1:])  # the first step compiles and allocates
     return {name: statistics.median(times) for name, times in steps.items() if times}
 
 
 def cost(runs: list[PlannedRun], folders: Mapping[Path, str]) -> str:
-    """A sentence on what is left to train: runs, tokens, and time where steps have been timed.
+    """A sentence on the runs, tokens and time that are left to train.
 
-    `folders` maps folders of runs to names: a run's step takes the median time of those with its
-    name, or where there is none, the mean over all names.
+    `folders` maps the folders of runs to names. A step takes the median time of the steps of runs
+    with the same name, or else the mean over all names.
     """
-    left = [run for run in with_bases(runs) if not run.finished]
+    runs = with_bases(runs)
+    left = [run for run in runs if not run.finished]
     if not left:
-        return f"to train: nothing, all {len(with_bases(runs))} runs are done"
+        return f"to train: nothing, all {len(runs)} runs are done"
     begun = sum(run.step is not None for run in left)
-    text = (
-        f"to train: {len(left)} runs ({begun} of them continued), "
-        f"{sum(run.tokens_left for run in left):,} tokens"
-    )
+    tokens = sum(run.tokens_left for run in left)
+    text = f"to train: {len(left)} runs ({begun} of them continued), {tokens:,} tokens"
     timed = step_seconds(folders)
     if not timed:
-        return text + "; the time is unknown until a step has been timed"
+        return f"{text}; the time is known after the first steps"
     other = statistics.mean(timed.values())
     seconds = sum(
         timed.get(run.name, other) * run.tokens_left / run.config.total_batch_size for run in left
     )
-    untimed = sum(run.name not in timed for run in left)
-    return (
-        f"{text}, about {timedelta(seconds=round(seconds))} by the median step of each, one after "
-        "the other" + (f"; for {untimed} of them by the mean of others" if untimed else "")
-    )
+    return f"{text}, about {timedelta(seconds=round(seconds))}"
 
 
 # ---- training ----
@@ -217,8 +187,8 @@ def cost(runs: list[PlannedRun], folders: Mapping[Path, str]) -> str:
 def train(runs: list[PlannedRun], cost: Callable[[], str]) -> list[str]:
     """Train the unfinished runs one after the other; returns a sentence for each failure.
 
-    A run that fails, such as one that diverges, does not stop the others; one that is refused (exit
-    code 2) does. Before each run its folder is printed, and what `cost` says.
+    A run that fails, such as a run that diverges, does not stop the others. A run that train.py
+    refuses does.
     """
     failures = []
     for run in with_bases(runs):
@@ -228,7 +198,7 @@ def train(runs: list[PlannedRun], cost: Callable[[], str]) -> list[str]:
         if run.base and not run.base.finished:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             continue
-        code = call_when_free(run.folder, run.command)
+        code = call_when_free(run.folder, run.command(), partial(getattr, run, "finished"))
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
         if code:
@@ -236,30 +206,25 @@ def train(runs: list[PlannedRun], cost: Callable[[], str]) -> list[str]:
     return failures
 
 
-def call_when_free(folder: Path, command: Callable[[], list[str] | None]) -> int:
-    """Run a command that trains the run in a folder, once no other process is training it.
+def call_when_free(folder: Path, command: list[str], finished: Callable[[], bool]) -> int:
+    """Run a training command in a folder while no other process trains there.
 
-    After each wait `command` says what is left to do, None for nothing. Returns the exit code.
+    Returns the exit code, which is 0 where another process has finished the training.
     """
     while True:
-        wait_for_others(folder)
-        if (arguments := command()) is None:
+        if is_locked(folder):
+            print(f"{folder}: another process is training this run; waiting for it", flush=True)
+        while is_locked(folder):
+            time.sleep(POLL_SECONDS)
+        if finished():
             return 0
-        code = call(arguments)
+        code = call(command)
         if not code or not is_locked(folder):
             return code  # else another process was faster to start
 
 
-def wait_for_others(folder: Path) -> None:
-    """Return once no process is training the run in a folder."""
-    if is_locked(folder):
-        print(f"{folder}: another process is training this run; waiting for its end", flush=True)
-    while is_locked(folder):
-        time.sleep(POLL_SECONDS)
-
-
 def call(command: list[str]) -> int:
-    """Run a command with our output and return its exit code. If it is stopped, exit as well."""
+    """Run a command and return its exit code. Exit too where it was stopped by a signal."""
     with subprocess.Popen(command, env=child_environment()) as process:
         try:
             code = process.wait()
@@ -273,7 +238,7 @@ def call(command: list[str]) -> int:
 
 
 def child_environment() -> dict[str, str]:
-    """Our environment, in which Python finds this repository's modules from any folder."""
+    """Our environment, in which Python finds the modules of this repository from any folder."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 

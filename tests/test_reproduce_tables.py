@@ -1,0 +1,416 @@
+"""How the papers' tables are measured, which measurements are taken, and the pictures."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from config import Config
+from data.shards import write_shard
+from errors import UserError
+from model import GPT
+from runtime import checkpoint, device
+from runtime.checkpoint import write_header
+from runtime.files import write_json
+from scripts import benchmark, downstream, eval_length, needle
+from scripts.common.papers import LSSAR, PAPERS, SSMAX
+from scripts.common.planned import PlannedRun
+from scripts.common.tables import summarise
+from scripts.reproduce import formulas, pictures, rows, tables
+from tests.helpers import not_blank, read_table, saved_run, small_config
+from tests.runs import refused
+
+
+def folder_of(tmp_path, name="softmax"):
+    return tmp_path / f"out/small/{name}/seed1337"
+
+
+@pytest.mark.parametrize(
+    "name, key, other",
+    [
+        ("table_a4", "val_sha256", "0" * 64),
+        ("table_a4", "dtype", "bfloat16"),
+        ("table_a4", "sha256", "0" * 64),  # of other weights
+        ("attention_maps", "text", "Another text."),
+        ("attention_maps", "layer", 0),
+    ],
+)
+def test_a_measurement_of_something_else_is_not_taken(reproduced, tmp_path, name, key, other):
+    table = read_table(folder := reproduced(name, "--only=softmax"))
+    script = "eval_length" if name == "table_a4" else name
+    file = folder_of(tmp_path) / f"{script}.json"
+    measured = json.loads(file.read_text())
+    for one in measured:
+        one[key] = other
+        one["loss"] = [99.0]
+    file.write_text(json.dumps(measured))
+    again = read_table(reproduced(name, "--only=softmax"))
+    assert again["rows"]["softmax"]["mean"] == table["rows"]["softmax"]["mean"]
+    assert len(json.loads(file.read_text())) > len(measured)
+    assert not_blank(folder / ("softmax.png" if name == "attention_maps" else f"{name}.png"))
+
+
+def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path):
+    table = read_table(folder := reproduced("p_at_evaluation", "--only=lssa,lssa:p15"))
+    assert list(table["rows"]) == ["lssa", "lssa:p15"] and len(commands) == 1
+    measured = json.loads((folder_of(tmp_path, "lssa") / "eval_length.json").read_text())
+    assert [(one["p"], one["window"]) for one in measured] == [
+        (None, None), (None, 16), (15, None), (15, 16)
+    ]  # fmt: skip
+    for name, own, control in (("lssa", 0, 1), ("lssa:p15", 2, 3)):
+        last = measured[own]["loss"][-1]
+        alone, *_, window = measured[control]["loss"]
+        assert table["rows"][name]["mean"][4:] == [last, window, min(alone, window) - last]
+    assert not_blank(folder / "p_at_evaluation.png")
+    # the run is shared, and so are its measurements
+    commands.clear()
+    for name, only in (
+        ("components", "lssa,softplus_logn_p3"),
+        ("p_sweep", "lssa,lssar_p50"),
+        ("loss_by_position", "softmax"),
+    ):
+        assert not_blank(reproduced(name, f"--only={only}") / f"{name}.png")
+    config = checkpoint.read_config(folder_of(tmp_path, "softplus_logn_p3"))
+    assert (config.attention, config.p) == ("softplus_logn", 3) and len(commands) == 3
+    text = (reproduced("rope", "--only=softmax:none,softmax:yarn") / "table.md").read_text()
+    assert "`softmax:yarn`" in text and "RoPE scaling none, yarn" in text
+
+
+def test_an_evaluation_that_fails_stops_no_other(reproduced, monkeypatch):
+    losses = eval_length.position_losses
+
+    def without_memory(run, *arguments):
+        if run.config.attention == "linear":
+            raise torch.OutOfMemoryError("the GPU is full\nmore")
+        return losses(run, *arguments)
+
+    monkeypatch.setattr(eval_length, "position_losses", without_memory)
+    with pytest.raises(SystemExit) as stop:
+        reproduced("table_a5", "--only=linear,softmax")
+    table = read_table(reproduced("table_a5", "--only=softmax"))
+    assert stop.value.code == 1 and list(table["rows"]) == ["softmax"]
+
+
+def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
+    reproduced, tmp_path, monkeypatch, capsys
+):
+    """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
+    monkeypatch.setattr(tables, "TRIALS", 2)
+    folder = reproduced("passkey", "--only=softmax")
+    table, text = read_table(folder), (folder / "table.md").read_text()
+    (measured,) = json.loads((folder_of(tmp_path) / "passkey.json").read_text())
+    assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
+    assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
+    assert table["rows"]["softmax"]["paper"] is None and "paper 1" not in text
+    assert "17 times as long" in text and "takes 264 tokens" in text
+    tokens = 2 * (272 + 408 + 544 + 1088 + 2176)
+    assert f"1 runs, {tokens:,} tokens" in capsys.readouterr().out
+    passkeys = tables.EXPERIMENTS["passkey"].measurement
+    assert passkeys.columns_at(Config()) == (1, 1.5, 2, 4, 8) and passkeys.notes(Config()) == ()
+
+
+def test_needle_scores_after_fine_tuning(
+    reproduced, commands, scale, tmp_path, monkeypatch, capsys
+):
+    """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
+    monkeypatch.setitem(PAPERS["ssmax"]["figure6"], "samples", 1)
+    monkeypatch.setitem(PAPERS["ssmax"]["figure8"], "trials", 2)
+    with open(scale, "a") as file:
+        file.write("n_layer = 1\nblock_size = 192\ntotal_batch_size = 1536\nval_tokens = 1920\n")
+    data, rng = tmp_path / "text", np.random.default_rng(0)
+    data.mkdir()
+    for name in ("text_val_000000", "text_train_000001"):
+        write_shard(data / f"{name}.bin", rng.integers(97, 123, 4000, np.uint16))
+    answer = {"text": "Ann", "answer_start": 8}
+    questions = [{"question": f"Who is {i}?", "answers": [answer]} for i in range(3)]
+    articles = [{"paragraphs": [{"context": "This is Ann of Rome.", "qas": questions}]}]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
+    arguments = ("--only=ssmax", f"--data={data}", f"--squad={tmp_path / 'squad.json'}")
+    figures = [read_table(reproduced(f"ssmax_figure{i}", *arguments)) for i in (6, 7, 8)]
+    assert [command[2 if command[1] == "-m" else 1] for command in commands] == [
+        "train.py", "scripts.finetune_squad",
+    ]  # fmt: skip
+    tuned = folder_of(tmp_path, "ssmax") / "squad"
+    (measured,) = json.loads((tuned / "needle.json").read_text())
+    assert measured["rope"] == "none" and measured["rope_theta"] == 500000
+    cells = [part for part in measured["parts"].values() if "depth" in part]
+    (scores,) = [part for part in measured["parts"].values() if "one needle" in part]
+    assert {cell["length"] for cell in cells} == {192, 384, 768, 1536, 1920}
+    at_8x = [100 * cell["correct"] for cell in cells if cell["length"] == 1536]
+    assert figures[0]["rows"]["ssmax"]["mean"][3] == pytest.approx(sum(at_8x) / 5)
+    best = max(head["score"] for head in scores["one needle"]["heads"])
+    assert figures[1]["rows"]["ssmax"]["mean"][0] == best and scores["length"] == 1500
+    tops = [trial["top_score"] for trial in scores["trials"]]
+    assert figures[2]["rows"]["ssmax"]["mean"][0] == pytest.approx(sum(tops) / 2)
+    for i in (6, 7, 8):
+        assert not_blank(tmp_path / f"results/small/ssmax_figure{i}/ssmax_figure{i}.png")
+    # fine-tuned from other weights, or without one of its parts, it is made again
+    scale_now = rows.open_scale(str(scale), str(tmp_path / "out"), data=str(data))
+    measurement, made = (
+        tables.EXPERIMENTS["ssmax_figure7"].measurement,
+        scale_now.run("ssmax", 1337),
+    )
+    assert measurement.find(made)
+    parts = {k: v for k, v in measured["parts"].items() if k != needle.cell(384, 0.9)}
+    write_json(tuned / "needle.json", [measured | {"parts": parts}])
+    assert measurement.find(made) is None
+    write_json(tuned / "needle.json", [measured])
+    facts = json.loads((tuned / "squad.json").read_text())
+    write_json(tuned / "squad.json", facts | {"began_with": {"sha256": "0" * 64}})
+    assert measurement.find(made) is None
+    refused(capsys, lambda: reproduced("ssmax_figure6", *arguments), "cannot be fine-tuned")
+
+
+def fake_times(monkeypatch, figures):
+    """In place of scripts.benchmark.measure: the figures of (name, config); a list of its calls."""
+    calls = []
+
+    def measured(configs, rounds, phases):
+        calls.append(configs)
+        return {name: figures(name.split()[0], config) for name, config in configs.items()}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    return calls
+
+
+def test_the_cost_of_a_step_is_a_ratio_to_softmax(reproduced, monkeypatch):
+    """Table A7 in the paper's way and in ours, measured again where the settings differ."""
+    paper = LSSAR["table_a7"]
+
+    def figures(name, config):
+        """The paper's figures for its own setting, and half of them for ours."""
+        half = 1 if config.attention_impl == "reference" else 0.5
+        values = [half * value for value in paper["rows"][name]]
+        return dict(zip(paper["columns"], values, strict=True))
+
+    calls = fake_times(monkeypatch, figures)
+    text = (reproduced("table_a7") / "table.md").read_text()
+    assert "| train_ms | train_mb | eval_ms | eval_mb | in train.py train_ms |" in text
+    # 169.92 over 120.48 ms
+    assert "| `lssa` | 169.9, 1.41x (169.9, 1.41x) |" in text and "| 85.0, 1.41x |" in text
+    reproduced("table_a7", "--wandb_mode=offline")
+    assert len(calls) == 1
+    reproduced("table_a7", "--set=attention_impl=blocked")
+    assert len(calls) == 2
+    monkeypatch.setattr(device, "processor", lambda: "another machine")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    text = (reproduced("table_a7", "--set=attention_impl=blocked") / "table.md").read_text()
+    assert len(calls) == 3 and "another machine" in text
+
+
+def test_the_league_has_losses_positions_and_the_cost_of_a_step(reproduced, monkeypatch):
+    def figures(name, config):
+        return {"train_ms": 2.0 + (name != "softmax"), "train_mb": 4.0 - (name != "softmax")}
+
+    calls = fake_times(monkeypatch, figures)
+    only = "--only=softmax,softmax:adaptive_temperature,swa,hybrid,hybrid:plain_rope"
+    table = read_table(folder := reproduced("league", only))
+    timed = {name.split()[0]: (c.window, c.local_window) for name, c in calls[0].items()}
+    assert timed == {"softmax": (None, None), "swa": (4, None), "hybrid": (None, 4)}
+    costs = {name: entry["mean"][-3:] for name, entry in table["rows"].items()}
+    assert costs["softmax"][1:] == [1, 1] and costs["swa"][1:] == [1.5, 0.75]
+    assert costs["softmax"][0] == costs["swa"][0] == 33696 / 1e6
+    losses = {name: entry["mean"][:5] for name, entry in table["rows"].items()}
+    assert len({tuple(row) for row in losses.values()}) == 6  # with swa:plain_rope, its control
+    assert costs["hybrid:plain_rope"] == costs["hybrid"]  # the same run, timed once
+    evaluation = table["rows"]["swa"]["runs"][0]["evaluation"]
+    assert evaluation["window"] == evaluation["control"]["window"] == 4
+    names = {path.name for path in folder.glob("*.png")}
+    assert names == {"league.png", "by_position_positions.png", "by_position_whole_rows.png"}
+    reproduced("league", only)
+    assert len(calls) == 1
+
+
+def test_t6_has_losses_and_the_cost_of_generation(reproduced, commands, tmp_path, monkeypatch):
+    calls = fake_times(
+        monkeypatch, lambda name, c: {"decode_ms_spread": [2.0 + (name == "t6"), 9.0]}
+    )
+    table = read_table(folder := reproduced("t6", "--only=softmax,t6"))
+    timed = {name.split()[0]: (c.block_size, c.batch_size) for name, c in calls[0].items()}
+    assert timed == {"softmax": (256, 1), "t6": (256, 1)}  # at 16 times the length
+    # two layers in float32: keys and values of 32, and factors of rank 2 for two heads of 64
+    assert table["rows"]["softmax"]["mean"][-2:] == [2 * 2 * 32 * 4 / 1000, 2.0]
+    assert table["rows"]["t6"]["mean"][-2:] == [2 * 2 * 2 * (2 + 64) * 4 / 1000, 3.0]
+    assert not_blank(folder / "t6.png")
+    commands.clear()
+    assert read_table(reproduced("t6", "--only=t6,softmax"))["rows"] == table["rows"]
+    assert len(calls) == 1 and not commands
+    reproduced("t6", "--only=softmax_swiglu")  # takes turns with the table rows before it
+    assert [name.split()[0] for name in calls[1]] == ["softmax", "t6", "softmax_swiglu"]
+    config = checkpoint.read_config(folder_of(tmp_path, "softmax_swiglu"))
+    assert (config.mlp, config.norm, config.bias) == ("swiglu", "rmsnorm", False)
+    assert config.mlp_hidden == 85
+
+
+def test_what_cannot_be_measured_is_refused_before_training(
+    reproduced, commands, scale, monkeypatch, capsys
+):
+    def offline(names, folder):
+        raise UserError(f"{names}: their data are not on this machine")
+
+    monkeypatch.setattr(downstream, "import_harness", lambda: None)
+    monkeypatch.setattr(downstream, "load_tasks", offline)
+    refused(capsys, lambda: reproduced("table_a2"), "('lambada_openai',): their data")
+    reproduced("table_a2", "--plan")  # a plan needs no tasks
+    assert "an unknown number of samples (('lambada_openai',)" in capsys.readouterr().out
+    samples = {"a": {"samples": 30}, "b": {"samples": 12}}
+    monkeypatch.setattr(downstream, "load_tasks", lambda names, folder: samples)
+    reproduced("table_a2", "--plan")
+    assert "to evaluate: 2 runs, 84 samples in all" in capsys.readouterr().out
+    scale.write_text(scale.read_text() + 'positions = "learned"\n')
+    refused(capsys, lambda: reproduced("table1", "--only=softmax"), "learned positions, which end")
+    assert not commands
+
+
+def test_figures_end_to_end(reproduced, commands, tmp_path):
+    """Drawn from runs that the figures share; nothing is made twice."""
+    for name, only, trained in (
+        ("ssmax_figure4", "ssmax", 2),  # and softmax, which the loss is compared with
+        ("ssmax_figure2", "ssmax_probe", 1),
+        ("gradient_norm", "softmax", 0),
+        ("entropy", "softmax", 0),
+        ("sparsity", "relu_li", 1),
+        ("gradient_slopes", "softmax", 0),
+        ("ssmax_figure3", "softmax", 0),
+    ):
+        commands.clear()
+        folder = reproduced(name, f"--only={only}")
+        assert len(commands) == trained, (name, commands)
+        assert only in read_table(folder)["rows"] and not_blank(folder / f"{name}.png")
+    entry = read_table(tmp_path / "results/small/ssmax_figure4")["rows"]["ssmax"]
+    assert entry["paper"] == [None, -0.008]
+    own, softmax = (
+        formulas.metric(folder_of(tmp_path, name), "loss")[6] for name in ("ssmax", "softmax")
+    )
+    assert entry["mean"] == [own, pytest.approx(own - softmax)]
+    text = (tmp_path / "results/small/gradient_slopes/table.md").read_text()
+    assert "layers" not in text and "-1.0000 (-1.0000" in text and "are for 124m" not in text
+
+
+# ---- numbers from formulas and files ----
+
+
+def test_fading_and_focus_are_the_papers_formulas():
+    """SSMax Eqs. 1 and 2, on the vectors of Figs. 1 and 3."""
+    for name, power in (("softmax", lambda n: math.e), ("ssmax", lambda n: n**0.43)):
+        values, curves = formulas.attention_fading(name)
+        for n, value in [*zip(formulas.SIZES, values, strict=True), *zip(*curves[""], strict=True)]:
+            assert value == pytest.approx(1 / (1 + (n - 1) * power(n) ** (-2 - 3)))
+    for name, (variant, s) in formulas.FOCUS.items():
+        values, _ = formulas.attention_focus(name)
+        for n, value in zip(formulas.SIZES, values, strict=True):
+            scale = s * math.log(n) if variant == "ssmax" else 1
+            others = np.exp(scale * np.arange(n - 1) / (n - 2)).sum()
+            assert value == pytest.approx(math.log(others) / scale, abs=1e-3)
+
+
+def test_gradient_slopes():
+    """e^-x against x^-2, and the slope at the highest score of LSSA."""
+    slopes = {name: formulas.gradient_slopes(name)[0] for name in ("softmax", "lssa", "lssar_p15")}
+    assert slopes["softmax"][0] == pytest.approx(-1, abs=1e-3)
+    assert slopes["lssa"][:2] == pytest.approx([0, -2], abs=1e-3)
+    x, K = formulas.HIGHEST, 1023 * math.log(2)
+    exact = -2 * x / (x + K)  # of K / (x + K)^2, which is (A9)
+    assert slopes["lssa"][2] == pytest.approx(exact, abs=1e-3)
+    a = x / (x + K)
+    growth = 14 * 1024 * a * (1 - a) / (1024 * a - 1)  # of r^14
+    assert slopes["lssar_p15"][2] == pytest.approx(exact + growth, abs=1e-2)
+
+
+def test_entropies(monkeypatch):
+    monkeypatch.setattr(formulas, "LENGTHS", (16, 64))
+    generator = torch.Generator().manual_seed(1337)
+    q, k = (torch.randn(n, 64, generator=generator, dtype=torch.float64) for n in (64, 64))
+    expected = []
+    for n in (16, 64):
+        shares = (q @ k[:n].T / 8).softmax(-1)
+        expected.append(-(shares * shares.log()).sum(-1).mean().item())
+    values, _ = formulas.random_entropy("softmax")
+    assert values == pytest.approx([*expected, (expected[1] - expected[0]) / math.log(4)])
+    # heads whose queries are all dead have no entropy
+    measured = {"keys": [2, 4], "groups": {"entropy": [[0.5, None], [0.7, 1.0]]}}
+    assert formulas.entropies(measured) == ([2, 4], [pytest.approx(0.6), 1.0])
+
+
+def run_in(folder):
+    return PlannedRun("softmax", small_config("softmax.py", f"--out_dir={folder}"), arguments=[])
+
+
+def test_learnt_p_is_fitted_without_p_1(tmp_path):
+    model = GPT(small_config("ablations/ssmax_probe.py"))
+    with torch.no_grad():
+        p_n = next(value for name, value in model.named_parameters() if name.endswith("p_n"))
+        assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}
+        p_n.copy_(2 * torch.arange(1.0, 17).log() + 3)
+        p_n[0] = 100
+    run = run_in(saved_run(tmp_path / "run", model))
+    values, curves = formulas.learned_p(run, run)
+    assert values == pytest.approx([2, 3, 1], abs=1e-5) and curves["fit"][0][0] == 2
+    for scale, steps in (("ssmax_paper", SSMAX["figure2"]["steps"]), ("tiny", 800)):
+        assert rows.open_scale(scale, "out").run("ssmax_probe", 1337).config.max_iters == steps
+
+
+def test_curves_of_metrics(tmp_path):
+    def write(name, **values):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_header(folder, small_config("softmax.py"))
+        steps = zip(*values.values(), strict=True)
+        lines = [{"run_id": "a"}, {"step": 0, "val_loss": 5.0}]
+        lines += [{"step": i} | dict(zip(values, s, strict=True)) for i, s in enumerate(steps, 1)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text + '7\n{"step": 9')  # a last line cut off
+        return run_in(folder)
+
+    losses = [5 - 0.001 * step for step in range(1000)]
+    softmax, ssmax = write("a", loss=losses), write("b", loss=[loss - 0.01 for loss in losses])
+    values, curves = formulas.learning_curve(ssmax, softmax)
+    assert values == pytest.approx([np.mean(losses[-100:]) - 0.01, -0.01])
+    steps, means = curves["loss"]
+    assert steps == list(range(10, 1001, 10))
+    assert means[0] == pytest.approx(np.mean(losses[:10]) - 0.01)
+    # after two steps of warm-up, clipped at 1
+    run = write("c", grad_norm=[90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
+    values, curves = formulas.gradient_norms(run, run)
+    assert values == [0.7, 4.0, 0.25] and curves["highest"][1][0] == 90
+    with pytest.raises(UserError, match="metrics.jsonl has no loss"):
+        formulas.learning_curve(run, run)
+
+
+# ---- pictures ----
+
+
+def table_of(entries, **more):
+    entries = {
+        name: summarise([{"seed": 1, "values": values, "evaluation": {}}]) | {"paper": None}
+        for name, values in entries.items()
+    }
+    texts = {"name": "loss_by_length", "scale": "45m", "unit": "loss", "columns": ["1x", "2x"]}
+    return texts | {"multiples": [1, 2], "rows": entries} | more
+
+
+def test_the_scales_of_figure_a2_side_by_side(tmp_path):
+    values = {"softmax": [3.0, 4.0], "lssar_p15": [3.0, 3.1]}
+    table, scales = table_of(values), ("45m", "124m_edu", "355m")
+    folder = tmp_path / "45m/loss_by_length"
+    assert pictures.scales_side_by_side(folder, table, scales) == {}
+    for scale in ("355m", "tiny"):
+        (tmp_path / scale / "loss_by_length").mkdir(parents=True)
+        write_json(tmp_path / scale / "loss_by_length/table.json", table | {"scale": scale})
+    (figure,) = pictures.scales_side_by_side(folder, table, scales).values()
+    assert [axes.get_title() for axes in figure.axes] == ["45m", "355m"]
+    assert [line.get_ydata().tolist() for line in figure.axes[1].lines] == list(values.values())
+
+
+def test_a_variant_with_another_p_is_drawn_beside_its_own():
+    names = ["softmax", "lssa", "lssar_p2.5", "lssar_p15", "fox"]
+    table = table_of({name: [1.0, 2.0] for name in names})
+    assert pictures.by_stage("lssar_p2.5") == ("re-weighted, p = 2.5", "lssar")
+    groups = pictures.by_kind(table, {"ours": ("softmax", "lssar_p15"), "more": ("softmax", "fox")})
+    assert {kind: list(group) for kind, group in groups.items()} == {
+        "ours": ["softmax", "lssar_p2.5", "lssar_p15"], "more": ["softmax", "fox"],
+    }  # fmt: skip
+    (figure,) = pictures.loss_over_p(table).values()
+    assert figure.axes[0].get_lines()[0].get_xdata().tolist() == [2.5, 15]
