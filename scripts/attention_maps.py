@@ -41,11 +41,10 @@ text is always measured again, since its maps are drawn.
     environment
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,19 +61,11 @@ from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from evaluation import attention_weights, head_windows
+from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common import runner
 from scripts.common.plots import add_legend, length_axis, save_picture, show_equal_curves
-from scripts.common.results import Results, without_nan
-from scripts.common.runs import (
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.runner import Evaluation, Run, Store, measured, option, without_nan
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, shared_tokens, validation_id
 
@@ -101,103 +92,109 @@ DRAWN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapsRequest(Request):
-    """A layer's weights on a text, and on validation tokens at each length (tokens=0: none)."""
+class AttentionMaps(Evaluation):
+    """What a layer's heads attend to: maps of a text, and the attention sink.
 
-    script = "attention_maps"
-    layer: int = -1
-    text: str = TEXT
-    lengths: tuple[int, ...] | None = None
-    tokens: int = TOKENS
-    data_dir: str | None = None
+    `at(length)` is the evaluation of validation tokens in windows of one length.
+    """
 
-    def layer_of(self, config: Config) -> int:
-        return self.layer % config.n_layer
+    name = "attention_maps"
+
+    layer: int = option(-1, "0 is the first, -1 the last")
+    text: str = option(TEXT, "to map (default: the text of LSSAR's Figure A1)")
+    file: str | None = option(None, "a UTF-8 file with the text to map")
+    lengths: tuple[int, ...] | None = option(
+        None, "in tokens, such as 1024,8192 (default: 1x and 8x the training length)"
+    )
+    tokens: int = option(TOKENS, "validation tokens at each length; 0: only the text", at_least=0)
+    data_dir: str | None = option(None, "shards to use instead of the run's own")
+    length: int | None = option(None, "")  # None: the text
+
+    def at(self, length: int) -> "AttentionMaps":
+        return replace(self, length=length)
 
     def ids(self, config: Config) -> list[int]:
-        return get_tokenizer(config.tokenizer).encode(self.text)
+        text = self.text if self.file is None else read_text(self.file)
+        ids = get_tokenizer(config.tokenizer).encode(text)
+        if not 2 <= len(ids) <= MAP_TOKENS:
+            raise UserError(
+                f"the text has {len(ids)} tokens; a map needs at least 2 and at most {MAP_TOKENS}"
+            )
+        return ids
 
     def lengths_of(self, config: Config) -> list[int]:
         if self.tokens == 0:
             return []
-        return sorted(self.lengths or (config.block_size, 8 * config.block_size))
+        lengths = sorted(self.lengths or (config.block_size, 8 * config.block_size))
+        if lengths[0] < 2:
+            raise UserError("--lengths must be at least 2: a single key leaves no choice")
+        return lengths
 
     def facts(self, config: Config) -> dict:
-        """The facts of the measurement of the text."""
-        n = len(self.ids(config))
-        text_facts = {"text": self.text, "data_dir": None, "length": n, "tokens": n}
-        return self.layer_facts(config) | text_facts
-
-    def facts_at(self, length: int, config: Config) -> dict:
-        """The facts of the measurement of validation tokens in windows of one length."""
-        data_dir = self.data_dir or config.data_dir
-        tokens = shared_tokens(data_dir, tuple(self.lengths_of(config)), self.tokens, config)
-        token_facts = {"text": None, "data_dir": data_dir, "length": length, "tokens": tokens}
-        token_facts["val_sha256"] = validation_id(data_dir)
-        return self.layer_facts(config) | token_facts
-
-    def layer_facts(self, config: Config) -> dict:
-        return {"layer": self.layer_of(config), "head_windows": head_windows(config)}
-
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        # another text's maps may have overwritten this one's
-        return measurement if measurement.get("picture") == PICTURE else None
-
-    def amount(self, config: Config) -> int:
-        lengths = self.lengths_of(config)
-        return len(self.ids(config)) + sum(self.facts_at(n, config)["tokens"] for n in lengths)
-
-    def check(self, config: Config) -> None:
         if not -config.n_layer <= self.layer < config.n_layer:
             raise UserError(
                 f"--layer {self.layer}: a model of n_layer = {config.n_layer} has layers 0 to "
                 f"{config.n_layer - 1}, and -1 to {-config.n_layer} from the last"
             )
-        n = len(self.ids(config))
-        if not 2 <= n <= MAP_TOKENS:
-            raise UserError(
-                f"the text has {n} tokens; a map needs at least 2 and at most {MAP_TOKENS}"
-            )
-        lengths = self.lengths_of(config)
-        if lengths and lengths[0] < 2:
-            given = ",".join(map(str, self.lengths or lengths))
-            raise UserError(f"--lengths {given} must be at least 2: a single key leaves no choice")
-        for length in lengths:
-            self.facts_at(length, config)
+        lengths = tuple(self.lengths_of(config))
+        facts = {"layer": self.layer % config.n_layer, "head_windows": head_windows(config)}
+        if self.length is None:
+            ids, text = self.ids(config), self.text
+            if self.file is not None:
+                text = read_text(self.file)
+            facts |= {"text": text, "data_dir": None, "length": len(ids), "tokens": len(ids)}
+            return facts
+        data_dir = self.data_dir or config.data_dir
+        tokens = shared_tokens(data_dir, lengths, self.tokens, config)
+        facts |= {"text": None, "data_dir": data_dir, "length": self.length, "tokens": tokens}
+        return facts | {"val_sha256": validation_id(data_dir)}
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        # the maps of another text may have overwritten this one's picture
+        drawn = self.length is not None or measurement.get("picture") == PICTURE
+        return measurement if drawn else None
+
+    def amount(self, config: Config) -> int:
+        return self.facts(config)["tokens"]
+
+    def measure(self, run: Run, store: Store) -> None:
+        layer, length = store.facts["layer"], store.facts["length"]
+        seen = keys_seen(run.config, length)
+        if self.length is None:
+            ids = self.ids(run.config)
+            A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
+            store.discard("picture")  # if interrupted here, no other measurement claims it
+            save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
+            sums = group_sums(row_numbers(A[None])[0].double(), seen)
+            store.save(picture=PICTURE, **summary(sums, length))
+            return
+        sums, tokens, data_dir = torch.zeros(()), store.facts["tokens"], store.facts["data_dir"]
+        with tqdm(total=tokens, unit="tok", desc=f"{run.path} {length}") as bar:
+            batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
+            for x, _ in counted(batches, bar):
+                sums = sums + group_sums(weights(run, layer, x, row_numbers).double(), seen)
+        store.save(**summary(sums, length))
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser)
-    parser.add_argument("--layer", type=int, help="0 is the first, -1 the last")
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", help="text to map (default: that of LSSAR's Figure A1)")
-    text.add_argument("--file", help="a UTF-8 file with the text to map")
-    parser.add_argument(
-        "--lengths", action=Lengths, help="in tokens, such as 1024,8192 (default: 1x and 8x)"
-    )
-    parser.add_argument(
-        "--tokens",
-        action=AtLeast,
-        at_least=0,
-        help="at each length (%(default)s); 0: only the text",
-    )
-    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
-    add_options(parser, MapsRequest)
-    arguments = parser.parse_args()
-    if arguments.file is not None:
-        arguments.text = read_text(arguments.file)
-    request, paths = MapsRequest.parse(arguments), arguments.runs
-    refuse_early(paths, request)
-    results = [measure(open_run(path, request), request) for path in paths]
-    names = run_names(paths)
-    for results_of_runs in zip(*results, strict=True):
-        print_numbers(names, results_of_runs)
-    longest = [run_results[-1] for run_results in results]
-    save_picture(
-        plot_rows(names, longest), arguments.out or picture_path(paths, "attention_by_row")
-    )
+    evaluation, given = runner.parse(AttentionMaps)
+    runner.refuse_early(given.runs, evaluation)
+    configs = [evaluation.applied(checkpoint.read_config(path)) for path in given.runs]
+    parts = [[evaluation, *map(evaluation.at, evaluation.lengths_of(config))] for config in configs]
+    for config, several in zip(configs, parts, strict=True):
+        for part in several:
+            part.facts(config)  # raises now for too few tokens
+    results = [
+        [measured(part, path) for part in several]
+        for path, several in zip(given.runs, parts, strict=True)
+    ]
+    names = runner.run_names(given.runs)
+    for of_runs in zip(*results, strict=True):
+        print_numbers(names, of_runs)
+    longest = [of_run[-1] for of_run in results]
+    pictures = {"attention_by_row": plot_rows(names, longest)}
+    runner.save_pictures(pictures, given.runs, given.out)
 
 
 def read_text(file: str) -> str:
@@ -207,34 +204,7 @@ def read_text(file: str) -> str:
         raise UserError(f"--file {file}: cannot be read as text: {error}") from error
 
 
-def measure(run: LoadedRun, request: MapsRequest) -> list[dict]:
-    """A run's measurements, of the text and at each length; draws its maps."""
-    config, layer = run.config, request.layer_of(run.config)
-    ids = request.ids(config)
-    results = Results(request.file(run.path), run.facts | request.facts(config))
-    A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
-    results.discard("picture")  # if interrupted here, no other measurement claims the picture
-    save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
-    sums = group_sums(row_numbers(A[None])[0].double(), keys_seen(config, len(ids)))
-    results.save(picture=PICTURE, **summary(sums, len(ids)))
-    shown = [results.values]
-
-    for length in request.lengths_of(config):
-        facts = request.facts_at(length, config)
-        results = Results(request.file(run.path), run.facts | facts)
-        if not results.values:
-            sums, tokens, data_dir = torch.zeros(()), facts["tokens"], facts["data_dir"]
-            seen = keys_seen(config, length)
-            with tqdm(total=tokens, unit="tok", desc=f"{run.path} {length}") as bar:
-                batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
-                for x, _ in counted(batches, bar):
-                    sums = sums + group_sums(weights(run, layer, x, row_numbers).double(), seen)
-            results.save(**summary(sums, length))
-        shown.append(results.values)
-    return shown
-
-
-def weights(run: LoadedRun, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def weights(run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     with autocast(run.device, run.dtype):
         (A,) = attention_weights(run.model, idx, slice(None), reduce, slice(layer, layer + 1))
@@ -324,7 +294,7 @@ def print_numbers(names: list[str], results: Sequence[dict]) -> None:
     print_table(table)
 
 
-def plot_maps(run: LoadedRun, layer: int, ids: list[int], A: Tensor) -> Figure:
+def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
     H, L, _ = A.shape
     tokenizer = get_tokenizer(run.config.tokenizer)

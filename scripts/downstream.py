@@ -41,7 +41,8 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError, command, first_line
-from model import loss_chunks
+from generation import generate
+from layers.losses import chunks
 from runtime.device import autocast
 from scripts.common.arguments import AtLeast, add_runs
 from scripts.common.papers import LSSAR
@@ -373,7 +374,7 @@ def loglikelihoods(run: LoadedRun, pairs: list, max_length: int) -> list[tuple[f
         if continuation:
             readers[tuple((*context, *continuation)[-max_length - 1 : -1])].append(number)
     # attention is causal, so padding on the right changes nothing
-    free = run.config.block_size if run.config.attention_length == "train" else 0
+    free = run.config.block_size
     with tqdm(total=len(pairs), desc="loglikelihoods", unit="req") as bar:
         for batch in batches(list(readers), free):
             idx = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
@@ -403,7 +404,7 @@ def score(run: LoadedRun, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     Also whether each target is the likeliest token [n].
     """
     losses, greedy = [], []
-    for h, t in loss_chunks(hidden, targets):
+    for h, t in chunks(hidden, targets):
         with autocast(run.device, run.dtype):
             logits = run.model.logits(h)
         losses.append(F.cross_entropy(logits.float(), t, reduction="none"))
@@ -440,7 +441,7 @@ def continuations(run: LoadedRun, prompts: list) -> list[str]:
                     return all(text(row, stops)[1] for row in idx[:, length:].tolist())
 
                 with autocast(run.device, run.dtype):
-                    out = run.model.generate(idx, new, temperature=0, stop=ended)
+                    out = generate(run.model, idx, new, temperature=0, stop=ended)
                 for number, row in zip(batch, out[:, length:].tolist(), strict=True):
                     results[number] = text(row, stops)[0]
                 bar.update(len(batch))

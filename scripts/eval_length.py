@@ -32,8 +32,6 @@ settings. Lengths that it has are not measured again; new ones are added:
     environment                                         of the latest update
 """
 
-import argparse
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -51,38 +49,25 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import sampled_batches, validation_batches
-from data.shards import read_meta
 from data.tokenizer import identify
 from errors import UserError, command
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths, add_runs
+from scripts.common import runner
 from scripts.common.plots import (
     CURVE_MARKERS,
     add_legend,
     length_axis,
     one_panel,
-    save_picture,
     show_equal_curves,
 )
-from scripts.common.results import Results, select_parts
-from scripts.common.runs import (
-    BATCH_TOKENS,
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, Store, measured, option
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     counted,
     default_lengths,
     sampled_sequences,
     shared_tokens,
-    text_bytes,
     validation_id,
 )
 
@@ -94,36 +79,39 @@ LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossRequest(Request):
-    """Mean loss over the first `tokens` validation tokens, in windows of each length.
+class LossByLength(Evaluation):
+    """Loss at lengths beyond the training length, over the same tokens at every length."""
 
-    With `samples` it is over so many random sequences of one length, or as many as there are.
-    """
+    name = "eval_length"
 
-    script = "eval_length"
-    lengths: tuple[int, ...] | None = None
-    tokens: int | None = None
-    samples: int | None = None
-    sample_seed: int = 1337
-    data_dir: str | None = None
-    per_position: bool = False
-    restart: bool = False
+    rope: str = option("dynamic_ntk", "RoPE scalings, such as none,ntk:8,yarn")
+    lengths: tuple[int, ...] | None = option(
+        None, "in tokens, such as 1024,2048 (default: 1x to 16x the training length)"
+    )
+    tokens: int | None = option(None, "tokens to predict (default: val_tokens)", at_least=1)
+    samples: int | None = option(
+        None, "random sequences of one length, from all validation tokens", at_least=1
+    )
+    sample_seed: int = option(1337, "of --samples", at_least=0)
+    data_dir: str | None = option(None, "shards to use instead of the run's own")
+    per_position: bool = option(False, "also the loss by position at the greatest length")
+    restart: bool = option(False, "also the loss in independent windows of the training length")
 
-    def control(self, config: Config) -> "LossRequest | None":
-        """The request for the same weights in a window of the training length, with plain RoPE.
+    def control(self, config: Config) -> "LossByLength | None":
+        """The same weights in a window of the training length, with plain RoPE.
 
-        None where no length is longer, or where it is this request.
+        None where no length is longer, or where it is this evaluation.
         """
         window = min(config.block_size, config.window or config.block_size)
         control = replace(self.plain(), window=window, restart=False)
         return None if control == self or max(self.lengths_of(config)) <= window else control
 
-    def restarted(self) -> "LossRequest":
-        """The request for the same weights in independent windows of the training length."""
+    def restarted(self) -> "LossByLength":
+        """The same weights in independent windows of the training length."""
         return replace(self.plain(), window=None, restart=True)
 
-    def plain(self) -> "LossRequest":
-        """This request with RoPE as in training."""
+    def plain(self) -> "LossByLength":
+        """The same with RoPE as in training."""
         return replace(self, rope="none", rope_factor=None, rope_theta=None)
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
@@ -153,124 +141,103 @@ class LossRequest(Request):
         return [str(max(self.lengths_of(config)))] if self.per_position else []
 
     def select(self, measurement: dict, config: Config) -> dict | None:
-        # `lengths` and `loss` are short and stay whole
-        if not set(self.lengths_of(config)) <= set(measurement["lengths"]):
+        losses, lengths = losses_of(measurement)[0], self.lengths_of(config)
+        if not set(lengths) <= losses.keys():
             return None
-        return select_parts(measurement, "loss_by_position", self.positions_of(config))
+        asked = {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
+        return runner.select_parts(
+            measurement | asked, "loss_by_position", self.positions_of(config)
+        )
 
     def amount(self, config: Config) -> int:
         return len(self.lengths_of(config)) * self.facts(config)["tokens"]
 
-    def check(self, config: Config) -> None:
-        self.facts(config)
+    def measure(self, run: Run, store: Store) -> None:
+        lengths, wanted = self.lengths_of(run.config), self.positions_of(run.config)
+        losses, by_position = losses_of(store.values)
+        todo = [
+            n
+            for n in lengths
+            if n not in losses or (str(n) in wanted and str(n) not in by_position)
+        ]
+        tokens, data_dir, samples = (store.facts[key] for key in ("tokens", "data_dir", "samples"))
+        with tqdm(total=tokens * len(todo), unit="tok", unit_scale=True, disable=not todo) as bar:
+            for length in todo:
+                bar.set_description(f"{run.path} {label(run.facts)} {length}")
+                size = max(1, BATCH_TOKENS // length)
+                if samples is None:
+                    batches = validation_batches(data_dir, length, tokens, size, device=run.device)
+                else:
+                    seed = self.sample_seed
+                    batches = sampled_batches(data_dir, length, samples, seed, size, run.device)
+                means = position_losses(run, counted(batches, bar), self.restart)
+                add_length(store, means, str(length) in wanted)
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="--rope may list several here: none,ntk:8,yarn"
-    )
-    add_runs(parser)
-    parser.add_argument(
-        "--lengths", action=Lengths, help="in tokens, such as 1024,2048 (default: 1x to 16x)"
-    )
-    parser.add_argument(
-        "--tokens", action=AtLeast, at_least=1, help="tokens to predict (default: val_tokens)"
-    )
-    parser.add_argument(
-        "--samples",
-        action=AtLeast,
-        at_least=1,
-        help="random sequences of one length, from all validation tokens",
-    )
-    parser.add_argument(
-        "--sample_seed", action=AtLeast, at_least=0, help="of --samples (%(default)s)"
-    )
-    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
-    parser.add_argument(
-        "--per_position",
-        action="store_true",
-        help="also the loss at every position of windows of the greatest length",
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="also the loss in independent windows of the training length",
-    )
-    add_options(parser, LossRequest)
-    arguments = parser.parse_args()
-    paths = arguments.runs
-    asked = comparable(LossRequest.parse(arguments), paths)
-    requests = scalings(replace(asked, restart=False))
-    for request in requests:
-        refuse_early(paths, request)
-    tokenizers = {identify(checkpoint.read_config(path).tokenizer) for path in paths}
-    unit = NATS if len(tokenizers) == 1 else BITS
+    asked, given = runner.parse(LossByLength)
+    asked = comparable(asked, given.runs)
+    evaluations = scalings(replace(asked, restart=False))
+    for evaluation in evaluations:
+        runner.refuse_early(given.runs, evaluation)
+    names = runner.run_names(given.runs)
     runs = [
-        measure_run(name, path, requests, asked.restart, unit)
-        for name, path in zip(run_names(paths), paths, strict=True)
+        measure_run(name, path, evaluations, asked.restart)
+        for name, path in zip(names, given.runs, strict=True)
     ]
-    print_losses(runs, unit)
-    if arguments.per_position:
-        figure, name = plot_positions(runs, unit), "loss_by_position"
+    print_losses(runs)
+    if asked.per_position:
+        pictures = {"loss_by_position": plot_positions(runs)}
     else:
-        figure = plot_lengths(runs, unit)
         name = "loss_by_length" if len(runs) > 1 else "eval_length"
-    save_picture(figure, arguments.out or picture_path(paths, name))
+        pictures = {name: plot_lengths(runs)}
+    runner.save_pictures(pictures, given.runs, given.out)
 
 
-def scalings(request: LossRequest) -> list[LossRequest]:
-    """A request for each RoPE scaling of --rope, such as ntk:4 or dynamic_ntk."""
-    requests: list[LossRequest] = []
-    for text in request.rope.split(","):
+def scalings(evaluation: LossByLength) -> list[LossByLength]:
+    """An evaluation for each RoPE scaling of --rope, such as ntk:4 or dynamic_ntk."""
+    found: list[LossByLength] = []
+    for text in evaluation.rope.split(","):
         rope, colon, number = text.partition(":")
         try:
-            factor = float(number) if colon else request.rope_factor
+            factor = float(number) if colon else evaluation.rope_factor
         except ValueError:
             raise UserError(f"--rope {text!r}: {number!r} must be a number, as in ntk:4") from None
-        requests.append(replace(request, rope=rope, rope_factor=factor))
-        requests[-1].check_rope()
-    if len(set(requests)) < len(requests):
-        raise UserError(f"--rope {request.rope!r} must name distinct scalings")
-    return requests
+        found.append(replace(evaluation, rope=rope, rope_factor=factor))
+        found[-1].check_rope()
+    if len(set(found)) < len(found):
+        raise UserError(f"--rope {evaluation.rope!r} must name distinct scalings")
+    return found
 
 
-def comparable(request: LossRequest, paths: list[str]) -> LossRequest:
-    """The request with one number of tokens and one list of lengths for all runs of a table.
+def comparable(evaluation: LossByLength, paths: list[str]) -> LossByLength:
+    """The evaluation with one number of tokens and one list of lengths for all runs of a table.
 
-    Raises UserError where the runs would be measured on different text.
+    Raises UserError where the runs would be measured on different text or in different tokens.
     """
     configs = [checkpoint.read_config(path) for path in paths]
-    folders = {identify(config.tokenizer): config.data_dir for config in configs}
+    first = configs[0]
     for path, config in zip(paths, configs, strict=True):
-        first = folders[identify(config.tokenizer)]
-        if request.data_dir is None and Path(config.data_dir).resolve() != Path(first).resolve():
+        if identify(config.tokenizer) != identify(first.tokenizer):
             raise UserError(
-                f"{path} was trained on {config.data_dir}, another run on {first}: losses on "
-                "different text cannot be compared; --data_dir DIR measures all runs on one"
+                f"{path} has the tokens of {config.tokenizer}, and {paths[0]} those of "
+                f"{first.tokenizer}: losses per token of different tokenizers cannot be compared"
             )
-    if request.data_dir is None:
-        refuse_other_text(set(folders.values()))
-    if request.samples and request.tokens:
+        same = Path(config.data_dir).resolve() == Path(first.data_dir).resolve()
+        if evaluation.data_dir is None and not same:
+            raise UserError(
+                f"{path} was trained on {config.data_dir}, and {paths[0]} on {first.data_dir}: "
+                "losses on different text cannot be compared; --data_dir DIR measures all runs on "
+                "one"
+            )
+    if evaluation.samples and evaluation.tokens:
         raise UserError(
-            f"--samples {request.samples} and --tokens {request.tokens} exclude each other"
+            f"--samples {evaluation.samples} and --tokens {evaluation.tokens} exclude each other"
         )
-    if request.samples and len(folders) > 1:
-        raise UserError("--samples takes runs of one tokenizer: random sequences differ in text")
-    tokens = request.tokens or min(config.val_tokens for config in configs)
-    return replace(request, lengths=request.lengths or default_lengths(configs), tokens=tokens)
-
-
-def refuse_other_text(folders: set[str]) -> None:
-    """Raise UserError where shards of different tokenizers are of different documents."""
-    metas = {folder: read_meta(folder) for folder in sorted(folders)}
-    # published shards do not say of which documents they are
-    known = {folder: meta for folder, meta in metas.items() if meta and meta["documents"]}
-    if len({meta["fingerprint"] for meta in known.values()}) > 1:
-        raise UserError(
-            f"{' and '.join(known)} were made from different documents: losses on different text "
-            "cannot be compared, not even in bits per byte"
-        )
+    tokens = evaluation.tokens or min(config.val_tokens for config in configs)
+    lengths = evaluation.lengths or default_lengths(configs)
+    return replace(evaluation, lengths=lengths, tokens=tokens)
 
 
 def gain_from_context(alone: float, window: float, loss: float) -> float:
@@ -300,62 +267,17 @@ class MeasuredRun:
 
 
 def measure_run(
-    name: str, path: str, requests: list[LossRequest], restart: bool, unit: str
+    name: str, path: str, evaluations: list[LossByLength], restart: bool
 ) -> MeasuredRun:
     """A run measured with every scaling, and its controls."""
-    config = checkpoint.read_config(path)
-
-    def result(request: LossRequest) -> dict:
-        values = measure(open_run(path, request), request)
-        return in_bits_per_byte(values, config) if unit == BITS else values
-
-    control = requests[0].control(config)
+    first = evaluations[0]
+    control = first.control(checkpoint.read_config(path))
     return MeasuredRun(
         name,
-        [result(request) for request in requests],
-        result(control) if control else None,
-        result(requests[0].restarted()) if restart else None,
+        [measured(evaluation, path) for evaluation in evaluations],
+        measured(control, path) if control else None,
+        measured(first.restarted(), path) if restart else None,
     )
-
-
-def measure(run: LoadedRun, request: LossRequest) -> dict:
-    """A run's measurement with one scaling; its `lengths` and `loss` are the requested ones."""
-    lengths, wanted_positions = request.lengths_of(run.config), request.positions_of(run.config)
-    facts = request.facts(run.config)
-    results = Results(request.file(run.path), run.facts | facts)
-    losses, by_position = losses_of(results.values)
-    todo = [
-        n
-        for n in lengths
-        if n not in losses or (str(n) in wanted_positions and str(n) not in by_position)
-    ]
-    tokens, data_dir, samples = facts["tokens"], facts["data_dir"], facts["samples"]
-    with tqdm(total=tokens * len(todo), unit="tok", unit_scale=True, disable=not todo) as bar:
-        for length in todo:
-            bar.set_description(f"{run.path} {label(run.facts)} {length}")
-            size = max(1, BATCH_TOKENS // length)
-            if samples is None:
-                batches = validation_batches(data_dir, length, tokens, size, device=run.device)
-            else:
-                seed = facts["sample_seed"]
-                batches = sampled_batches(data_dir, length, samples, seed, size, run.device)
-            means = position_losses(run, counted(batches, bar), request.restart)
-            add_length(results, means, str(length) in wanted_positions)
-    losses, _ = losses_of(results.values)
-    selected = select_parts(results.values, "loss_by_position", wanted_positions)
-    assert selected is not None  # all of them have been measured
-    return selected | {"lengths": list(lengths), "loss": [losses[n] for n in lengths]}
-
-
-def in_bits_per_byte(result: dict, config: Config) -> dict:
-    """A measurement with its losses per byte of text, which tokenizers do not change."""
-    size = text_bytes(result["data_dir"], result["tokens"], config.tokenizer)
-    factor = result["tokens"] / size / math.log(2)
-    by_position = result["loss_by_position"].items()
-    return result | {
-        "loss": [factor * loss for loss in result["loss"]],
-        "loss_by_position": {n: [factor * loss for loss in losses] for n, losses in by_position},
-    }
 
 
 def losses_of(values: dict) -> tuple[dict[int, float], dict[str, list[float]]]:
@@ -364,7 +286,7 @@ def losses_of(values: dict) -> tuple[dict[int, float], dict[str, list[float]]]:
     return losses, values.get("loss_by_position", {})
 
 
-def add_length(results: Results, means: Tensor, per_position: bool) -> None:
+def add_length(store: Store, means: Tensor, per_position: bool) -> None:
     """Add the mean losses [L] at every position of windows of one length."""
 
     def added(values: dict) -> dict:
@@ -379,12 +301,12 @@ def add_length(results: Results, means: Tensor, per_position: bool) -> None:
             "loss_by_position": by_position,
         }
 
-    results.update(added)
+    store.update(added)
 
 
 @torch.no_grad()
 def position_losses(
-    run: LoadedRun, batches: Iterable[tuple[Tensor, Tensor]], restart: bool = False
+    run: Run, batches: Iterable[tuple[Tensor, Tensor]], restart: bool = False
 ) -> Tensor:
     """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L].
 
@@ -403,7 +325,7 @@ def position_losses(
 
 # ---- the table and the pictures ----
 
-NATS, BITS = "nats per token", "bits per byte"
+UNIT = "nats per token"
 CONTROL = "sliding window of the training length, plain RoPE"
 MEANING = (
     "gain from context, at the longest length: the loss with a " + CONTROL + ",\n"
@@ -444,7 +366,7 @@ def trained_lengths(runs: list[MeasuredRun]) -> set[int]:
     return {run.rows[0]["trained_length"] for run in runs}
 
 
-def print_losses(runs: list[MeasuredRun], unit: str) -> None:
+def print_losses(runs: list[MeasuredRun]) -> None:
     lengths, trained = all_lengths(runs), trained_lengths(runs)
     controlled = any(run.control for run in runs)
     gain = ["gain"] if controlled else []
@@ -465,7 +387,7 @@ def print_losses(runs: list[MeasuredRun], unit: str) -> None:
             add(f"  sliding window of {run.control['window']}", run.control)
         if run.restarted:
             add(f"  independent windows of {run.rows[0]['trained_length']}", run.restarted)
-    print(f"\nvalidation loss ({unit})" + (title(runs) and f", {title(runs)}"))
+    print(f"\nvalidation loss ({UNIT})" + (title(runs) and f", {title(runs)}"))
     print_table(table, width=9)
     if controlled:
         print(MEANING)
@@ -484,9 +406,9 @@ def style(i: int, j: int, runs: list[MeasuredRun]) -> dict[str, Any]:
     return {"color": f"C{i % 10}", "linestyle": LINES[(i // 10 + j) % len(LINES)]}
 
 
-def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
+def plot_lengths(runs: list[MeasuredRun]) -> Figure:
     """Loss over length; thin lines are the controls."""
-    figure, axes = loss_panel(runs, unit, "length in tokens", all_lengths(runs))
+    figure, axes = loss_panel(runs, "length in tokens", all_lengths(runs))
     for i, run in enumerate(runs):
         for j, (name, row) in enumerate(zip(row_names(run), run.rows, strict=True)):
             marker = CURVE_MARKERS[(j if len(run.rows) > 1 else i) % len(CURVE_MARKERS)]
@@ -498,9 +420,9 @@ def plot_lengths(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
     return figure
 
 
-def plot_positions(runs: list[MeasuredRun], unit: str = NATS) -> Figure:
+def plot_positions(runs: list[MeasuredRun]) -> Figure:
     """Loss at each position of the longest windows, smoothed."""
-    figure, axes = loss_panel(runs, unit, "position in tokens")
+    figure, axes = loss_panel(runs, "position in tokens")
     begin = int(FIRST_DRAWN * min(trained_lengths(runs)))
     for i, run in enumerate(runs):
         rows = [*zip(row_names(run), run.rows, strict=True)]
@@ -534,11 +456,11 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def loss_panel(
-    runs: list[MeasuredRun], unit: str, what: str, lengths: list[int] | None = None
+    runs: list[MeasuredRun], what: str, lengths: list[int] | None = None
 ) -> tuple[Figure, Axes]:
     figure, axes = one_panel()
     length_axis(axes, what, trained_lengths(runs), lengths)
-    axes.set_ylabel(f"validation loss ({unit})")
+    axes.set_ylabel(f"validation loss ({UNIT})")
     axes.set_title(title(runs), fontsize="medium")
     return figure, axes
 

@@ -41,7 +41,7 @@ from scripts.common.runs import LoadedRun, RunOptions, add_options, open_run
 
 ROOT = Path(__file__).parent.parent
 MODELING = ROOT / "scripts/common/hf_modeling.py"
-IMPORT = re.compile(r"^( *)(?:from (\w+) (import .+)|import (\w+)( as \w+)?)$", re.MULTILINE)
+IMPORT = re.compile(r"^( *)(?:from ([\w.]+) (import .+)|import ([\w.]+)( as \w+)?)$", re.MULTILINE)
 # Paths of the training run, on which its model does not depend.
 PATHS = {"data_dir", "out_dir", "init_from"}
 
@@ -175,20 +175,23 @@ def sources() -> dict[str, str]:
 
     def relative(match: re.Match) -> str:
         space, package, names, module, alias = match.groups()
-        path = ROOT / f"{package or module}.py"
+        name = package or module
+        path = ROOT / f"{name.replace('.', '/')}.py"
         if not path.exists():
             return match[0]
         todo.append(path)
+        name = name.replace(".", "_")  # transformers copies no folders
         if package:
-            return f"{space}from .{package} {names}"
+            return f"{space}from .{name} {names}"
         # transformers copies only the files that `from .module import` lines name
-        line = f"from .{module} import __name__ as _; from . import {module}{alias or ''}"
+        line = f"from .{name} import __name__ as _; from . import {name}{alias or ''}"
         return f"{space}{line}"
 
     while todo:
         path = todo.pop()
-        if path.name not in files:
-            files[path.name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
+        name = "_".join(path.relative_to(ROOT).parts) if path != MODELING else path.name
+        if name not in files:
+            files[name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
     return files
 
 

@@ -49,7 +49,7 @@ from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
 from runtime.device import environment, memory_mb, pick_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED, Stop, job
+from runtime.distributed import EXIT_STOPPED, Stop
 from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, best_effort_output
@@ -105,7 +105,10 @@ def main() -> None:
         "--batch_size", action=AtLeast, at_least=1, default=8, help="examples a micro-batch"
     )
     parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir")
+    parser.add_argument(
+        "--resume", nargs="?", const=True, default=False, choices=(True, "auto"),
+        help="continue the run in --out_dir; auto: where it has a checkpoint",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
     arguments = parser.parse_args()
@@ -125,6 +128,8 @@ def main() -> None:
 
 def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Namespace) -> bool:
     """Read the run and the examples, and fine-tune; returns whether a signal stopped it."""
+    if arguments.resume == "auto":
+        arguments.resume = checkpoint.exists(out)
     if not arguments.resume:
         checkpoint.require_unused_folder(out)
     elif not checkpoint.exists(out):
@@ -134,7 +139,6 @@ def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Na
     options = (arguments.epochs, arguments.learning_rate, arguments.sequences)
     config = base.replace(
         **recipe(base, 1, *options),  # for one example: errors come before all are read
-        on_nonfinite="stop",
         keep_every=0,
         batch_size=arguments.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL,
@@ -300,11 +304,9 @@ def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> l
     return sorted((examples[k] for k in order), key=lambda example: len(example.tokens))
 
 
-def tensors(
-    batch: list[Example], length: int | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [B, length], padded on the right; targets are the answers' tokens."""
-    length = length or max(len(example.tokens) for example in batch) - 1
+def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
+    length = max(len(example.tokens) for example in batch) - 1
     x = torch.zeros(len(batch), length, dtype=torch.long)
     y = torch.full_like(x, IGNORED)
     for i, example in enumerate(batch):
@@ -353,8 +355,6 @@ def finetune(
     """Train until the last step or a signal; returns whether a signal stopped it."""
     out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
     sequences = config.total_batch_size // config.block_size
-    # with this setting L is the batch's length, which must then be fixed
-    length = config.block_size if config.attention_length == "current" else None
     state = load_to_resume(out, config, facts) if resume else None
 
     # ---- model and optimizer ----
@@ -372,7 +372,7 @@ def finetune(
         del state
 
     # ---- logs and checkpoints ----
-    checkpoint.write_header(out, config, job())
+    checkpoint.write_header(out, config)
     write_json(out / "squad.json", {**facts, "environment": environment()})
 
     batch: list[Example] = []  # of the step in progress
@@ -413,7 +413,7 @@ def finetune(
             parts = range(0, len(batch), config.batch_size)
             loss, grad_norm = train_step(
                 loss_fn,
-                [tensors(batch[i : i + config.batch_size], length, device) for i in parts],
+                [tensors(batch[i : i + config.batch_size], device) for i in parts],
                 len(parts), model, optimizers, scaler, lr, config.grad_clip, dtype,
             )  # fmt: skip
             step += 1

@@ -21,7 +21,6 @@ The paper leaves open the haystack (here validation tokens from a random offset,
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
-import argparse
 import functools
 import random
 import sys
@@ -44,10 +43,9 @@ from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, check_tokenizer
 from data.tokenizer import Tokenizer, get_tokenizer
-from errors import UserError, command
+from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, Lengths, add_runs
 from scripts.common.plots import (
     add_legend,
     heat_maps,
@@ -56,23 +54,8 @@ from scripts.common.plots import (
     save_picture,
     show_equal_curves,
 )
-from scripts.common.results import Results, select_parts
-from scripts.common.retrieval import (
-    ANSWER_TOKENS,
-    ASK,
-    answer,
-    batches,
-    first_number,
-)
-from scripts.common.runs import (
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number
+from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths, validation_id
 
@@ -172,16 +155,19 @@ open_haystack = functools.cache(Haystack)  # one for all runs with these tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleRequest(Request):
-    """Accuracy over `samples` needles at each length and depth, and needle scores."""
+class Needles(Evaluation):
+    """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
-    script = "needle"
-    lengths: tuple[int, ...] | None = None
-    samples: int = 1000
-    score_length: int = 8000
-    score_trials: int = 100
-    data_dir: str | None = None
-    seed: int = 1337
+    name = "needle"
+
+    lengths: tuple[int, ...] | None = option(
+        None, "in tokens (default: 1x to 16x the training length)"
+    )
+    samples: int = option(1000, "per length and depth", at_least=1)
+    score_length: int = option(8000, "length for the needle scores", at_least=1)
+    score_trials: int = option(100, "needles to score", at_least=1)
+    data_dir: str | None = option(None, "shards to take haystacks from (default: the run's own)")
+    seed: int = option(1337, "of needles and haystacks")
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return self.lengths or default_lengths([config])
@@ -198,9 +184,15 @@ class NeedleRequest(Request):
         return scores_name(self.score_length, self.score_trials)
 
     def facts(self, config: Config) -> dict:
-        data_dir = self.data_dir or config.data_dir
-        data = {"data_dir": data_dir, "val_sha256": validation_id(data_dir)}
-        return data | {"samples": self.samples, "sample_seed": self.seed}
+        lengths, data_dir = self.lengths_of(config), self.data_dir or config.data_dir
+        check_lengths(config, (*lengths, self.score_length))
+        self.haystack(config).check((*lengths, self.score_length))
+        return {
+            "data_dir": data_dir,
+            "val_sha256": validation_id(data_dir),
+            "samples": self.samples,
+            "sample_seed": self.seed,
+        }
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         names = [cell(*length_and_depth) for length_and_depth in self.cells(config)]
@@ -210,71 +202,26 @@ class NeedleRequest(Request):
         in_cells = self.samples * sum(length for length, _ in self.cells(config))
         return in_cells + (self.score_trials + 1) * self.score_length
 
-    def check(self, config: Config) -> None:
-        lengths = (*self.lengths_of(config), self.score_length)
-        check_lengths(config, lengths)
-        self.haystack(config).check(lengths)
-
-
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser, "folder, best of finetune_squad")
-    parser.add_argument(
-        "--lengths", action=Lengths, help="in tokens (default: 1x to 16x the training length)"
-    )
-    parser.add_argument(
-        "--samples", action=AtLeast, at_least=1, help="per length and depth (%(default)s)"
-    )
-    parser.add_argument(
-        "--score_length",
-        action=AtLeast,
-        at_least=1,
-        help="length for the needle scores (%(default)s)",
-    )
-    parser.add_argument(
-        "--score_trials", action=AtLeast, at_least=1, help="needles to score (%(default)s)"
-    )
-    parser.add_argument("--data_dir", help="shards to take haystacks from (default: the run's own)")
-    parser.add_argument("--seed", type=int, help="seed of needles and haystacks")
-    add_options(parser, NeedleRequest)
-    arguments = parser.parse_args()
-    request, paths = NeedleRequest.parse(arguments), arguments.runs
-    refuse_early(paths, request)
-    scores = []
-    for path in paths:
-        results = measure(open_run(path, request), request)
-        report(results, request.scores)
-        scores.append(results.parts[request.scores])
-    names = run_names(paths)
-    for what, draw in (("heads", plot_heads), ("scores", plot_scores)):
-        path = picture_path(paths, f"needle_{what}")
-        if arguments.out:
-            path = arguments.out.with_stem(f"{arguments.out.stem}_{what}")
-        save_picture(draw(names, scores), path)
-
-
-def measure(run: LoadedRun, request: NeedleRequest) -> Results:
-    """Measure the accuracies and needle scores that have not been measured."""
-    results = Results(request.file(run.path), run.facts | request.facts(run.config))
-    haystack, known = request.haystack(run.config), results.parts
-    todo = [(n, d) for n, d in request.cells(run.config) if cell(n, d) not in known]
-    scored = request.scores in known
-    total = sum(length for length, _ in todo) * request.samples
-    total += 0 if scored else request.score_length * (request.score_trials + 1)
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
-        for length, depth in todo:
-            bar.set_postfix(length=length, depth=depth)
-            rng = random.Random(f"needle {request.seed} {length} {depth}")
-            grades: list[str] = []
-            for batch in batches(haystack.draws(request.samples, rng, length, depth), length):
-                grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
-                bar.update(length * len(batch))
-            shares = {name: grades.count(name) / len(grades) for name in GRADES}
-            results.add(cell(length, depth), {"length": length, "depth": depth} | shares)
-        if not scored:
-            results.add(request.scores, score(run, request, haystack, bar))
-    return results
+    def measure(self, run: Run, store: Store) -> None:
+        haystack, known = self.haystack(run.config), store.parts
+        todo = [(n, d) for n, d in self.cells(run.config) if cell(n, d) not in known]
+        scored = self.scores in known
+        total = sum(length for length, _ in todo) * self.samples
+        total += 0 if scored else self.score_length * (self.score_trials + 1)
+        with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
+            for length, depth in todo:
+                bar.set_postfix(length=length, depth=depth)
+                rng = random.Random(f"needle {self.seed} {length} {depth}")
+                grades: list[str] = []
+                for batch in batches(haystack.draws(self.samples, rng, length, depth), length):
+                    grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
+                    bar.update(length * len(batch))
+                shares = {name: grades.count(name) / len(grades) for name in GRADES}
+                store.add(cell(length, depth), {"length": length, "depth": depth} | shares)
+            if not scored:
+                store.add(self.scores, score(run, self, haystack, bar))
+        title = f"{run.facts['variant']}, needles, RoPE scaling {run.facts['rope']}"
+        save_picture(plot_found({title: store.parts}), store.path.with_suffix(".png"))
 
 
 def cell(length: int, depth: float) -> str:
@@ -285,7 +232,7 @@ def scores_name(length: int, trials: int) -> str:
     return f"scores of {trials} needles in {length} tokens"
 
 
-def ask(run: LoadedRun, needles: list[Needle]) -> list[str]:
+def ask(run: Run, needles: list[Needle]) -> list[str]:
     """The model's answers, with end-of-text excluded."""
     eot = get_tokenizer(run.config.tokenizer).eot
     return answer(run, [needle.prompt for needle in needles], never=eot)
@@ -300,7 +247,7 @@ def grade(needle: Needle, text: str) -> str:
     return "first digit" if digits[:1] == number[0] else "wrong"
 
 
-def needle_scores(run: LoadedRun, needles: list[Needle]) -> Tensor:
+def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
     """Attention from each prompt's last token to its needle's span, [B, layers, H]."""
     idx = torch.tensor([needle.prompt for needle in needles], device=run.device)
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
@@ -317,11 +264,11 @@ def needle_scores(run: LoadedRun, needles: list[Needle]) -> Tensor:
     return torch.cat(layers, dim=2).mT.cpu()
 
 
-def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm) -> dict:
+def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
-    length = request.score_length
+    length = evaluation.score_length
     bar.set_postfix(length=length, depth="random")
-    rng = random.Random(f"needle scores {request.seed} {length}")
+    rng = random.Random(f"needle scores {evaluation.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
     scores = needle_scores(run, [fixed])[0]
     best = scores.flatten().topk(min(HEADS, scores.numel()))
@@ -336,7 +283,7 @@ def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm)
     }
     bar.update(length)
     trials = []
-    for batch in batches(haystack.draws(request.score_trials, rng, length), length):
+    for batch in batches(haystack.draws(evaluation.score_trials, rng, length), length):
         tops = needle_scores(run, batch).flatten(1).amax(-1).tolist()
         for needle, text, top in zip(batch, ask(run, batch), tops, strict=True):
             trials.append(
@@ -353,19 +300,21 @@ def score(run: LoadedRun, request: NeedleRequest, haystack: Haystack, bar: tqdm)
     return {"length": length, "one needle": one_needle, "trials": trials}
 
 
-def report(results: Results, scores: str) -> None:
-    """Print one run's accuracy by length and depth and its scores, and draw Fig. 6."""
-    facts, parts = results.facts, results.parts
-    lengths, depths, shares = found(parts)
-    print(f"\n{facts['variant']}: needles found (%), RoPE scaling {facts['rope']}")
-    table = [["length", *map(str, lengths)]]
-    for name, row in zip(depths, shares, strict=True):
-        table.append([name, *("" if share is None else f"{100 * share:.1f}" for share in row)])
-    print_table(table)
-    tops = [trial["top_score"] for trial in parts[scores]["trials"]]
-    print(f"{scores}: mean of each needle's highest {sum(tops) / len(tops):.4f}")
-    title = f"{facts['variant']}, needles, RoPE scaling {facts['rope']}"
-    save_picture(plot_found({title: parts}), results.path.with_suffix(".png"))
+def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print every run's accuracy by length and depth and its scores."""
+    for _, result in runs:
+        lengths, depths, shares = found(result["parts"])
+        print(f"\n{result['variant']}: needles found (%), RoPE scaling {result['rope']}")
+        table = [["length", *map(str, lengths)]]
+        for depth, of_depth in zip(depths, shares, strict=True):
+            cells = ("" if share is None else f"{100 * share:.1f}" for share in of_depth)
+            table.append([depth, *cells])
+        print_table(table)
+        tops = [trial["top_score"] for trial in result["parts"][evaluation.scores]["trials"]]
+        mean = sum(tops) / len(tops)
+        print(f"{evaluation.scores}: mean of each needle's highest {mean:.4f}")
+    names, scores = [name for name, _ in runs], [r["parts"][evaluation.scores] for _, r in runs]
+    return {"needle_heads": plot_heads(names, scores), "needle_scores": plot_scores(names, scores)}
 
 
 def found(parts: dict[str, dict]) -> tuple[list[int], list[str], list[list[float | None]]]:
@@ -425,4 +374,4 @@ def score_panel(x: str, y: str) -> tuple[Figure, Axes]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(Needles, show)

@@ -14,7 +14,6 @@ with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that 
 training length does not exceed it.
 """
 
-import argparse
 import functools
 import random
 import sys
@@ -29,8 +28,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
-from errors import UserError, command
-from scripts.common.arguments import AtLeast, Lengths, add_runs
+from errors import UserError
 from scripts.common.plots import (
     add_legend,
     heat_maps,
@@ -39,17 +37,8 @@ from scripts.common.plots import (
     save_picture,
     show_equal_curves,
 )
-from scripts.common.results import Results, select_parts
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
-from scripts.common.runs import (
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 
@@ -61,8 +50,9 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 LARGEST_KEY = 50000
-# Rows of the heat map: tenths of the filler.
+# Accuracy is also measured by tenths of the filler before the key.
 DEPTHS = 10
+TENTHS = [f"{10 * i}-{10 * (i + 1)}%" for i in range(DEPTHS)]
 
 
 @dataclass(frozen=True)
@@ -73,13 +63,17 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyRequest(Request):
-    """The share of passkeys found in `trials` prompts of each length."""
+class Passkeys(Evaluation):
+    """Passkey retrieval: a number stated once in a long, dull text and asked for at its end."""
 
-    script = "passkey"
-    lengths: tuple[int, ...] | None = None
-    trials: int = 100
-    seed: int = 1337
+    name = "passkey"
+
+    lengths: tuple[int, ...] | None = option(
+        None, "in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
+    )
+    trials: int = option(100, "per length", at_least=1)
+    seed: int = option(1337, "of keys and depths")
+    show: int = option(0, "print so many trials per length", at_least=0)
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return self.lengths or default_lengths([config], (1, 1.5, 2, 4, 8))
@@ -91,6 +85,8 @@ class PasskeyRequest(Request):
         return {n: make_trials(tokenizer, n, self.trials, self.seed) for n in lengths}
 
     def facts(self, config: Config) -> dict:
+        check_lengths(config, self.lengths_of(config))
+        self.trials_of(config)
         return {"trials": self.trials, "trial_seed": self.seed}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
@@ -99,58 +95,22 @@ class PasskeyRequest(Request):
     def amount(self, config: Config) -> int:
         return self.trials * sum(self.lengths_of(config))
 
-    def check(self, config: Config) -> None:
-        check_lengths(config, self.lengths_of(config))
-        self.trials_of(config)
-
-
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser)
-    parser.add_argument(
-        "--lengths", action=Lengths, help="in tokens (default: 1, 1.5, 2, 4, 8 training lengths)"
-    )
-    parser.add_argument("--trials", action=AtLeast, at_least=1, help="per length (%(default)s)")
-    parser.add_argument("--seed", type=int, help="seed of keys and depths")
-    parser.add_argument(
-        "--show",
-        action=AtLeast,
-        at_least=0,
-        default=0,
-        metavar="N",
-        help="print N trials per length",
-    )
-    add_options(parser, PasskeyRequest)
-    arguments = parser.parse_args()
-    request, paths = PasskeyRequest.parse(arguments), arguments.runs
-    refuse_early(paths, request)
-    results = []
-    for path in paths:
-        run = open_run(path, request)
-        results.append(measure(run, request))
-        show(run, request, results[-1], arguments.show)
-        report(results[-1])
-    if len(paths) > 1 or arguments.out:
-        figure = plot(run_names(paths), results)
-        save_picture(figure, arguments.out or picture_path(paths, "passkey_by_length"))
-
-
-def measure(run: LoadedRun, request: PasskeyRequest) -> Results:
-    """Generate and judge the answers at lengths where that has not been done."""
-    results = Results(request.file(run.path), run.facts | request.facts(run.config))
-    trials = request.trials_of(run.config)
-    todo = {length: trials[length] for length in trials if str(length) not in results.parts}
-    total = sum(length * len(todo[length]) for length in todo)
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
-        for length in todo:
-            bar.set_postfix(length=length)
-            answers: list[str] = []
-            for batch in batches(todo[length], length):
-                answers += answer(run, [trial.prompt for trial in batch])
-                bar.update(length * len(batch))
-            results.add(str(length), judge(todo[length], answers))
-    return results
+    def measure(self, run: Run, store: Store) -> None:
+        trials = self.trials_of(run.config)
+        todo = {length: trials[length] for length in trials if str(length) not in store.parts}
+        total = sum(length * len(todo[length]) for length in todo)
+        with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
+            for length in todo:
+                bar.set_postfix(length=length)
+                answers: list[str] = []
+                for batch in batches(todo[length], length):
+                    answers += answer(run, [trial.prompt for trial in batch])
+                    bar.update(length * len(batch))
+                store.add(str(length), judge(todo[length], answers))
+        title = f"{run.facts['variant']}, passkeys, RoPE scaling {run.facts['rope']}"
+        lengths, rows = by_depth(store.parts)
+        figure = heat_maps({title: rows}, lengths, TENTHS, "passkeys found (%)")
+        save_picture(figure, store.path.with_suffix(".png"))
 
 
 @functools.cache
@@ -202,53 +162,48 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     }
 
 
-def show(run: LoadedRun, request: PasskeyRequest, results: Results, count: int) -> None:
-    """Print the first `count` prompts of each length and their answers."""
-    tokenizer, parts = get_tokenizer(run.config.tokenizer), results.parts
-    for length, trials in request.trials_of(run.config).items():
-        judgements = parts[str(length)]["trials"][:count]
-        for trial, judged in zip(trials[:count], judgements, strict=True):
-            mark = "right" if judged["correct"] else "wrong"
-            print(f"{tokenizer.decode(trial.prompt)}\n-> {judged['answer']!r} ({mark})")
-            print("-" * 80)
+def by_depth(parts: dict[str, dict]) -> tuple[list[int], list[list[float | None]]]:
+    """The lengths measured, and the shares found [depths][lengths]."""
+    lengths = sorted(map(int, parts))
+    shares = [parts[str(length)]["accuracy_by_depth"] for length in lengths]
+    return lengths, [list(depth) for depth in zip(*shares, strict=True)]
 
 
-def report(results: Results) -> None:
-    """Print one run's accuracy by length and depth, and draw it."""
-    facts, saved = results.facts, results.parts
-    lengths = sorted(map(int, saved))
-    parts = [saved[str(length)] for length in lengths]
-    print(f"\n{facts['variant']}: passkeys found (%), RoPE scaling {facts['rope']}")
-    depths = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
-    rows = [[part["accuracy_by_depth"][i] for part in parts] for i in range(DEPTHS)]
-    table = [["length", *map(str, lengths)]]
-    for name, row in (
-        ("all", [part["accuracy"] for part in parts]), *zip(depths, rows, strict=True)
-    ):  # fmt: skip
-        table.append([name, *("" if share is None else f"{100 * share:.0f}" for share in row)])
-    print_table(table)
-    title = f"{facts['variant']}, passkeys, RoPE scaling {facts['rope']}"
-    figure = heat_maps({title: rows}, lengths, depths, "passkeys found (%)")
-    save_picture(figure, results.path.with_suffix(".png"))
+def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print every run's accuracy by length and depth, and `--show` trials of each length."""
+    for _, result in runs:
+        for length, part in result["parts"].items():
+            for trial in part["trials"][: evaluation.show]:
+                mark = "right" if trial["correct"] else "wrong"
+                print(f"{length}: key {trial['key']}, answer {trial['answer']!r} ({mark})")
+        lengths, rows = by_depth(result["parts"])
+        accuracy = [result["parts"][str(length)]["accuracy"] for length in lengths]
+        print(f"\n{result['variant']}: passkeys found (%), RoPE scaling {result['rope']}")
+        table = [["length", *map(str, lengths)]]
+        for name, shares in (("all", accuracy), *zip(TENTHS, rows, strict=True)):
+            cells = ("" if share is None else f"{100 * share:.0f}" for share in shares)
+            table.append([name, *cells])
+        print_table(table)
+    return {"passkey_by_length": plot([name for name, _ in runs], [result for _, result in runs])}
 
 
-def plot(names: list[str], runs: list[Results]) -> Figure:
+def plot(names: list[str], results: list[dict]) -> Figure:
     """LSSAR, Fig. 2: accuracy by length, one line for each run."""
     figure, axes = one_panel()
-    all_parts = [results.parts for results in runs]
+    all_parts = [result["parts"] for result in results]
     for name, parts in zip(names, all_parts, strict=True):
         lengths = sorted(map(int, parts))
         accuracy = [100 * parts[str(length)]["accuracy"] for length in lengths]
         axes.plot(lengths, accuracy, marker="o", label=name)
     lengths = sorted({int(length) for parts in all_parts for length in parts})
-    length_axis(axes, "length in tokens", {r.facts["trained_length"] for r in runs}, lengths)
+    length_axis(axes, "length in tokens", {r["trained_length"] for r in results}, lengths)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("passkeys found (%)")
-    axes.set_title(f"RoPE scaling: {runs[0].facts['rope']}", fontsize="medium")
+    axes.set_title(f"RoPE scaling: {results[0]['rope']}", fontsize="medium")
     show_equal_curves(axes)
     add_legend(figure)
     return figure
 
 
 if __name__ == "__main__":
-    main()
+    run_command(Passkeys, show)

@@ -8,19 +8,19 @@ vectors     the force on each planet of the solar system, 10 positions of each o
 magnitudes  F = G m1 m2 / r^2 of two-body systems, 9 of 10 with all positions labelled, the others
             with two; then symbolic regression of F on r, m1 (planet) and m2 (star)
 
-Both are judged at the positions without a label. The last step's weights are taken: the code of
-Vafa et al. 2025 chooses a checkpoint by a validation set that is the test set, unmasked. --oracle
-puts the nearest labelled states in place of the model. Writes RUN/physics.json, RUN/forces.png and,
-for several runs, forces_RUN_RUN.png in the folder that contains them (or --out). Nothing is
-measured twice.
+Both are judged at the positions without a label, after the last step. (The code of Vafa et al. 2025
+chooses a checkpoint by a validation set that is the test set, unmasked.) --oracle averages the
+nearest labelled states in place of the model. Writes RUN/physics.json, and draws forces.png in the
+run's folder, or for several runs forces_RUN_RUN.png in the folder that contains them (or --out).
+Nothing is measured twice.
 
 Choices that the publications leave open: a planet of the solar system begins at its perihelion on
-the x axis, its time step is a week for the four inner planets and half a year for the others; a
+the x axis; its time step is a week for the four inner planets and half a year for the others; a
 batch has at most as many sequences as there are; F is divided by the root of its mean square over
 the labels. An interrupted fine-tuning begins anew.
 """
 
-import argparse
+import copy
 import importlib.metadata
 import importlib.util
 import math
@@ -44,22 +44,11 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.loader import epoch_order
 from data.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
-from errors import UserError, command, first_line
+from errors import UserError, first_line
 from optim import build_optimizers
 from runtime.device import autocast
 from runtime.divergence import finite_step
-from scripts.common.arguments import AtLeast, add_runs
-from scripts.common.plots import save_picture
-from scripts.common.results import Results, select_parts
-from scripts.common.runs import (
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
 from scripts.common.tables import print_table
 from train import train_step
 
@@ -75,7 +64,7 @@ SOLAR_SYSTEM = {
 INNER = 4
 # Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
 VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
-# Learning rates over that of training: the published 2e-4 and 6e-4 over 6e-4.
+# Learning rates over the learning rate of training: the published 2e-4 and 6e-4 over 6e-4.
 LEARNING_RATES = {"vectors": 1 / 3, "magnitudes": 1.0}
 NEIGHBOURS = {"vectors": 5, "magnitudes": 2}  # of the oracle
 ARROWS = 40  # of a planet
@@ -83,98 +72,58 @@ ARROWS = 40  # of a planet
 NEAREST, DRAWS, SAMPLE, RESTARTS = 5000, 5, 1000, 3
 MAX_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
 VARIABLES = ("r", "m1", "m2")
-# An additive constant below this share of F's standard deviation is not printed, nor held against
-# a law: pyoperon always fits one.
+# pyoperon always fits an additive constant. Below this share of F's standard deviation the constant
+# is not printed, and a law with it is still a law.
 OFFSET = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhysicsRequest(Request):
-    """The probes of a run; the labels are the same for all runs."""
+class Physics(Evaluation):
+    """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
 
-    script = "physics"
-    unit = "positions"
-    task = "orbits"
-    steps: int = 10_000
-    batch: int = 64
-    pairs: int = 10_000
-    oracle: bool = False
-    vectors_only: bool = False
+    name, unit, task = "physics", "positions", "orbits"
+
+    steps: int = option(10_000, "of each fine-tuning", at_least=1)
+    batch: int = option(64, "sequences of a step", at_least=1)
+    pairs: int = option(
+        10_000, "two-body systems of the magnitudes; one of ten is judged", at_least=10
+    )
+    oracle: bool = option(False, "the nearest labels, not the model")
+    vectors_only: bool = option(False, "no magnitudes, no laws")
 
     @property
     def probes(self) -> tuple[str, ...]:
         return ("vectors",) if self.vectors_only else ("vectors", "magnitudes", "laws")
 
     def facts(self, config: Config) -> dict:
+        if config.block_size < 2 * VECTOR_LABELS + 4:
+            raise UserError(
+                f"block_size = {config.block_size}: the probes need {2 * VECTOR_LABELS + 4}"
+            )
+        if importlib.util.find_spec("sklearn") is None:
+            raise UserError('the probes need scikit-learn: pip install -e ".[physics]"')
+        if not self.vectors_only:
+            engine_name()
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         return select_parts(measurement, "parts", self.probes)
 
     def amount(self, config: Config) -> int:
-        if self.oracle:
-            return 0
         sequences = min(self.batch, len(SOLAR_SYSTEM)), min(self.batch, self.pairs)
-        return self.steps * config.block_size * sum(sequences[: len(self.probes)])
+        positions = self.steps * config.block_size * sum(sequences[: len(self.probes)])
+        return 0 if self.oracle else positions
 
-    def check(self, config: Config) -> None:
-        if config.block_size < 2 * VECTOR_LABELS + 4:
-            raise UserError(
-                f"block_size = {config.block_size}: the probes need {2 * VECTOR_LABELS + 4}"
-            )
-        if self.pairs < 10:
-            raise UserError(f"--pairs {self.pairs} must be at least 10: one of ten is judged")
-        if importlib.util.find_spec("sklearn") is None:
-            raise UserError('the probes need scikit-learn: pip install -e ".[physics]"')
-        if not self.vectors_only:
-            engine_name()
-
-
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser)
-    for name, help in (
-        ("steps", "of each fine-tuning"),
-        ("batch", "sequences of a step"),
-        ("pairs", "two-body systems of the magnitudes"),
-    ):
-        parser.add_argument(f"--{name}", action=AtLeast, at_least=1, help=f"{help} (%(default)s)")
-    parser.add_argument("--oracle", action="store_true", help="nearest labels, not the model")
-    parser.add_argument("--vectors_only", action="store_true", help="no magnitudes, no laws")
-    add_options(parser, PhysicsRequest)
-    arguments = parser.parse_args()
-    request, paths = PhysicsRequest.parse(arguments), arguments.runs
-    refuse_early(paths, request)
-    results = [measure(path, request) for path in paths]
-    names = run_names(paths)
-    for name, one in zip(names, results, strict=True):
-        report(name, one.parts)
-        title = "oracle" if request.oracle else name
-        figure = plot_forces({title: one.parts["vectors"]["planets"]})
-        save_picture(figure, one.path.with_name("oracle.png" if request.oracle else "forces.png"))
-    if len(paths) > 1 or arguments.out:
-        planets = {
-            name: r.parts["vectors"]["planets"] for name, r in zip(names, results, strict=True)
-        }
-        save_picture(plot_forces(planets), arguments.out or picture_path(paths, "forces"))
-
-
-def measure(path: str | Path, request: PhysicsRequest) -> Results:
-    """Make the probes of a run that have not been made."""
-    run = open_run(path, request)
-    results = Results(request.file(run.path), run.facts | request.facts(run.config))
-    for probe in request.probes:
-        if probe in results.parts:
-            continue
-        if probe == "vectors":
-            results.add(probe, probe_vectors(run, request))
-        elif probe == "magnitudes":
-            results.add(probe, probe_magnitudes(open_run(path, request), request))
-        else:
-            states = np.array(results.parts["magnitudes"]["nearest"])
-            results.add(probe, find_laws(states, run.config.seed, f"{run.path}"))
-    return results
+    def measure(self, run: Run, store: Store) -> None:
+        probes = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
+        for part in self.probes:
+            if part in store.parts:
+                continue
+            if part == "laws":
+                states = np.array(store.parts["magnitudes"]["nearest"])
+                store.add(part, find_laws(states, run.config.seed, f"{run.path}"))
+            else:
+                store.add(part, probes[part](run, self))
 
 
 # ---- the labels ----
@@ -182,10 +131,10 @@ def measure(path: str | Path, request: PhysicsRequest) -> Results:
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences, and the force at the planets' positions, every other one from the second on."""
+    """Sequences, and the force at the planets' positions: every other entry from the second on."""
 
     tokens: NDArray[np.uint16]  # [sequences, entries, 2]
-    states: Floats  # [sequences, points, features]: what the force follows from
+    states: Floats  # [sequences, points, features] that determine the force
     forces: Floats  # [sequences, points, outputs], scaled
     labelled: NDArray[np.bool_]  # [sequences, points]
 
@@ -193,7 +142,7 @@ class Task:
 def labelled_points(
     rng: np.random.Generator, sequences: int, points: int, count: int
 ) -> NDArray[np.bool_]:
-    """So many points of each sequence, at random."""
+    """`count` random points of each sequence."""
     chosen = np.zeros((sequences, points), dtype=bool)
     order = rng.permuted(np.tile(np.arange(points), (sequences, 1)), axis=1)
     np.put_along_axis(chosen, order[:, :count], True, axis=1)
@@ -203,7 +152,7 @@ def labelled_points(
 def orbits_of(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floats, Floats]:
     """The vectors from star to planet [systems, points, 2], and the masses of both [systems, 1].
 
-    The points are those whose planet is within a sequence of block_size entries.
+    The points are the points in time whose planet is within a sequence of block_size entries.
     """
     points = config.block_size // 2
     vectors = np.empty((len(systems), points, 2))
@@ -252,20 +201,17 @@ def magnitude_task(config: Config, pairs: int) -> tuple[Task, float, float]:
     scale = float(np.sqrt((forces[labelled] ** 2).mean()))
     states = np.stack(np.broadcast_arrays(distance, planet, star), axis=-1)
     tokens = tokenise(systems, config.bins, config.block_size)
-    outside = [
-        (np.abs(at) > EDGE).any(-1).mean() * len(places)
-        for places, at in simulated(systems, config.block_size)
-    ]
-    task = Task(tokens, states, forces[..., None] / scale, labelled)
-    return task, scale, float(sum(outside)) / pairs
+    every = simulated(systems, config.block_size)
+    outside = sum((np.abs(at) > EDGE).any(-1).mean() * len(places) for places, at in every)
+    return Task(tokens, states, forces[..., None] / scale, labelled), scale, float(outside) / pairs
 
 
 # ---- the probes ----
 
 
-def predict(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> Floats:
+def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
-    if request.oracle:
+    if physics.oracle:
         from sklearn.neighbors import KNeighborsRegressor
         from sklearn.preprocessing import StandardScaler
 
@@ -274,11 +220,11 @@ def predict(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> 
         nearest.fit(known.transform(task.states[task.labelled]), task.forces[task.labelled])
         flat = task.states.reshape(-1, task.states.shape[-1])
         return nearest.predict(known.transform(flat)).reshape(task.forces.shape)
-    return finetune(run, request, probe, task)
+    return finetune(run, physics, probe, task)
 
 
-def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) -> Floats:
-    """Fine-tune the run's model, in place, on the labels; its outputs at all points."""
+def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
+    """Fine-tune a copy of the run's model on the labels; its outputs at all points."""
     config = run.config.replace(
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
         schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
@@ -286,7 +232,7 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
     torch.manual_seed(config.seed)
-    model, outputs = run.model, task.forces.shape[-1]
+    model, outputs = copy.deepcopy(run.model), task.forces.shape[-1]
     model.lm_head = nn.Linear(config.n_embd, outputs)
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
@@ -294,48 +240,45 @@ def finetune(run: LoadedRun, request: PhysicsRequest, probe: str, task: Task) ->
     (optimizer,) = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
     targets = np.where(task.labelled[..., None], task.forces, np.nan).astype(np.float32)
-    sequences = min(request.batch, len(task.tokens))
-    with tqdm(total=request.steps, desc=f"{run.path}: {probe}", unit="step") as bar:
-        for step in range(request.steps):
-            rows = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
-            labels = int(task.labelled[rows].sum()) * outputs
+    sequences, count = min(physics.batch, len(task.tokens)), config.batch_size
 
-            def loss_fn(x: Tensor, y: Tensor, labels: int = labels) -> Tensor:
-                error = model(x)[:, 1::2].float() - y.nan_to_num()
-                return error[~y.isnan()].square().sum() / labels
+    def tokens_of(rows: Any) -> Tensor:
+        return torch.from_numpy(task.tokens[rows].astype(np.int64)).to(run.device)
 
-            parts = [
-                (on_device(task.tokens[part].astype(np.int64), run), on_device(targets[part], run))
-                for part in np.split(rows, range(config.batch_size, sequences, config.batch_size))
-            ]
-            loss, norm = train_step(
-                loss_fn, parts, len(parts), model, [optimizer], scaler, config.learning_rate,
-                config.grad_clip, run.dtype,
-            )  # fmt: skip
-            if not finite_step(loss, norm, scaler):
-                sys.exit(
-                    f"error: {run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
-                    f"loss = {loss}, gradient norm = {norm}"
-                )
-            bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-            bar.update()
+    for step in tqdm(range(physics.steps), desc=f"{run.path}: {probe}", unit="step"):
+        rows = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
+        labels = int(task.labelled[rows].sum()) * outputs
+
+        def loss_fn(x: Tensor, y: Tensor, labels: int = labels) -> Tensor:
+            error = model(x)[:, 1::2].float() - y.nan_to_num()
+            return error[~y.isnan()].square().sum() / labels
+
+        parts = [
+            (tokens_of(part), torch.from_numpy(targets[part]).to(run.device))
+            for part in np.split(rows, range(count, sequences, count))
+        ]
+        loss, norm = train_step(
+            loss_fn, parts, len(parts), model, [optimizer], scaler, config.learning_rate,
+            config.grad_clip, run.dtype,
+        )  # fmt: skip
+        if not finite_step(loss, norm, scaler):
+            raise RuntimeError(
+                f"{run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
+                f"loss = {loss}, gradient norm = {norm}"
+            )
     model.eval()
-    predicted = []
     with torch.no_grad(), autocast(run.device, run.dtype):
-        for begin in range(0, len(task.tokens), config.batch_size):
-            x = task.tokens[begin : begin + config.batch_size].astype(np.int64)
-            predicted.append(model(on_device(x, run))[:, 1::2].float().cpu().double().numpy())
+        predicted = [
+            model(tokens_of(slice(i, i + count)))[:, 1::2].float().cpu().double().numpy()
+            for i in range(0, len(task.tokens), count)
+        ]
     return np.concatenate(predicted)
 
 
-def on_device(array: np.ndarray, run: LoadedRun) -> Tensor:
-    return torch.from_numpy(array).to(run.device)
-
-
-def probe_vectors(run: LoadedRun, request: PhysicsRequest) -> dict:
+def probe_vectors(run: Run, physics: Physics) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task, scale = vector_task(run.config)
-    predicted, true = predict(run, request, "vectors", task) * scale, task.forces * scale
+    predicted, true = predict(run, physics, "vectors", task) * scale, task.forces * scale
     planets = {}
     for i, name in enumerate(SOLAR_SYSTEM):
         judged = ~task.labelled[i]
@@ -350,15 +293,15 @@ def probe_vectors(run: LoadedRun, request: PhysicsRequest) -> dict:
             "true": b[chosen].tolist(),
             "predicted": a[chosen].tolist(),
         }
-    return {
-        "cosine": float(np.mean([one["cosine"] for one in planets.values()])),
-        "relative_error": float(np.mean([one["relative_error"] for one in planets.values()])),
-        "planets": planets,
+    means = {
+        key: float(np.mean([one[key] for one in planets.values()]))
+        for key in ("cosine", "relative_error")
     }
+    return means | {"planets": planets}
 
 
 def farthest_points(at: Floats, count: int) -> list[int]:
-    """Points of [n, 2] chosen one by one, each the farthest from those before; the first first."""
+    """The indices of `count` of the points [n, 2]: the first point, then always the farthest."""
     chosen, distance = [0], np.linalg.norm(at - at[0], axis=-1)
     while len(chosen) < min(count, len(at)):
         chosen.append(int(distance.argmax()))
@@ -366,13 +309,13 @@ def farthest_points(at: Floats, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def probe_magnitudes(run: LoadedRun, request: PhysicsRequest) -> dict:
-    """How F without a label follows from r, m1 and m2, in plain numbers."""
+def probe_magnitudes(run: Run, physics: Physics) -> dict:
+    """How the predicted F at positions without a label depends on r, m1 and m2."""
     from sklearn.neighbors import NearestNeighbors
     from sklearn.preprocessing import StandardScaler
 
-    task, scale, clipped = magnitude_task(run.config, request.pairs)
-    predicted = predict(run, request, "magnitudes", task)[..., 0] * scale
+    task, scale, clipped = magnitude_task(run.config, physics.pairs)
+    predicted = predict(run, physics, "magnitudes", task)[..., 0] * scale
     judged = ~task.labelled
     states, forces, true = task.states[judged], predicted[judged], task.forces[judged][:, 0] * scale
     positive = forces > 0
@@ -383,7 +326,8 @@ def probe_magnitudes(run: LoadedRun, request: PhysicsRequest) -> dict:
     distance, _ = neighbours.kneighbors(known.transform(states))
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
-        "rank_correlation": rank_correlation(forces, true),
+        # Spearman's, without ties
+        "rank_correlation": float(np.corrcoef(ranks(forces), ranks(true))[0, 1]),
         "median_relative_error": float(np.median(np.abs(forces - true) / true)),
         "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
         "positive": float(positive.mean()),
@@ -393,9 +337,8 @@ def probe_magnitudes(run: LoadedRun, request: PhysicsRequest) -> dict:
     }
 
 
-def rank_correlation(a: Floats, b: Floats) -> float:
-    """Spearman's, without ties."""
-    return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
+def ranks(values: Floats) -> NDArray[np.int64]:
+    return values.argsort().argsort()
 
 
 # ---- symbolic regression ----
@@ -438,12 +381,12 @@ def find_laws(nearest: Floats, seed: int, name: str) -> dict:
 
 
 def loss(predicted: Floats, true: Floats) -> float:
-    """The published loss: the mean absolute error, errors of 1e-8 being none."""
+    """The published loss: the mean absolute error, where errors up to 1e-8 count as 0."""
     return float((np.maximum(NEGLIGIBLE, np.abs(predicted - true)) - NEGLIGIBLE).mean())
 
 
 def best_score(candidates: Sequence[Equation]) -> Equation:
-    """The equation with the largest drop of log loss per node, over the front of all candidates."""
+    """The equation with the largest drop of log loss per node, on the Pareto front."""
     front: list[Equation] = []
     for one in sorted(candidates, key=lambda one: (one.nodes, one.loss)):
         if not front or one.loss < front[-1].loss:
@@ -456,7 +399,7 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
 
 
 def by_pyoperon(x: Floats, y: Floats, seed: int) -> list[Equation]:
-    """The front of one search; 1/x is a quotient, and a variable has a factor without a node."""
+    """The Pareto front of a search; 1/x is a quotient, and the factor of a variable is no node."""
     from pyoperon.sklearn import SymbolicRegressor
 
     scale, middle = float(y.std()), float(np.median(y))
@@ -477,7 +420,7 @@ def by_pyoperon(x: Floats, y: Floats, seed: int) -> list[Equation]:
 
 
 def by_pysr(x: Floats, y: Floats, seed: int) -> list[Equation]:
-    """The front of one search. Raises UserError where Julia cannot be started."""
+    """The Pareto front of a search. Raises UserError where Julia cannot be started."""
     try:
         from pysr import PySRRegressor
     except Exception as error:  # of juliapkg and juliacall, of many types
@@ -522,28 +465,32 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
     }
 
 
-# ---- what is shown ----
+# ---- the numbers and the picture ----
 
 
-def report(name: str, parts: dict[str, dict]) -> None:
-    """Print a run's numbers."""
-    vectors = parts["vectors"]
-    print(f"\n{name}: forces at positions without a label")
-    rows = [["planet", "cosine", "relative error"]]
-    for planet, one in (vectors["planets"] | {"mean": vectors}).items():
-        rows.append([planet, f"{one['cosine']:.3f}", f"{one['relative_error']:.3f}"])
-    print_table(rows)
-    if magnitudes := parts.get("magnitudes"):
-        exponents = ", ".join(f"{k}^{v:.2f}" for k, v in magnitudes["exponents"].items())
-        print(
-            f"magnitudes: rank correlation {magnitudes['rank_correlation']:.3f}, median relative "
-            f"error {magnitudes['median_relative_error']:.3f}, log-log regression {exponents}; "
-            f"{100 * magnitudes['positive']:.1f}% above 0; {100 * magnitudes['clipped']:.3g}% of "
-            f"positions were beyond +-{EDGE:g} AU and clipped"
-        )
-    if laws := parts.get("laws"):
-        for draw in laws["draws"]:
-            print(f"law by {laws['engine']}: F = {draw['equation']}")
+def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print the numbers of every run, and draw the forces of all."""
+    for name, measured in runs:
+        parts = measured["parts"]
+        vectors = parts["vectors"]
+        print(f"\n{name}: forces at positions without a label")
+        table = [["planet", "cosine", "relative error"]]
+        for planet, one in (vectors["planets"] | {"mean": vectors}).items():
+            table.append([planet, f"{one['cosine']:.3f}", f"{one['relative_error']:.3f}"])
+        print_table(table)
+        if magnitudes := parts.get("magnitudes"):
+            exponents = ", ".join(f"{k}^{v:.2f}" for k, v in magnitudes["exponents"].items())
+            print(
+                f"magnitudes: rank correlation {magnitudes['rank_correlation']:.3f}, median "
+                f"relative error {magnitudes['median_relative_error']:.3f}, log-log regression "
+                f"{exponents}; {100 * magnitudes['positive']:.1f}% above 0; "
+                f"{100 * magnitudes['clipped']:.3g}% of positions were beyond +-{EDGE:g} AU and "
+                "clipped"
+            )
+        for draw in parts["laws"]["draws"] if "laws" in parts else ():
+            print(f"law by {parts['laws']['engine']}: F = {draw['equation']}")
+    planets = {name: measured["parts"]["vectors"]["planets"] for name, measured in runs}
+    return {"oracle" if physics.oracle else "forces": plot_forces(planets)}
 
 
 def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
@@ -577,4 +524,4 @@ def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(Physics, show)

@@ -3,8 +3,8 @@
 python -m scripts.sample RUN --prompt "The meaning of" --max_new_tokens 100
 """
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,47 +14,46 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from model import KVCache
+from generation import generate
+from layers.cache import KVCache
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast
-from scripts.common.runs import RunOptions, add_options, open_run
+from scripts.common.runner import Options, load_run, option, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Options):
+    """Generate text with a trained model."""
+
+    prompt: str = option("", "empty: the start of a document")
+    num_samples: int = option(1, "texts to generate", at_least=1)
+    max_new_tokens: int = option(200, "tokens of each text", at_least=1)
+    temperature: float = option(0.8, "0: the most likely token")
+    top_k: int = option(200, "sample from so many of the likeliest tokens")
+    seed: int = option(1337, "of the sampling", at_least=0)
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
-    parser.add_argument("--prompt", default="", help="empty: the start of a document")
-    parser.add_argument("--num_samples", action=AtLeast, at_least=1, default=1)
-    parser.add_argument("--max_new_tokens", action=AtLeast, at_least=1, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
-    parser.add_argument("--top_k", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1337)
-    add_options(parser)
-    arguments = parser.parse_args()
-    if arguments.temperature and not 1e-4 <= arguments.temperature <= 1e4:
-        raise UserError(f"--temperature {arguments.temperature} must be 0, or 0.0001 to 10000")
-    if not 0 <= arguments.seed < 2**63:
-        raise UserError(f"--seed {arguments.seed} must be at least 0 and below 2**63")
-    run = open_run(arguments.run, RunOptions.parse(arguments))
+    options, given = parse(Sampling)
+    if options.temperature and not 1e-4 <= options.temperature <= 1e4:
+        raise UserError(f"--temperature {options.temperature} must be 0, or 0.0001 to 10000")
+    if len(given.runs) > 1:
+        raise UserError(f"{len(given.runs)} runs: sample from one at a time")
+    run = load_run(given.runs[0], options)
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
-    prompt = [tokenizer.eot, *tokenizer.encode(arguments.prompt)]
-    idx = torch.tensor([prompt] * arguments.num_samples, device=run.device)
-    generator = torch.Generator(run.device).manual_seed(arguments.seed)
-    cache = KVCache(idx.shape[1] + arguments.max_new_tokens)
+    prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
+    idx = torch.tensor([prompt] * options.num_samples, device=run.device)
+    generator = torch.Generator(run.device).manual_seed(options.seed)
+    cache = KVCache(idx.shape[1] + options.max_new_tokens)
     with autocast(run.device, run.dtype):
-        out = run.model.generate(
-            idx,
-            arguments.max_new_tokens,
-            arguments.temperature,
-            arguments.top_k,
-            generator,
-            cache=cache,
-        )
-    for row in out[:, 1:].tolist():
-        end = row.index(tokenizer.eot) if tokenizer.eot in row else len(row)
-        print(tokenizer.decode(row[:end]))
+        out = generate(
+            run.model, idx, options.max_new_tokens, temperature=options.temperature,
+            top_k=options.top_k, generator=generator, cache=cache,
+        )  # fmt: skip
+    for ids in out[:, 1:].tolist():
+        end = ids.index(tokenizer.eot) if tokenizer.eot in ids else len(ids)
+        print(tokenizer.decode(ids[:end]))
         print("-" * 80)
     print(f"cache: {cache.nbytes:,} bytes for {len(idx)} x {cache.size:,} positions")
 

@@ -19,7 +19,6 @@ list of measurements, none of which is made twice; its lists are by layer, by he
 `positive`, by distance.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -38,28 +37,11 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import validation_batches
-from errors import UserError, command
+from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
-from scripts.common.arguments import AtLeast, add_runs
-from scripts.common.plots import (
-    add_legend,
-    length_axis,
-    one_panel,
-    row_style,
-    save_picture,
-    show_equal_curves,
-)
-from scripts.common.results import Results, without_nan
-from scripts.common.runs import (
-    LoadedRun,
-    Request,
-    add_options,
-    open_run,
-    picture_path,
-    refuse_early,
-    run_names,
-)
+from scripts.common.plots import add_legend, length_axis, one_panel, row_style, show_equal_curves
+from scripts.common.runner import Evaluation, Run, Store, option, run_command, without_nan
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, shared_tokens, validation_id
 
@@ -68,76 +50,56 @@ NEAR = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsityRequest(Request):
-    """Zero weights over the first `tokens` validation tokens, in windows of one length."""
+class Sparsity(Evaluation):
+    """Where the weights of attention are positive: by distance from the diagonal, and dead rows."""
 
-    script = "sparsity"
-    length: int | None = None
-    tokens: int = 32768
-    data_dir: str | None = None
+    name = "sparsity"
+
+    length: int | None = option(None, "of a window (default: the training length)", at_least=1)
+    tokens: int = option(32768, "validation tokens of all windows", at_least=1)
+    data_dir: str | None = option(None, "shards to use instead of the run's own")
 
     def length_of(self, config: Config) -> int:
         return self.length or config.block_size
 
     def facts(self, config: Config) -> dict:
         data_dir, length = self.data_dir or config.data_dir, self.length_of(config)
-        tokens = shared_tokens(data_dir, (length,), self.tokens, config)
-        text_facts = {"data_dir": data_dir, "length": length, "tokens": tokens}
-        text_facts["val_sha256"] = validation_id(data_dir)
-        return {"head_windows": head_windows(config)} | text_facts
-
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        return measurement
+        if length < 2:
+            raise UserError(f"--length {self.length} must be at least 2: a key before the query")
+        return {
+            "head_windows": head_windows(config),
+            "data_dir": data_dir,
+            "length": length,
+            "tokens": shared_tokens(data_dir, (length,), self.tokens, config),
+            "val_sha256": validation_id(data_dir),
+        }
 
     def amount(self, config: Config) -> int:
         return self.facts(config)["tokens"]
 
-    def check(self, config: Config) -> None:
-        if self.length_of(config) < 2:
-            raise UserError(f"--length {self.length} must be at least 2: a key before the query")
-        self.facts(config)
-
-
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_runs(parser)
-    parser.add_argument(
-        "--length", action=AtLeast, at_least=1, help="of a window (default: the training length)"
-    )
-    parser.add_argument("--tokens", action=AtLeast, at_least=1, help="of all windows (%(default)s)")
-    parser.add_argument("--data_dir", help="shards to use instead of the run's own")
-    add_options(parser, SparsityRequest)
-    arguments = parser.parse_args()
-    request, paths = SparsityRequest.parse(arguments), arguments.runs
-    refuse_early(paths, request)
-    results = [measure(open_run(path, request), request) for path in paths]
-    names = run_names(paths)
-    print_shares(names, results)
-    save_picture(plot_positive(names, results), arguments.out or picture_path(paths, "sparsity"))
-
-
-def measure(run: LoadedRun, request: SparsityRequest) -> dict:
-    facts = request.facts(run.config)
-    results = Results(request.file(run.path), run.facts | facts)
-    if not results.values:
-        length, tokens = facts["length"], facts["tokens"]
-        pairs = visible_pairs(length, facts["head_windows"])
+    def measure(self, run: Run, store: Store) -> None:
+        length, tokens, data_dir = (store.facts[key] for key in ("length", "tokens", "data_dir"))
+        pairs = visible_pairs(length, store.facts["head_windows"])
         sums = torch.zeros(())
         with tqdm(total=tokens, unit="tok", desc=f"{run.path}") as bar:
-            batches = validation_batches(facts["data_dir"], length, tokens, 1, device=run.device)
+            batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
             for x, _ in counted(batches, bar):
                 with autocast(run.device, run.dtype):
                     layers = attention_weights(run.model, x, slice(None), signs)
                 sums = sums + torch.stack([counts(layer[0], pairs) for layer in layers])
         shares = sums / (tokens // length)
-        results.save(
+        store.save(
             distances=distances(length),
             positive=without_nan(shares[..., :-2].tolist()),
             dead_rows=shares[..., -2].tolist(),
             dead_keys=shares[..., -1].tolist(),
         )
-    return results.values
+
+
+def show(evaluation: Sparsity, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    names, results = [name for name, _ in runs], [result for _, result in runs]
+    print_shares(names, results)
+    return {"sparsity": plot_positive(names, results)}
 
 
 def distances(length: int) -> list[int]:
@@ -241,4 +203,4 @@ def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(Sparsity, show)

@@ -215,9 +215,8 @@ def scale(tmp_path):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The commands that scripts.reproduce and sweep would start, run in this process; a list."""
+    """The training commands of scripts.reproduce and sweep, run in this process; a list."""
     from scripts.common import planned
-    from scripts.reproduce import measure
 
     done = []
 
@@ -233,7 +232,6 @@ def commands(monkeypatch):
         return 0
 
     monkeypatch.setattr(planned, "call", call)
-    monkeypatch.setattr(measure, "call", call)
     return done
 
 

@@ -2,16 +2,14 @@
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib.image
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from config import Config, load_config
-from model import GPT, KVCache, RecordedStep, rotate
+from layers.rope import rotate
+from model import GPT
 from runtime.checkpoint import Saver, training_state, write_header
 from scripts.common.runs import LoadedRun
 
@@ -63,43 +61,6 @@ def small_model(case: str, *more: str) -> GPT:
     return model
 
 
-class OnOneDevice(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot record: operations that read or copy a tensor of the CPU.
-
-    On the meta device reading a tensor's number fails by itself.
-    """
-
-    COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):
-            if isinstance(x, torch.Tensor) and not x.is_meta:
-                # a number of Python's, which is an argument of a kernel, is such a tensor here
-                assert x.dim() == 0 and operation not in self.COPIES, operation
-        return out
-
-
-@torch.no_grad()
-def record_on_meta(model: GPT, monkeypatch) -> None:
-    """Records a step of generation on a device without numbers."""
-    steps = []
-
-    def record(step, device):
-        with OnOneDevice():
-            step()
-        steps.append(step)
-
-    monkeypatch.setattr("model.record", record)
-    # which does not know this device
-    monkeypatch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())
-    model, cache = model.to("meta"), KVCache(24)
-    ids = torch.zeros(2, 6, dtype=torch.int64, device="meta")
-    model.next_logits(ids, cache)
-    RecordedStep(model, cache, ids[:, :1])
-    assert len(steps) == 1
-
-
 def set_meta(tokenizer: str, **more) -> dict:
     """The meta.json of a folder of shards, as the data commands leave it."""
     sizes = {"shard_size": 1000, "vocab_size": 257, "documents": 1, "tokens": 0, "shards": []}
@@ -109,7 +70,7 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_header(folder, model.config, job=None)
+    write_header(folder, model.config)
     state = training_state("id", model, [], torch.amp.GradScaler("cpu"), 7, model.config)
     with Saver(folder, keep_last=1, keep_every=0) as saver:
         saver.save(state)
@@ -134,7 +95,7 @@ def first_layer(model, idx):
         for part in x.split(model.config.n_embd, dim=-1)
     )
     if model.config.positions == "rope":
-        q, k = rotate(q, trunk.cos, trunk.sin), rotate(k, trunk.cos, trunk.sin)
+        q, k = (rotate(x, trunk.rope.cos, trunk.rope.sin) for x in (q, k))
     return q, k, v
 
 

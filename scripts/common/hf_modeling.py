@@ -13,7 +13,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import Config
-from model import GPT, KVCache
+from layers.cache import KVCache
+from model import GPT
 
 
 class SharpAttentionConfig(PreTrainedConfig):
@@ -59,8 +60,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gpt = GPT(Config(**config.settings)).scale_rope(**config.rope)
         # No positions yet: the first call computes them on the weights' device.
-        if self.gpt.config.positions == "rope":
-            self.gpt.trunk.set_rope(self.gpt.trunk.rope, 0)
+        if (table := self.gpt.trunk.rope) is not None:
+            table.set(table.rope, 0)
         names: dict[int, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

@@ -1,16 +1,13 @@
 """Results files, such as eval_length.json: lists of measurements, so that none is made twice."""
 
-import fcntl
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
 from runtime.device import environment
-from runtime.files import read_json, write_json
+from runtime.files import locked, read_json, write_json
 
 
 def read_results(path: Path) -> list[dict]:
@@ -84,15 +81,3 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nan(v) for v in value]
     return None if math.isnan(value) else value
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Wait for and hold a lock on a folder; that of a run in training is another one."""
-    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a network file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)

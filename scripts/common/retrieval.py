@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 
 from data.tokenizer import get_tokenizer
+from generation import generate
 from runtime.device import autocast
-from scripts.common.runs import BATCH_TOKENS, LoadedRun
+from scripts.common.runner import BATCH_TOKENS, Run
 
 T = TypeVar("T")
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
@@ -25,14 +26,14 @@ def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
         yield batch
 
 
-def answer(run: LoadedRun, prompts: list[list[int]], never: int | None = None) -> list[str]:
+def answer(run: Run, prompts: list[list[int]], never: int | None = None) -> list[str]:
     """Greedy answers to prompts of equal length, each cut at its first end-of-text."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     idx = torch.tensor(prompts, device=run.device)
     with autocast(run.device, run.dtype):
-        out = run.model.generate(idx, ANSWER_TOKENS, temperature=0, never=never)
-    rows = [row + [tokenizer.eot] for row in out[:, idx.shape[1] :].tolist()]
-    return [tokenizer.decode(row[: row.index(tokenizer.eot)]) for row in rows]
+        out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
+    answers = [ids + [tokenizer.eot] for ids in out[:, idx.shape[1] :].tolist()]
+    return [tokenizer.decode(ids[: ids.index(tokenizer.eot)]) for ids in answers]
 
 
 def first_number(text: str) -> str:

@@ -14,7 +14,9 @@ import torch
 from attention import VARIANTS
 from config import Config, choices
 from errors import UserError
-from model import GPT, Rope
+from layers.heads import check_attention
+from layers.rope import Rope
+from model import GPT
 from runtime import checkpoint
 from runtime.device import pick_device, pick_dtype
 from runtime.files import check_writable
@@ -64,7 +66,7 @@ class RunOptions:
         changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         row = VARIANTS.get(self.attention or "")
         if row is not None and self.p is None and not row.needs_p:
-            changes |= {"p": None, "p_law": "constant"}
+            changes["p"] = None
         return config.replace(attention_impl=self.attention_impl, **changes)
 
     def require_task(self, config: Config) -> None:
@@ -99,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[RunOptions] = Run
     parser.add_argument("--checkpoint", choices=("latest", "best"))
     names = ", ".join(Rope.SCALINGS)
     parser.add_argument("--rope", help=f"scaling: {names} (%(default)s)")
-    parser.add_argument("--rope_factor", type=float, help="see model.Rope, which has the default")
+    parser.add_argument("--rope_factor", type=float, help="see layers.rope.Rope")
     parser.add_argument("--rope_theta", type=float, help="another base (SSMax: 500000)")
     parser.add_argument(
         "--window", action=AtLeast, at_least=1, help="each row sees its last keys only: how many"
@@ -223,6 +225,7 @@ def refuse_early(paths: Sequence[str | Path], request: Request) -> None:
         read_results(request.file(checkpoint.folder_of(path)))
     check_output_folders(paths)
     for config in configs:
+        check_attention(config)
         request.rope_for(config)
     for config in configs:  # last, as it may take a download
         request.check(config)

@@ -1,0 +1,476 @@
+"""What every evaluation of finished runs shares: options, opening a run, its store, its command.
+
+An evaluation is a frozen dataclass whose fields are its options, on the command line and in
+scripts.reproduce alike:
+
+    @dataclass(frozen=True, kw_only=True)
+    class MeanLength(Evaluation):
+        \"\"\"Mean length of the validation documents.\"\"\"
+
+        name = "mean_length"                         # measurements go to RUN/mean_length.json
+        tokens: int = option(1000, "validation tokens", at_least=1)
+
+        def measure(self, run: Run, store: Store) -> None:
+            store.save(mean=...)
+
+`measured(MeanLength(tokens=50), "out/softmax")` measures a run, once: a measurement is stored with
+the facts that identify it, and found again by them.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import re
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+
+from attention import VARIANTS
+from config import Config, choices
+from errors import UserError, command
+from layers.heads import check_attention
+from layers.rope import Rope
+from model import GPT
+from runtime import checkpoint
+from runtime.device import environment, pick_device, pick_dtype
+from runtime.files import check_writable, locked, read_json, write_json
+from scripts.common.plots import save_picture
+
+# Tokens of an evaluation batch, unless one sequence is longer.
+BATCH_TOKENS = 16384
+# The longest list of runs in a picture's file name, in characters; a longer one is cut.
+LONGEST_LABEL = 100
+PICTURES = (".png", ".pdf", ".svg")
+# What lies beside the runs that it was made from.
+PRODUCTS = (*PICTURES, ".json", ".log", ".md")
+
+
+# ---- options ----
+
+
+def option(
+    default: Any, help: str, *, at_least: int | None = None, choices: Sequence[str] | None = None
+) -> Any:
+    """A field of an evaluation that is an option of its command, or without help is not."""
+    limits = {"help": help, "at_least": at_least, "choices": choices}
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to open a finished run."""
+
+    task: ClassVar[str] = "language"  # of the runs that can be opened
+
+    checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
+    rope: str = option("dynamic_ntk", f"RoPE scaling: {', '.join(Rope.SCALINGS)}")
+    rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
+    rope_theta: float | None = option(None, "another base (SSMax: 500000)")
+    window: int | None = option(None, "each row sees its last keys only: how many", at_least=1)
+    attention: str | None = option(None, "another variant; it re-weights only with --p")
+    p: float | None = option(None, "another power of the re-weighting")
+    device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+    dtype: str = option("auto", "of matrix products", choices=tuple(choices("dtype")))
+    attention_impl: str = option(
+        "auto", "path of attention", choices=tuple(choices("attention_impl"))
+    )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return pick_dtype(self.dtype, pick_device(self.device))
+
+    def applied(self, config: Config) -> Config:
+        """A run's config with the attention path, the variant, the window and the p of the options.
+
+        The path it was trained with was chosen for that machine. Another variant does not re-weight
+        unless it needs p, which is then the run's, or p is given. Raises UserError for a run of
+        another task.
+        """
+        if config.task != self.task:
+            raise UserError(
+                f"{config.out_dir} has task = {config.task!r}, but this command is for runs with "
+                f"task = {self.task!r}"
+            )
+        options = {"attention": self.attention, "window": self.window, "p": self.p}
+        changes: dict[str, Any] = {k: value for k, value in options.items() if value is not None}
+        variant = VARIANTS.get(self.attention or "")
+        if variant is not None and self.p is None and not variant.needs_p:
+            changes["p"] = None
+        return config.replace(attention_impl=self.attention_impl, **changes)
+
+    def rope_for(self, config: Config) -> str:
+        """The RoPE scaling of a run with this config: "none" for a run without RoPE.
+
+        Raises UserError where such a run was to have another than the default.
+        """
+        if config.positions == "rope":
+            return self.rope
+        if self.rope not in ("none", Options.rope) or self.rope_theta is not None:
+            raise UserError(
+                f"--rope {self.rope}: this run has positions = {config.positions!r}, and no RoPE"
+            )
+        return "none"
+
+    def check_rope(self) -> None:
+        """Raise UserError for an unknown RoPE scaling, or an invalid factor or base."""
+        theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
+        Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, its model on its device, in evaluation mode, with scaled RoPE."""
+
+    path: Path  # its folder
+    config: Config
+    model: GPT
+    device: torch.device
+    dtype: torch.dtype  # of matrix products: see runtime.device.autocast
+    facts: dict  # `run_facts`
+
+
+def load_run(path: str | Path, options: Options | None = None) -> Run:
+    """Load a run, or the .pt file of a checkpoint, for evaluation.
+
+    Raises UserError where the run or the device is missing.
+    """
+    options = options or Options()
+    device = pick_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    trained = checkpoint.read_config(path)
+    config = options.applied(trained)
+    model = GPT(config).scale_rope(
+        options.rope_for(config), options.rope_factor, options.rope_theta
+    )
+    weights = checkpoint.load_weights(model, path, options.checkpoint)
+    facts = run_facts(trained, weights, options)
+    folder = checkpoint.folder_of(path)
+    return Run(folder, config, model.to(device).eval(), device, options.torch_dtype, facts)
+
+
+def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> dict:
+    """What every measurement records about its run, its checkpoint and how the run was opened."""
+    config = options.applied(trained)
+    other = "" if options.attention is None else f" as {options.attention}"
+    return {
+        "variant": trained.variant_name + other,
+        "seed": config.seed,
+        "checkpoint": options.checkpoint,
+        **weights.id,
+        "trained_length": config.block_size,
+        "rope": options.rope_for(config),
+        "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta,
+        "window": config.window,
+        "p": config.p,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "attention_impl": options.attention_impl,
+    }
+
+
+# ---- measurements ----
+
+
+class Store:
+    """One measurement in a results file, a JSON list of measurements; `facts` identify it.
+
+    It is read again whenever it is needed, since another process may be adding to it. Saving after
+    each part lets an interrupted command continue from there.
+    """
+
+    def __init__(self, path: Path, facts: dict):
+        self.path, self.facts = path, facts
+
+    @property
+    def values(self) -> dict:
+        """The measurement as far as it has been saved, empty at first."""
+        return next((m for m in read_measurements(self.path) if self._is(m)), {})
+
+    @property
+    def parts(self) -> dict[str, dict]:
+        """The named parts saved so far."""
+        return self.values.get("parts", {})
+
+    def save(self, **values: Any) -> None:
+        """Save the measurement in place of the one before."""
+        self.update(lambda _: values)
+
+    def add(self, part: str, value: dict) -> None:
+        self.update(lambda values: {"parts": values.get("parts", {}) | {part: value}})
+
+    def update(self, change: Callable[[dict], dict]) -> None:
+        """Save `change(values)` in place of the values."""
+        with locked(self.path.parent):
+            measurements = read_measurements(self.path)
+            known = (i for i, m in enumerate(measurements) if self._is(m))
+            i = next(known, len(measurements))
+            values = change(measurements[i] if i < len(measurements) else {})
+            measurements[i : i + 1] = [self.facts | values | {"environment": environment()}]
+            write_json(self.path, measurements)
+
+    def discard(self, key: str) -> None:
+        """Remove `key` from all other measurements of the file."""
+        with locked(self.path.parent):
+            measurements = [
+                m if self._is(m) else {k: v for k, v in m.items() if k != key}
+                for m in read_measurements(self.path)
+            ]
+            write_json(self.path, measurements)
+
+    def _is(self, measurement: dict) -> bool:
+        return all(measurement.get(key) == value for key, value in self.facts.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Options):
+    """A measurement of finished runs: its options as fields, and how it is made."""
+
+    name: ClassVar[str]  # of its results file
+    unit: ClassVar[str] = "tokens"  # of `amount`
+
+    def facts(self, config: Config) -> dict:
+        """What identifies the measurement of a run with this config, along with `run_facts`.
+
+        Raises UserError where such a run cannot be measured.
+        """
+        return {}
+
+    def amount(self, config: Config) -> int:
+        """The cost of measuring one run, in `unit`."""
+        raise NotImplementedError
+
+    def select(self, measurement: dict, config: Config) -> dict | None:
+        """The measurement, reduced to the requested parts; None if one of them is missing."""
+        return measurement
+
+    def measure(self, run: Run, store: Store) -> None:
+        """Measure what `select` misses, and store it."""
+        raise NotImplementedError
+
+    def results_file(self, path: str | Path) -> Path:
+        """The results file of a run."""
+        return checkpoint.folder_of(path) / f"{self.name}.json"
+
+
+def measured(evaluation: Evaluation, path: str | Path) -> dict:
+    """A run's measurement: the stored one, or made and stored now."""
+    found = stored(evaluation, path)
+    if found is None:
+        run = load_run(path, evaluation)
+        store = Store(evaluation.results_file(path), run.facts | evaluation.facts(run.config))
+        evaluation.measure(run, store)
+        found = evaluation.select(store.values, run.config)
+        assert found is not None  # all of it has been measured
+    return found
+
+
+def stored(evaluation: Evaluation, path: str | Path) -> dict | None:
+    """A run's stored measurement, reduced to what the evaluation asks for; None without one."""
+    trained = checkpoint.read_config(path)
+    facts = run_facts(trained, checkpoint.find(path, evaluation.checkpoint, quiet=True), evaluation)
+    config = evaluation.applied(trained)
+    values = Store(evaluation.results_file(path), facts | evaluation.facts(config)).values
+    return evaluation.select(values, config) if values else None
+
+
+def read_measurements(path: Path) -> list[dict]:
+    """The measurements in a results file. Raises UserError where it holds something else."""
+    measurements = read_json(path)
+    if measurements is not None and not isinstance(measurements, list):
+        raise UserError(f"{path}: it has no list of measurements; move it out of the way")
+    return measurements or []
+
+
+def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
+    """The measurement with only these entries of measurement[key]; None if one is missing."""
+    if not set(names) <= measurement.get(key, {}).keys():
+        return None
+    return measurement | {key: {name: measurement[key][name] for name in names}}
+
+
+def without_nan(value: Any) -> Any:
+    """Nested lists with None in place of NaN, which JSON lacks."""
+    if isinstance(value, list):
+        return [without_nan(v) for v in value]
+    return None if math.isnan(value) else value
+
+
+# ---- commands ----
+
+
+def parse(kind: type[Options], arguments: Sequence[str] | None = None) -> tuple[Any, Any]:
+    """An evaluation from the command line, and the arguments, which have `runs` and `out`."""
+    summary = (kind.__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a .pt in it")
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"the picture of all runs: {', '.join(PICTURES)}"
+    )
+    add_options(parser, kind)
+    given = parser.parse_args(arguments)
+    given.runs = in_natural_order(given.runs)
+    given.out = picture_file(given.out) if given.out else None
+    return from_arguments(kind, given), given
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
+    """An option for every field of the class."""
+    hints = typing.get_type_hints(kind)
+    for one in (one for one in fields(kind) if one.metadata["help"]):
+        settings: dict[str, Any] = {"help": one.metadata["help"]}
+        if hints[one.name] is bool:
+            settings["action"] = "store_true"
+        else:
+            settings |= {"default": one.default, "choices": one.metadata["choices"]}
+            if one.default is not None:
+                settings["help"] += " (%(default)s)"
+        parser.add_argument(f"--{one.name}", **settings)
+
+
+def from_arguments(kind: type[Options], given: argparse.Namespace) -> Any:
+    """An instance of the class, from a parser with `add_options`; UserError for a wrong value."""
+    hints, texts = typing.get_type_hints(kind), vars(given)
+    asked = [one for one in fields(kind) if one.name in texts]
+    return kind(**{one.name: value_of(one, hints[one.name], texts[one.name]) for one in asked})
+
+
+def value_of(one: Field, hint: Any, text: Any) -> Any:
+    """The value of an option's text, of the type of its field."""
+    if not isinstance(text, str):
+        return text
+    kinds, value = typing.get_args(hint) or (hint,), None
+    if tuple[int, ...] in kinds or hint == tuple[int, ...]:
+        return lengths_of(one.name, text)
+    if str in kinds:
+        return text
+    try:
+        value = int(text) if int in kinds else float(text)
+    except ValueError:
+        what = "a whole number" if int in kinds else "a number"
+        raise UserError(f"--{one.name} {text!r} must be {what}") from None
+    least = one.metadata["at_least"]
+    if least is not None and value < least:
+        raise UserError(f"--{one.name} {text} must be at least {least}")
+    return value
+
+
+def lengths_of(name: str, text: str) -> tuple[int, ...]:
+    """Lengths in tokens, such as 1024,2048, in ascending order."""
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"--{name} {text!r} must be whole numbers, such as 1024,2048"
+        raise UserError(message) from None
+    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
+        raise UserError(f"--{name} {text!r} must be positive and distinct")
+    return tuple(sorted(lengths))
+
+
+Show = Callable[[Any, list[tuple[str, dict]]], dict[str, Figure]]
+
+
+def run_command(kind: type[Evaluation], show: Show) -> None:
+    """An evaluation's main: measures the runs of the command line, prints and draws them.
+
+    `show(evaluation, [(name, measurement), ..])` prints a table and returns pictures by name.
+    """
+
+    def main() -> None:
+        evaluation, given = parse(kind)
+        refuse_early(given.runs, evaluation)
+        results = [measured(evaluation, path) for path in given.runs]
+        named = list(zip(run_names(given.runs), results, strict=True))
+        save_pictures(show(evaluation, named), given.runs, given.out)
+
+    command(main)()
+
+
+def save_pictures(pictures: dict[str, Figure], paths: Sequence[str], out: Path | None) -> None:
+    """Save pictures of these runs beside them, or in FILE, the further ones as FILE_name."""
+    for i, (name, figure) in enumerate(pictures.items()):
+        path = out or picture_path(paths, name)
+        if out and i:
+            path = out.with_stem(f"{out.stem}_{name}")
+        save_picture(figure, path)
+
+
+def refuse_early(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
+    """Raise UserError, before any work, where a run cannot be measured or its results saved."""
+    evaluation.check_rope()
+    pick_dtype(evaluation.dtype, pick_device(evaluation.device))
+    configs = [evaluation.applied(checkpoint.read_config(path)) for path in paths]
+    for path in paths:
+        checkpoint.find(path, evaluation.checkpoint, quiet=True)  # load_run reports damaged ones
+        read_measurements(evaluation.results_file(path))
+    for folder in (*map(checkpoint.folder_of, paths), common_folder(paths)):
+        check_writable(folder)
+    for config in configs:
+        check_attention(config)
+        evaluation.rope_for(config)
+    for config in configs:  # last, as it may take a download
+        evaluation.facts(config)
+
+
+def natural_key(name: str) -> list[tuple[str, int]]:
+    """A sorting key under which p3 comes before p10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def in_natural_order(runs: list[str]) -> list[str]:
+    """Runs as they are, but what a shell's glob has put into alphabetical order: in natural order.
+
+    So `out/sweep/*` gives p1, p3, p10, without the pictures and tables beside them.
+    """
+    if runs != sorted(runs):
+        return runs
+    return sorted(
+        [run for run in runs if Path(run).suffix not in PRODUCTS] or runs, key=natural_key
+    )
+
+
+def picture_file(text: str) -> Path:
+    """A file for a picture, in a format that its suffix names."""
+    path = Path(text)
+    if path.suffix not in PICTURES:
+        raise UserError(f"--out {text!r} must end in {', '.join(PICTURES)}")
+    check_writable(path.parent)
+    return path
+
+
+def run_names(paths: Sequence[str | Path]) -> list[str]:
+    """Labels for tables and pictures: the variants, or the paths if variants repeat."""
+    names = [checkpoint.read_config(path).variant_name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    folders = [Path(path).resolve() for path in paths]
+    return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+
+
+def common_folder(paths: Sequence[str | Path]) -> Path:
+    """Where a picture of these runs goes: the run's folder, or the common parent of several."""
+    if len(paths) == 1:
+        return checkpoint.folder_of(Path(paths[0]).resolve())
+    return Path(os.path.commonpath([Path(path).resolve().parent for path in paths]))
+
+
+def picture_path(paths: Sequence[str | Path], name: str) -> Path:
+    """The file of a picture of these runs, in `common_folder`.
+
+    A picture of several runs, or of a checkpoint's file, has their paths in its name: other runs
+    have other pictures.
+    """
+    folder = common_folder(paths)
+    if len(paths) == 1 and not checkpoint.is_checkpoint(paths[0]):
+        return folder / f"{name}.png"
+    found = [Path(path).resolve().relative_to(folder) for path in paths]
+    label = "_".join("-".join(one.parts).removesuffix(".pt") for one in found)
+    if len(label) > LONGEST_LABEL:
+        label = f"{label[:LONGEST_LABEL]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+    return folder / f"{name}_{label}.png"
