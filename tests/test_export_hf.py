@@ -252,11 +252,13 @@ def test_the_folder_says_what_it_is(folder):
 def test_its_code_is_this_repositorys(folder):
     """Identical but for the imports."""
     for path in (folder / "user/model0").glob("*.py"):
-        here = ROOT / ("scripts/common" if path.stem == "hf_modeling" else "") / path.name
+        name = path.name.replace("attention_paths_", "attention_paths/")
+        here = ROOT / ("scripts/common" if path.stem == "hf_modeling" else "") / name
         text = re.sub(
             r"from \.\w+ import __name__ as _; from \. (import \w+)", r"\1", path.read_text()
         )
         text = re.sub(r"^( *from )\.", r"\1", text, flags=re.M)
+        text = text.replace("attention_paths_", "attention_paths.")
         assert text == here.read_text(), path.name
 
 

@@ -352,7 +352,7 @@ def planned(folder):
     good = config.replace(out_dir=str(folder.parent / "good"))
     base = PlannedRun("base", good, [])
     config = config.replace(init_from=good.out_dir)
-    PlannedRun("run", config, [], base).disagreement()
+    PlannedRun("run", config, [], base).difference()
 
 
 def tuned(folder):

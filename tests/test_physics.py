@@ -9,10 +9,10 @@ import pytest
 from config import load_config
 from data.orbits import PAIRS, G, draw_pair, simulated
 from errors import UserError
-from scripts import eval_length, finetune_squad, physics
-from scripts.common.runs import open_run
+from scripts import eval_length, physics
+from scripts.common.runner import load_run, run_command
 from scripts.curves import read_metrics
-from scripts.physics import Equation, PhysicsRequest, best_score, law, magnitude_task, vector_task
+from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tests.helpers import CONFIGS, SMALL, not_blank
 from tests.runs import refused
 
@@ -34,6 +34,17 @@ class PySRRegressor:
             "sympy_format": ["0.5", "39.5*m1*m2/r**2", "39.5*m1*m2/r**2 + 0.1*sin(r)"],
         })
 """
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    """`python -m scripts.physics ...` in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["physics", *map(str, arguments)])
+        run_command(Physics, physics.show)
+
+    return run
 
 
 @pytest.fixture
@@ -88,9 +99,9 @@ def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
         assert np.allclose(np.linalg.norm(at[:, :16, 0] - at[:, :16, 1], axis=-1), distance[places])
 
 
-def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, call, pysr, capsys):
+def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, pysr, capsys):
     pysr(PYSR)
-    call(physics, orbit_run, *FEW)
+    probe(orbit_run, *FEW)
     (measured,) = json.loads((orbit_run / "physics.json").read_text())
     vectors, magnitudes, laws = measured["parts"].values()
     assert list(vectors["planets"]) == list(physics.SOLAR_SYSTEM)
@@ -105,39 +116,39 @@ def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, call, pysr
     assert "law by pysr 9.9: F = 39.5*m1*m2/r^2" in printed and "beyond +-50 AU" in printed
     assert not_blank(orbit_run / "forces.png")
     before = (orbit_run / "physics.json").read_text()
-    call(physics, orbit_run, *FEW)
+    probe(orbit_run, *FEW)
     assert (orbit_run / "physics.json").read_text() == before
-    call(physics, orbit_run, *FEW, "--oracle", "--vectors_only")
+    probe(orbit_run, *FEW, "--oracle", "--vectors_only")
     saved = json.loads((orbit_run / "physics.json").read_text())
     assert len(saved) == 2 and saved[1]["oracle"] and list(saved[1]["parts"]) == ["vectors"]
     assert not_blank(orbit_run / "oracle.png")
 
 
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
-    request = PhysicsRequest(steps=2, batch=8)
+    request = Physics(steps=2, batch=8)
     predicted = []
     for spoil in (False, True):
         task, _ = vector_task(config)
         if spoil:
             task.forces[~task.labelled] = 1e6
-        predicted.append(physics.finetune(open_run(orbit_run, request), request, "vectors", task))
+        predicted.append(physics.finetune(load_run(orbit_run, request), request, "vectors", task))
     assert np.array_equal(*predicted)
     task.forces[task.labelled] = 1.0
-    other = physics.finetune(open_run(orbit_run, request), request, "vectors", task)
+    other = physics.finetune(load_run(orbit_run, request), request, "vectors", task)
     assert not np.allclose(other, predicted[0])
 
 
 def test_fine_tuning_learns_its_labels(orbit_run, config):
-    request = PhysicsRequest(steps=60, batch=8)
+    request = Physics(steps=60, batch=8)
     task, _ = vector_task(config)
     task.forces[:] = [0.5, -0.25]
-    predicted = physics.finetune(open_run(orbit_run, request), request, "vectors", task)
+    predicted = physics.finetune(load_run(orbit_run, request), request, "vectors", task)
     assert np.abs(predicted - [0.5, -0.25]).mean() < 0.1
 
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run):
-    request = PhysicsRequest(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(open_run(orbit_run, request), request)
+    request = Physics(pairs=400, oracle=True)
+    measured = physics.probe_magnitudes(load_run(orbit_run, request), request)
     assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
 
@@ -176,15 +187,10 @@ def test_pyoperon_finds_newtons_law():
     assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
 
 
-def test_what_cannot_be_probed_is_refused(orbit_run, run, call, pysr, capsys, monkeypatch):
-    def probe(*arguments):
-        return lambda: call(physics, *arguments)
-
-    refused(capsys, probe(run), "task = 'language', but this command is for runs with task = 'orb")
+def test_what_cannot_be_probed_is_refused(orbit_run, run, call, probe, pysr, capsys, monkeypatch):
+    refused(capsys, lambda: probe(run), "task = 'language', but this command is for runs with task")
     refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
-    tuning = orbit_run, "--out_dir", orbit_run / "squad"
-    refused(capsys, lambda: call(finetune_squad, *tuning), "has task = 'orbits', but this command")
-    refused(capsys, probe(orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
+    refused(capsys, lambda: probe(orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
     find_spec = physics.importlib.util.find_spec
     installed = {"sklearn"}
     monkeypatch.setattr(
@@ -192,9 +198,9 @@ def test_what_cannot_be_probed_is_refused(orbit_run, run, call, pysr, capsys, mo
         "find_spec",
         lambda name: find_spec(name) if name in installed else None,
     )
-    refused(capsys, probe(orbit_run), "needs pyoperon, pip install -e", "or PySR")
+    refused(capsys, lambda: probe(orbit_run), "needs pyoperon, pip install -e", "or PySR")
     installed.clear()
-    refused(capsys, probe(orbit_run), "the probes need scikit-learn: pip install")
+    refused(capsys, lambda: probe(orbit_run), "the probes need scikit-learn: pip install")
     pysr("raise RuntimeError('Julia 1.10 cannot be found\\nmore')")
     with pytest.raises(UserError, match=r"cannot start Julia \(Julia 1.10 cannot be found\): inst"):
         physics.by_pysr(np.ones((4, 3)), np.ones(4), seed=0)
@@ -231,13 +237,13 @@ def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
                       .read_text())["window"] == 4  # fmt: skip
     assert not_blank(tmp_path / "results/small/table3/table3.png")
     call(reproduce, "physics_figures", *paths, "--wandb_mode=disabled")
-    assert len(commands) == 6 + 7  # nothing is trained or probed twice
+    assert len(commands) == 6  # nothing is trained twice
     for name in ("earth", "planets"):
         assert not_blank(tmp_path / f"results/small/physics_figures/{name}.png")
     for arguments, part in (
         (["--scale=124m"], "--scale '124m' must be one of 109m, tiny"),
         ([f"--scale={CONFIGS}/scales/45m.py"], "task = 'language', but this needs 'orbits'"),
-        (["--scale=tiny", "--data=x"], "--data x: orbits have no shards"),
+        (["--scale=tiny", "--data=x"], "--data x: orbits are simulated"),
     ):
         with pytest.raises(SystemExit):
             call(reproduce, "table3", *arguments)
