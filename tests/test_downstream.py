@@ -25,7 +25,7 @@ CASES = [
     "softmax.py",
     "lssar_p15.py",
     "relu_wortsman.py",
-    "sigmoid.py --attention_length=current",
+    "sigmoid.py",
     "ssmax.py",
 ]
 CHOICE = [
@@ -118,8 +118,6 @@ def log_chances(model, ids, length=None):
     length, d = length or len(ids), model.config.n_embd // model.config.n_head
     grown = max(1, length / model.config.block_size) ** (d / (d - 2))
     model.scale_rope("none", theta=10000 * grown)
-    if model.config.attention_length == "current":  # as long as all that will be read
-        ids = ids + [0] * (length - len(ids))
     return model(torch.tensor([ids]))[0].detach().log_softmax(-1)
 
 
@@ -198,7 +196,6 @@ def test_scores(case, tasks, evaluate, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_as_single_requests(case, tmp_path, monkeypatch):
-    config = small_model(case).config
     run = opened(case, tmp_path)
     generator = torch.Generator().manual_seed(0)
     pairs = []
@@ -220,7 +217,7 @@ def test_batches_are_as_single_requests(case, tmp_path, monkeypatch):
     # requests that read the same are read once, and short ones go together
     assert len(sizes) - len(batched) == len(pairs)
     assert sum(rows for rows, _ in batched) < len(pairs)
-    assert len(batched) == (5 if config.attention_length == "train" else 11)
+    assert len(batched) == 5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,18 +270,18 @@ def test_generation_stops(tmp_path):
     assert len(calls) == 20 + 2 * needed
 
 
-def test_end_of_text_ends_generation(tmp_path):
+def test_end_of_text_ends_generation(tmp_path, monkeypatch):
     run = opened("softmax.py", tmp_path)
     made = [104, 105, 256, 33]
 
-    def generate(idx, new, temperature, stop):
+    def generate(model, idx, new, temperature, stop):
         for number in range(1, new + 1):
             out = torch.cat((idx, torch.tensor([made[:number]] * len(idx))), dim=1)
             if stop(out):
                 break
         return out
 
-    run.model.generate = generate
+    monkeypatch.setattr(downstream, "generate", generate)
     assert downstream.continuations(run, [([1, 2], 4, ()), ([3], 2, ())]) == ["hi", "hi"]
 
 
@@ -380,6 +377,10 @@ def test_what_cannot_be_written_is_not_measured(evaluate, tmp_path, monkeypatch,
 
 def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
     """A task that the run cannot do ends the command, after the tasks before it were saved."""
+    write_task(
+        tasks, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
+        doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
+    )  # fmt: skip
     run = saved_run(tmp_path / "run", small_model("softmax.py").float())
     refused = {
         "leaves none for its prompt": {"max_gen_toks": 40},
@@ -392,10 +393,6 @@ def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
         assert stop.value.code == 2 and message in capsys.readouterr().err
         (result,) = read_json(run / "downstream.json")
         assert list(result["parts"]) == ["choice"]
-    write_task(
-        tasks, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
-        doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
-    )  # fmt: skip
     with pytest.raises(SystemExit):
         evaluate(run, "long")
     assert "41 tokens, more than --max_length 40" in capsys.readouterr().err
