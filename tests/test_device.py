@@ -40,19 +40,19 @@ def repository(tmp_path, monkeypatch):
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_header(run, Config(), job=None)
+    checkpoint.write_header(run, Config())
     assert not device.environment()["modified"] and not (run / "uncommitted.patch").exists()
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "notes.txt").write_text("not tracked")
-    checkpoint.write_header(run, Config(), job=None)
+    checkpoint.write_header(run, Config())
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"] and saved["commit"] == device.environment()["commit"]
     for command in (["checkout", "model.py"], ["apply", str(run / "uncommitted.patch")]):
         subprocess.run(["git", *command], cwd=repository, check=True, capture_output=True)
     assert (repository / "model.py").read_bytes() == changed
     subprocess.run(["git", "checkout", "model.py"], cwd=repository, check=True)
-    checkpoint.write_header(run, Config(), job=None)  # as when the run is resumed
+    checkpoint.write_header(run, Config())  # as when the run is resumed
     assert not (run / "uncommitted.patch").exists()
 
 

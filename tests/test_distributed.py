@@ -14,10 +14,7 @@ from runtime.distributed import EXIT_STOPPED
 from tests.faults import arguments, finish, group, run, start
 from tests.runs import (
     assert_same_run,
-    identical,
-    lines,
     metrics,
-    refused,
     saved,
     steps_logged,
     wait_for,
@@ -137,29 +134,6 @@ def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
     assert checkpoint.find(tmp_path / "run").path.name in whole
 
 
-def test_what_is_not_finite_is_skipped_by_all_alike(shards, tmp_path):
-    folder, alone = tmp_path / "two", tmp_path / "one"
-    more = ("--on_nonfinite=skip", "--max_iters=8")
-    pair, outputs = group(arguments(shards, folder, *more), tmp_path, {1: {"nan_at": 4}})
-    assert both(pair) == [0, 0]
-    assert "step 5: loss = nan" in outputs[0].read_text()
-    assert "skipped; the batch begins in " in outputs[0].read_text()
-    assert list(metrics(folder)) == [1, 2, 3, 4, 6, 7, 8]
-    assert metrics(folder, "skipped") == {5: 1, 6: 1, 7: 1, 8: 1}
-    assert run(arguments(shards, alone, *more), nan_at=4) == 0
-    assert metrics(folder) == pytest.approx(metrics(alone), rel=1e-5)
-    # what came before the skipped step is what it was, and the step changed nothing
-    whole = tmp_path / "whole"
-    assert run(arguments(shards, whole, "--max_iters=4")) == 0
-    short = tmp_path / "short"
-    assert run(arguments(shards, short, *more[:1], "--max_iters=5"), nan_at=4) == 0
-    assert identical(saved(short)["model"], saved(whole)["model"])
-    assert saved(short)["skipped"] == 1
-    # resumed, the count goes on
-    assert run([*arguments(shards, short, *more), "--resume"]) == 0
-    assert lines(short)[-2:] == lines(alone)[-2:]
-
-
 def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     more = ("--max_iters=400", "--checkpoint_interval=5", "--eval_interval=100")
@@ -205,29 +179,6 @@ def test_the_script_for_all_gpus_needs_one():
     assert done.stderr == "error: no GPU on this machine; python train.py trains without one\n"
 
 
-def test_a_restarted_job_goes_on_with_its_own_run_only(train, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    folder = train("run", "--max_iters=3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train("run")
-    assert list(metrics(folder)) == list(range(1, 7))
-    train("new", "--max_iters=1")  # nothing to resume yet
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
-    refused(capsys, lambda: train("run"), "holds a run")
-
-
-def test_a_job_that_slurm_has_requeued_goes_on_with_its_run(train, capsys, monkeypatch):
-    """Under torchrun --standalone, which gives each start an id of its own."""
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
-    folder = train("run", "--max_iters=3")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
-    refused(capsys, lambda: train("run"), "holds a run")  # another command of the same allocation
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train("run")
-    assert list(metrics(folder)) == list(range(1, 7))
-
-
 @pytest.mark.parametrize("signalled", [True, False])
 def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     """The script itself, between a Slurm and a torchrun that only note what they are asked."""
@@ -252,5 +203,5 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
         process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == (1 if signalled else 3)
     text = notes.read_text()
-    assert "--nnodes=2" in text and "train.py configs/softmax.py" in text
+    assert "--nnodes=2" in text and "train.py --resume=auto configs/softmax.py" in text
     assert ("signalled" in text) == ("scontrol requeue 17" in text) == signalled

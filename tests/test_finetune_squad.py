@@ -17,8 +17,9 @@ from model import GPT
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
-from scripts import finetune_squad, needle, passkey
-from tests.helpers import ROWS, not_blank, small_model
+from scripts import finetune_squad
+from scripts.common.runner import load_run
+from tests.helpers import ROWS, small_model
 
 SQUAD_WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
 
@@ -73,19 +74,17 @@ def test_squad_examples_hold_context_question_and_answer(name):
     assert finetune_squad.encode(tokenizer, question, 16) == (None, True)
 
 
-@pytest.mark.parametrize("case", [*ROWS, "sigmoid.py --attention_length=current"])
+@pytest.mark.parametrize("case", ROWS)
 def test_answer_loss_is_that_of_the_answer_alone_whatever_the_padding(case):
     model = small_model(case)
     rng = np.random.default_rng(0)
     make = finetune_squad.Example
     examples = [make(rng.integers(0, 257, n).astype(np.uint16), a) for n, a in ((9, 2), (17, 5))]
-    length = 16 if "current" in case else None
-    both = finetune_squad.answer_loss(model, *finetune_squad.tensors(examples, length, "cpu"))
+    both = finetune_squad.answer_loss(model, *finetune_squad.tensors(examples, torch.device("cpu")))
     expected = 0
     for example in examples:
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
-        inputs = torch.nn.functional.pad(tokens[:-1], (0, (length or 0) and 17 - len(tokens)))
-        logs = model(inputs[None])[0].log_softmax(-1)
+        logs = model(tokens[None, :-1])[0].log_softmax(-1)
         for place in range(len(tokens) - example.answer, len(tokens)):
             expected = expected - logs[place - 1, tokens[place]]
     # the loss is in float32
@@ -119,7 +118,7 @@ def metrics(run, *keys):
     return [[line.get(key) for key in keys] for line in lines]  # JSON has no infinite gradient
 
 
-def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path, capsys):
+def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     out = tmp_path / "tuned"
     arguments = ("--squad", squad, "--out_dir", out, "--learning_rate", "3e-3", "--epochs", 6)
     before = checkpoints(run)
@@ -147,27 +146,7 @@ def test_finetuned_run_goes_through_all_scripts(run, squad, call, text, tmp_path
         expected.append(losses_here[-example.answer :].sum().item())
     assert losses[0] == pytest.approx(sum(expected) / 16, rel=1e-5)
 
-    call(passkey, out, "--lengths", 300, "--trials", 2)
-    few = ("--samples", 3, "--score_length", 240, "--score_trials", 4, "--data_dir", text["bytes"])
-    call(needle, out, "--lengths", "200,260", *few, "--rope", "none", "--rope_theta", 500000)
-    (result,) = json.loads((out / "needle.json").read_text())
-    assert result["rope_theta"] == 500000 and result["step"] == 18
-    cells = [part for part in result["parts"].values() if "depth" in part]
-    assert [(c["length"], c["depth"]) for c in cells] == [
-        (n, d) for n in (200, 260) for d in (0.1, 0.3, 0.5, 0.7, 0.9)
-    ]
-    for part in cells:
-        assert part["correct"] + part["first digit"] + part["wrong"] == pytest.approx(1)
-    scores = result["parts"]["scores of 4 needles in 240 tokens"]
-    heads = [(head["layer"], head["head"]) for head in scores["one needle"]["heads"]]
-    values = [head["score"] for head in scores["one needle"]["heads"]]
-    assert sorted(heads) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert values == sorted(values, reverse=True) and 0 <= values[-1] <= values[0] <= 1
-    assert len(scores["trials"]) == 4
-    for name in ("passkey", "needle", "needle_heads", "needle_scores"):
-        assert not_blank(out / f"{name}.png")
-    printed = capsys.readouterr().out
-    assert "needles found" in printed and "passkeys found" in printed
+    assert load_run(out).facts["step"] == 18  # a run like any other
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # the latter has a scaler to resume
