@@ -55,7 +55,7 @@ from scripts.common.plots import (
     show_equal_curves,
 )
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number
-from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
+from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths, validation_id
 
@@ -373,5 +373,7 @@ def score_panel(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+main = as_command(Needles, show)
+
 if __name__ == "__main__":
-    run_command(Needles, show)
+    main()

@@ -38,7 +38,7 @@ from scripts.common.plots import (
     show_equal_curves,
 )
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
-from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
+from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 
@@ -205,5 +205,7 @@ def plot(names: list[str], results: list[dict]) -> Figure:
     return figure
 
 
+main = as_command(Passkeys, show)
+
 if __name__ == "__main__":
-    run_command(Passkeys, show)
+    main()

@@ -48,7 +48,7 @@ from errors import UserError, first_line
 from optim import build_optimizers
 from runtime.device import autocast
 from runtime.divergence import finite_step
-from scripts.common.runner import Evaluation, Run, Store, option, run_command, select_parts
+from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
 from train import train_step
 
@@ -523,5 +523,7 @@ def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
     return figure
 
 
+main = as_command(Physics, show)
+
 if __name__ == "__main__":
-    run_command(Physics, show)
+    main()

@@ -41,7 +41,7 @@ from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
 from scripts.common.plots import add_legend, length_axis, one_panel, row_style, show_equal_curves
-from scripts.common.runner import Evaluation, Run, Store, option, run_command, without_nan
+from scripts.common.runner import Evaluation, Run, Store, as_command, option, without_nan
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, shared_tokens, validation_id
 
@@ -202,5 +202,7 @@ def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
     return figure
 
 
+main = as_command(Sparsity, show)
+
 if __name__ == "__main__":
-    run_command(Sparsity, show)
+    main()

@@ -11,7 +11,7 @@ from config import Config, load_config
 from layers.rope import rotate
 from model import GPT
 from runtime.checkpoint import Saver, training_state, write_header
-from scripts.common.runs import LoadedRun
+from scripts.common.runner import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each row of the papers' tables, as a path within configs/. Neither scales nor T6, whose attention
@@ -100,13 +100,13 @@ def first_layer(model, idx):
 
 
 class Reader:
-    """A model that reads a pattern in its prompt and answers with it; it may change it first."""
+    """In place of generate: finds a pattern in each prompt and answers with it, after `change`."""
 
     def __init__(self, tokenizer, pattern, change=str):
         self.tokenizer, self.pattern, self.change = tokenizer, pattern, change
         self.lengths, self.never = set(), set()
 
-    def generate(self, idx, max_new_tokens, temperature, never):
+    def __call__(self, model, idx, max_new_tokens, *, temperature, never):
         assert temperature == 0
         self.lengths.add(idx.shape[1])
         self.never.add(never)
@@ -119,10 +119,10 @@ class Reader:
         return torch.cat((idx, torch.tensor(answers)), dim=1)
 
 
-def stub_run(path, tokenizer: str, model) -> LoadedRun:
+def stub_run(path, tokenizer: str, model=None) -> Run:
     config = small_config("softmax.py", f"--tokenizer={tokenizer}")
     facts = {"variant": "softmax", "trained_length": 16, "rope": "none"}
-    return LoadedRun(path, config, model, torch.device("cpu"), torch.float32, facts)
+    return Run(path, config, model, torch.device("cpu"), torch.float32, facts)
 
 
 def read_table(folder):

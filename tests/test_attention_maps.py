@@ -15,7 +15,8 @@ from model import GPT
 from runtime import checkpoint
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, row_numbers, summary
-from scripts.common.runs import RunOptions, open_run
+from scripts.common import runner
+from scripts.common.runner import load_run
 from tests.helpers import saved_run, small_config, small_model
 
 
@@ -140,7 +141,7 @@ def test_keys_that_a_window_hides_do_not_count(settings, windows, shards, call, 
     assert result["heads"]["entropy_share"] == pytest.approx(shares, rel=1e-5)
     assert result["heads"]["zeros"] == [0, 0] and result["rows"] == [1, 2, 4, 8]
     # what a head's window hides is white, as what comes after
-    panels = attention_maps.plot_maps(open_run(run, RunOptions()), 1, ids.tolist(), torch.tensor(A))
+    panels = attention_maps.plot_maps(load_run(run), 1, ids.tolist(), torch.tensor(A))
     drawn = [axes.images[0].get_array().count() for axes in panels.axes[:2]]
     assert drawn == [1 + sum(map(len, rows)) for rows in heads]
 
@@ -192,7 +193,7 @@ def test_a_sink_is_seen(capsys):
 
 
 def test_blocks_of_rows_make_the_same_weights(monkeypatch):
-    model = small_model("lssar_p15.py", "--attention_length=current")
+    model = small_model("lssar_p15.py")
     idx = torch.randint(257, (2, 24))
     (whole,) = evaluation.attention_weights(model, idx, slice(None), layers=slice(1, 2))
     monkeypatch.setattr(evaluation, "BLOCK_QUERIES", 5)
@@ -237,9 +238,10 @@ def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
     drawn = [(r["layer"], r["picture"]) for r in read(runs[0]) if "picture" in r]
     assert drawn == [(1, "attention_maps.png")]
     paths = []
-    monkeypatch.setattr(attention_maps, "save_picture", lambda figure, path: paths.append(path))
+    for module in (attention_maps, runner):
+        monkeypatch.setattr(module, "save_picture", lambda figure, path: paths.append(path))
     call(attention_maps, runs[0], "--tokens", "0", f"--out={tmp_path / 'mine.png'}")
-    assert paths == [runs[0] / "attention_maps.png", tmp_path / "mine.png"]
+    assert paths == [tmp_path / "mine.png"]
 
 
 @pytest.mark.parametrize(

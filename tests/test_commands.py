@@ -23,7 +23,7 @@ def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    monkeypatch.setattr(module, "measure", None)
+    monkeypatch.setattr("scripts.common.runner.load_run", None)
     lengths = {passkey: "300", needle: "300"}.get(module, "16")
     score = ("--score_length", "300") if module is needle else ()
     with pytest.raises(SystemExit) as stop:

@@ -10,16 +10,18 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from errors import UserError
+from generation import generate
 from scripts import needle
-from scripts.common import retrieval
+from scripts.common import retrieval, runner
+from scripts.common.runner import Store
 from tests.helpers import Reader, first_layer, not_blank, small_config, small_model, stub_run
 
 
 def test_generation_never_takes_a_token():
     model, prompt = small_model("softmax.py"), torch.randint(257, (3, 8))
     first, second = model(prompt)[:, -1].topk(2).indices[0].tolist()
-    assert model.generate(prompt[:1], 1, temperature=0)[0, -1] == first
-    assert model.generate(prompt[:1], 1, temperature=0, never=first)[0, -1] == second
+    assert generate(model, prompt[:1], 1, temperature=0)[0, -1] == first
+    assert generate(model, prompt[:1], 1, temperature=0, never=first)[0, -1] == second
 
 
 def haystack_of(text, name):
@@ -61,25 +63,25 @@ def test_the_shortest_length_fits_every_needle(text, name):
             hidden = haystack.hide(city, number, 0.5, length, 0.5)
             assert len(hidden.prompt) == length - retrieval.ANSWER_TOKENS
     config = small_config(f"softmax.py --tokenizer={name}")
-    request = needle.NeedleRequest(lengths=(length,), score_length=99, data_dir=str(text[name]))
-    replace(request, score_length=length).check(config)
-    for short in (replace(request, lengths=(length - 1,)), replace(request, score_length=47)):
+    evaluation = needle.Needles(lengths=(length,), score_length=99, data_dir=str(text[name]))
+    replace(evaluation, score_length=length).facts(config)
+    for short in (replace(evaluation, lengths=(length - 1,)), replace(evaluation, score_length=47)):
         with pytest.raises(UserError, match=f"too short.* take up to {length} tokens"):
-            short.check(config)
+            short.facts(config)
 
 
 def test_learned_positions_are_not_exceeded():
     config = small_config("softmax.py --positions=learned")
-    assert needle.NeedleRequest().lengths_of(config) == (16,)
+    assert needle.Needles().lengths_of(config) == (16,)
     with pytest.raises(UserError, match="a length of 8000 is beyond its learned positions"):
-        needle.NeedleRequest(data_dir="nowhere").check(config)
+        needle.Needles(data_dir="nowhere").facts(config)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_needle_tells_readers_apart(text, tmp_path, monkeypatch, name):
     tokenizer = get_tokenizer(name)
     pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
-    request = needle.NeedleRequest(
+    evaluation = needle.Needles(
         rope="none", lengths=(200, 300), samples=6, score_length=250, score_trials=7, seed=1,
         data_dir=str(text[name]),
     )  # fmt: skip
@@ -96,8 +98,9 @@ def test_needle_tells_readers_apart(text, tmp_path, monkeypatch, name):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         model = Reader(tokenizer, pattern, change)
-        run = stub_run(folder, name, model)
-        results = needle.measure(run, request)
+        monkeypatch.setattr(retrieval, "generate", model)
+        results = Store(folder / "needle.json", {})
+        evaluation.measure(stub_run(folder, name), results)
         assert model.never == {tokenizer.eot} and model.lengths == {184, 284, 234}
         for length in (200, 300):
             for depth in ("10%", "30%", "50%", "70%", "90%"):
@@ -119,7 +122,7 @@ def test_needle_scores_against_the_softmax_formula(text):
         # bytes: a character is a token, save end-of-text, which decodes to 13 characters
         decoded = tokenizer.decode(one.prompt)
         start = decoded.index("number is: 1234567.") + len("number is:") - 12
-        model.trunk.set_rope(model.trunk.rope, len(one.prompt))
+        model.trunk.rope(0, 1, len(one.prompt))
         q, k, _ = first_layer(model, torch.tensor([one.prompt]))
         weights = (q[:, :, -1:] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         expected = weights[0, :, 0, start : start + len(" 1234567.")].sum(-1)
@@ -130,23 +133,23 @@ def test_needle_scores_against_the_softmax_formula(text):
     "case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py", "sigmoid.py", "softmax.py"]
 )
 def test_needle_scores_are_of_the_generation_itself(text, case):
-    """Where L and RoPE depend on the current length, that is the one of the answer's end."""
-    model = small_model(case, "--attention_length=current")
+    """Where RoPE depends on the current length, that is the length at the answer's end."""
+    model = small_model(case)
     model.scale_rope("dynamic_ntk")
     hidden = haystack_of(text, "bytes").hide("Rome", 7654321, 0.5, 200, 0)
     scores = needle.needle_scores(stub_run(None, "bytes", model), [hidden])[0]
     seen = []
 
     def look(module, inputs, output):
-        q, k, v, score_scale, length = inputs
+        q, k, v, context = inputs
         if q.shape[2] > 1:  # the prompt, whose last output is the answer's first token
-            A = module.weights(q, k, score_scale, length)
+            A = module.weights(q, k, context)
             torch.testing.assert_close(A @ v, output, rtol=1e-9, atol=1e-12)
             seen.append(A[0, :, -1, hidden.span].sum(-1))
 
     for block in model.trunk.blocks:
         block.attn.attention.register_forward_hook(look)
-    model.generate(torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
+    generate(model, torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
     torch.testing.assert_close(scores, torch.stack(seen), rtol=1e-9, atol=1e-12)
 
 
@@ -176,9 +179,10 @@ def test_needle_goes_on_where_it_was_stopped(run, text, call, tmp_path, monkeypa
     for name in ("heads", "scores"):
         assert not_blank(tmp_path / f"needle_{name}_run_other.png")
     drawn = []
-    monkeypatch.setattr(needle, "save_picture", lambda figure, path: drawn.append(path.name))
+    for module in (needle, runner):
+        monkeypatch.setattr(module, "save_picture", lambda figure, path: drawn.append(path.name))
     call(needle, run, *few, f"--out={tmp_path / 'mine.svg'}")
-    assert drawn == ["needle.png", "mine_heads.svg", "mine_scores.svg"]
+    assert drawn == ["mine.svg", "mine_needle_scores.svg"]
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from errors import UserError
+from generation import generate
 from model import GPT
 from runtime import checkpoint
 from scripts import passkey
-from scripts.common import retrieval
+from scripts.common import retrieval, runner
+from scripts.common.runner import Store
 from tests.helpers import Reader, not_blank, small_config, stub_run
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, name):
+def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, monkeypatch, name):
     tokenizer = get_tokenizer(name)
-    request = passkey.PasskeyRequest(rope="none", lengths=(320, 400), trials=40, seed=1)
+    evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=40, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for folder, change, accuracy in (
         ("right", str, 1),
@@ -29,8 +31,9 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(tmp_path, name):
     ):
         (tmp_path / folder).mkdir()
         model = Reader(tokenizer, pattern, change)
-        run = stub_run(tmp_path / folder, name, model)
-        results = passkey.measure(run, request)
+        monkeypatch.setattr(retrieval, "generate", model)
+        results = Store(tmp_path / folder / "passkey.json", {})
+        evaluation.measure(stub_run(tmp_path / folder, name), results)
         # prompt and answer together have the length
         assert model.lengths == {320 - 16, 400 - 16} and model.never == {None}
         for part in results.parts.values():
@@ -63,10 +66,10 @@ def test_passkey_prompts():
 
 def test_learned_positions_are_not_exceeded():
     config, learned = small_config("softmax.py"), small_config("softmax.py --positions=learned")
-    assert passkey.PasskeyRequest().lengths_of(config) == (16, 24, 32, 64, 128)
-    assert passkey.PasskeyRequest().lengths_of(learned) == (16,)
+    assert passkey.Passkeys().lengths_of(config) == (16, 24, 32, 64, 128)
+    assert passkey.Passkeys().lengths_of(learned) == (16,)
     with pytest.raises(UserError, match="a length of 400 is beyond its learned positions"):
-        passkey.PasskeyRequest(lengths=(400,)).check(learned)
+        passkey.Passkeys(lengths=(400,)).facts(learned)
 
 
 def test_passkey_depths_are_counted_in_tenths():
@@ -85,14 +88,14 @@ def test_passkey_of_a_trained_run(run, call, capsys, monkeypatch):
     assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
     assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
     assert not_blank(run / "passkey.png")
-    assert printed.count("What is the pass key? The pass key is") == 2
+    assert printed.count(": key ") == 2
     # an answer is what the model itself writes after that prompt
     model = GPT(checkpoint.read_config(run)).eval()
     checkpoint.load_weights(model, run)
     model.scale_rope("dynamic_ntk")
     trials = passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337)
     for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
-        out = model.generate(torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
+        out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
         assert trial.key == judged["key"]
         assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
     # what is there is kept, what is new is added
@@ -121,9 +124,10 @@ def test_passkey_of_several_runs_draws_one_more_picture(run, call, tmp_path, mon
     )
     # or where --out says, also of one run
     drawn = []
-    monkeypatch.setattr(passkey, "save_picture", lambda figure, path: drawn.append(path))
+    for module in (passkey, runner):
+        monkeypatch.setattr(module, "save_picture", lambda figure, path: drawn.append(path))
     call(passkey, run, "--lengths", "300", "--trials", 2, f"--out={tmp_path}/new/mine.pdf")
-    assert drawn == [run / "passkey.png", tmp_path / "new/mine.pdf"]
+    assert drawn == [tmp_path / "new/mine.pdf"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from config import load_config
 from data.orbits import PAIRS, G, draw_pair, simulated
 from errors import UserError
 from scripts import eval_length, physics
-from scripts.common.runner import load_run, run_command
+from scripts.common.runner import load_run
 from scripts.curves import read_metrics
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tests.helpers import CONFIGS, SMALL, not_blank
@@ -42,7 +42,7 @@ def probe(monkeypatch):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["physics", *map(str, arguments)])
-        run_command(Physics, physics.show)
+        physics.main()
 
     return run
 

@@ -48,7 +48,7 @@ BATCH_TOKENS = 16384
 LONGEST_LABEL = 100
 PICTURES = (".png", ".pdf", ".svg")
 # What lies beside the runs that it was made from.
-PRODUCTS = (*PICTURES, ".json", ".log", ".md")
+PRODUCTS = (*PICTURES, ".csv", ".json", ".log", ".md")
 
 
 # ---- options ----
@@ -376,12 +376,13 @@ def lengths_of(name: str, text: str) -> tuple[int, ...]:
 Show = Callable[[Any, list[tuple[str, dict]]], dict[str, Figure]]
 
 
-def run_command(kind: type[Evaluation], show: Show) -> None:
-    """An evaluation's main: measures the runs of the command line, prints and draws them.
+def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
+    """The `main` of an evaluation: measures the runs of the command line, prints and draws them.
 
     `show(evaluation, [(name, measurement), ..])` prints a table and returns pictures by name.
     """
 
+    @command
     def main() -> None:
         evaluation, given = parse(kind)
         refuse_early(given.runs, evaluation)
@@ -389,7 +390,7 @@ def run_command(kind: type[Evaluation], show: Show) -> None:
         named = list(zip(run_names(given.runs), results, strict=True))
         save_pictures(show(evaluation, named), given.runs, given.out)
 
-    command(main)()
+    return main
 
 
 def save_pictures(pictures: dict[str, Figure], paths: Sequence[str], out: Path | None) -> None:

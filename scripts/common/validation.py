@@ -12,7 +12,6 @@ from tqdm import tqdm
 from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, check_tokenizer, list_shards
-from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import sha256_of
 
@@ -62,14 +61,6 @@ def validation_id(data_dir: str) -> str:
 def _hash(shards: tuple[tuple[Path, int, int], ...]) -> str:
     """SHA-256 of the files' SHA-256; their sizes and times are there for the cache."""
     return hashlib.sha256("".join(sha256_of(path) for path, *_ in shards).encode()).hexdigest()
-
-
-@functools.cache
-def text_bytes(data_dir: str, tokens: int, tokenizer: str) -> int:
-    """Bytes of the text that the first `tokens` predictions are of; end-of-text marks have none."""
-    known = get_tokenizer(tokenizer)
-    ids = validation_tokens(data_dir, tokens)[1:]
-    return len(known.decode(ids[ids != known.eot]).encode())
 
 
 @functools.cache

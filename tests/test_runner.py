@@ -1,0 +1,182 @@
+"""What all evaluations share: options, opening a run, stored measurements, names of pictures."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from errors import UserError
+from runtime import checkpoint
+from runtime.distributed import EXIT_STOPPED
+from scripts import attention_maps, eval_length, needle, passkey
+from scripts.common.runner import (
+    Store,
+    load_run,
+    parse,
+    picture_path,
+    refuse_early,
+    stored,
+)
+from tests import faults
+from tests.runs import ROOT, wait_for
+
+# ---- options ----
+
+OPENED = {
+    "rope": "yarn", "rope_factor": 2.5, "rope_theta": 500000.0, "checkpoint": "best",
+    "attention": "lssa", "window": 7, "p": 2.0, "attention_impl": "reference", "device": "cpu",
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        eval_length.LossByLength(
+            lengths=(16, 32), tokens=64, samples=5, sample_seed=3, data_dir="here",
+            per_position=True, restart=True, **OPENED,
+        ),
+        passkey.Passkeys(lengths=(300,), trials=7, seed=1, show=2, **OPENED),
+    ],
+)  # fmt: skip
+def test_every_option_comes_from_the_command_line(evaluation):
+    argv = ["out/run"]
+    for one in fields(evaluation):
+        value = getattr(evaluation, one.name)
+        assert value != one.default, one.name
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        argv.append(f"--{one.name}" if value is True else f"--{one.name}={text}")
+    parsed, given = parse(type(evaluation), argv)
+    assert parsed == evaluation and given.runs == ["out/run"] and given.out is None
+    assert parse(type(evaluation), ["out/run"])[0] == type(evaluation)()
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--samples=0", "--samples 0 must be at least 1"),
+        ("--tokens=x", "--tokens 'x' must be a whole number"),
+        ("--p=x", "--p 'x' must be a number"),
+        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
+        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
+        ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
+        ("--out=one.jpg", "--out 'one.jpg' must end in .png, .pdf, .svg"),
+    ],
+)
+def test_options_are_refused_in_a_sentence(option, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse(eval_length.LossByLength, ["run", option])
+
+
+def test_lengths_are_in_ascending_order_and_out_is_a_path():
+    evaluation, given = parse(eval_length.LossByLength, ["run", "--lengths=8,4", "--out=a/b.pdf"])
+    assert evaluation.lengths == (4, 8) and given.out == Path("a/b.pdf")
+
+
+@pytest.mark.parametrize(
+    "given, runs",
+    [
+        ("out/p1 out/p10 out/p15 out/p3", "out/p1 out/p3 out/p10 out/p15"),  # of a glob
+        ("out/loss.csv out/p10 out/p3 out/sweep.png", "out/p3 out/p10"),
+        ("softmax p10 p3", "softmax p10 p3"),  # as somebody wants it
+        ("curves.png", "curves.png"),  # to be refused
+    ],
+)
+def test_runs_are_in_natural_order(given, runs):
+    assert parse(eval_length.LossByLength, given.split())[1].runs == runs.split()
+
+
+def test_another_variant_re_weights_only_where_it_is_asked_to():
+    trained = Config(attention="lssar", p=15.0)
+
+    def opened(**options):
+        config = eval_length.LossByLength(**options).applied(trained)
+        return config.attention, config.p
+
+    assert opened() == ("lssar", 15.0)
+    assert opened(p=3.0) == ("lssar", 3.0)
+    assert opened(attention="lssa") == ("lssa", None)
+    assert opened(attention="softmax", p=2.0) == ("softmax", 2.0)
+    assert opened(attention="lssar") == ("lssar", 15.0)
+
+
+# ---- opening a run ----
+
+
+def test_the_documented_way_to_measure_something_else(trained, tmp_path, monkeypatch, capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/evaluations.md").read_text(), re.S)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/lssar_p15").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    text, value = capsys.readouterr().out.split(": ")
+    assert text == "mean probability of the likeliest token" and 0 < float(value) < 1
+
+
+def test_a_run_in_training_can_always_be_opened(shards, tmp_path):
+    """Each checkpoint is deleted a step after it was saved."""
+    out = tmp_path / "run"
+    often = ["--checkpoint_interval=1", "--eval_interval=1", "--keep_last=1", "--val_tokens=16"]
+    arguments = faults.arguments(shards, out, *often, "--max_iters=1000000", "--log_interval=1000")
+    process = faults.start(arguments, output=tmp_path / "output")
+    wait_for(lambda: (checkpoint.step(out) or 0) > 0)
+    seen = {"latest": set(), "best": set()}
+    for i in range(100):
+        which = "best" if i % 5 == 0 else "latest"
+        options = eval_length.LossByLength(lengths=(16,), tokens=16, checkpoint=which, device="cpu")
+        refuse_early([out], options)
+        seen[which].add(load_run(out, options).facts["sha256"])
+    assert process.is_alive() and len(seen["latest"]) > 10 and seen["best"]
+    process.terminate()
+    assert faults.finish(process) == EXIT_STOPPED
+
+
+# ---- stored measurements ----
+
+
+def test_measurements_of_other_facts_stay(tmp_path):
+    path = tmp_path / "results.json"
+    first, second = (Store(path, {"variant": name, "step": 7}) for name in ("a", "b"))
+    first.add("one", {"value": 1})
+    second.add("one", {"value": 2})
+    Store(path, {"variant": "a", "step": 7}).add("two", {"value": 3})
+    saved = json.loads(path.read_text())
+    assert [one["variant"] for one in saved] == ["a", "b"] and saved[0]["environment"]["torch"]
+    assert first.parts == saved[0]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
+    assert first.values == saved[0] and Store(path, {"variant": "a", "step": 8}).values == {}
+    first.save(loss=1.0)
+    assert first.parts == {} and second.parts == {"one": {"value": 2}}
+
+
+def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):
+    def add(i):
+        Store(tmp_path / "results.json", {"step": 7}).add(str(i), {"value": i})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(add, range(40)))
+    assert len(Store(tmp_path / "results.json", {"step": 7}).parts) == 40
+
+
+@pytest.mark.parametrize("module", [attention_maps, needle])
+def test_a_stored_measurement_needs_a_checkpoint(module, tmp_path, trained):
+    kind = {attention_maps: attention_maps.AttentionMaps, needle: needle.Needles}[module]
+    (tmp_path / "config.json").write_bytes((trained / "config.json").read_bytes())
+    with pytest.raises(UserError, match="no checkpoint"):
+        stored(kind(), tmp_path)
+
+
+# ---- pictures ----
+
+
+def test_pictures_of_other_runs_have_other_names(tmp_path):
+    assert picture_path([tmp_path / "a"], "loss") == tmp_path / "a/loss.png"
+    runs = [tmp_path / "x/softmax", tmp_path / "y/lssa"]
+    assert picture_path(runs, "loss") == tmp_path / "loss_x-softmax_y-lssa.png"
+    assert picture_path(runs[:1] * 2, "loss") == tmp_path / "x/loss_softmax_softmax.png"
+    many = [tmp_path / "softmax" / f"seed{i}" for i in range(50)]
+    names = {picture_path(runs, "loss").name for runs in (many, many[:-1], many[:-2])}
+    assert len(names) == 3 and all(len(name) < 120 for name in names)
