@@ -91,15 +91,22 @@ def draw(Lq, Lk, d, dtype, B=1, seed=0):
     return q, k, v, gradient
 
 
-def draw_off_kinks(Lq, Lk, d, dtype, B=1):
-    """The first draw in which rounding to float32 moves no score across a kink of phi or |phi|.
+def draw_off_kinks(Lq, Lk, d, dtype, B=1, seed=0, window=None):
+    """The first draw, from this seed on, in which rounding to float32 moves no number over a kink.
 
-    At a kink the slope jumps: a single element on the wrong side is an error of 1e-3.
+    The slope jumps at score 0 for relu and for |phi| in a signed l1, at 6 for relu6, and at
+    A = 1 / n for the recentred l1: one element on the wrong side is an error of 1e-3.
     """
-    for seed in itertools.count():
-        tensors = draw(Lq, Lk, d, dtype, B, seed)
+    position = torch.arange(Lk)
+    distance = position[Lk - Lq :, None] - position
+    seen = (distance >= 0) & (distance < (window or Lk))
+    n = seen.sum(-1, keepdim=True)
+    for draw_seed in itertools.count(seed):
+        tensors = draw(Lq, Lk, d, dtype, B, draw_seed)
         z = tensors[0].double() @ tensors[1].double().mT / math.sqrt(d)
-        if torch.minimum(z.abs(), (z - 6).abs()).min() > 1e-6:
+        over_mean = n * z.masked_fill(~seen, -math.inf).softmax(-1) - 1
+        scores, over_mean = z[..., seen], over_mean[..., seen & (n > 3)]
+        if torch.cat((scores, scores - 6, over_mean), -1).abs().min() > 1e-6:
             return tensors
 
 
@@ -107,15 +114,16 @@ def call(layer, q, k, v, log_forget=None):
     return layer(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget))
 
 
-def evaluate(layer, tensors):
-    """A layer's output and its gradients by q, k, v and every parameter, by name, flat, in float64.
+def evaluate(layer, tensors, formula=call):
+    """The output and the gradients by q, k, v and every parameter, by name, flat, in float64.
 
-    Forget gates may follow v; the output's gradient is last.
+    Of the layer, or of formula(layer, q, k, v). Forget gates may follow v; the output's gradient is
+    last.
     """
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     learnt = dict(layer.named_parameters())
-    out = call(layer, *inputs)
+    out = formula(layer, *inputs)
     found = torch.autograd.grad(out, [*inputs, *learnt.values()], gradient)
     names = ["out", "dq", "dk", "dv", "dlog_forget"][: len(tensors)] + [f"d{n}" for n in learnt]
     values = [x.detach().double().flatten() for x in (out, *found)]
