@@ -26,9 +26,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import Loader, TokenLoader
-from data.orbits import OrbitLoader
-from data.shards import check_shards, check_tokenizer, list_shards
 from evaluation import mean_loss
 from layers.heads import check_attention
 from model import GPT, compile_model
@@ -54,6 +51,7 @@ from runtime.divergence import check_weights, finite_step, stop_diverged
 from runtime.files import check_writable, lock_folder, write_json
 from runtime.log import Log, best_effort_output
 from runtime.pretrained import load_initial
+from tasks.loaders import open_loader
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -112,7 +110,7 @@ def train(
         checkpoint.require_unused_folder(run)
 
     # ---- data ----
-    loader = open_data(config, rank, world_size, device)
+    loader = open_loader(config, rank, world_size, device)
     if state is not None and state.tokens not in (0, loader.tokens):
         raise UserError(
             f"{loader.source} has {loader.tokens:,} training tokens, but the run was trained on "
@@ -260,18 +258,6 @@ def train(
             return True
         log.print(f"finished: step {step} of {config.max_iters} is saved")
         return False
-
-
-def open_data(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
-    """The batches of a rank. Raises UserError where the data do not fit the settings."""
-    sequences = config.total_batch_size // config.block_size
-    order = (config.block_size, sequences, config.seed, rank, world_size, device)
-    if config.task == "orbits":
-        return OrbitLoader(config.systems, config.planets, config.bins, *order)
-    check_tokenizer(config.data_dir, config.tokenizer)
-    shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
-    check_shards(shards[rank::world_size], config.n_vocab)
-    return TokenLoader(config.data_dir, *order)
 
 
 def train_step(

@@ -43,13 +43,13 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import epoch_order
-from data.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
 from errors import UserError, first_line
 from optim import build_optimizers
 from runtime.device import autocast
 from runtime.divergence import finite_step
 from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
+from tasks.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
 from train import train_step
 
 Floats = NDArray[np.float64]

@@ -15,7 +15,7 @@ LAYERS = (
     ("runtime.files",),
     ("runtime.device", "runtime.distributed"),
     ("data", "attention", "config"),
-    ("attention_paths",),
+    ("attention_paths", "tasks"),
     ("layers",),
     ("model",),
     ("generation", "optim", "runtime.checkpoint", "evaluation"),
@@ -41,7 +41,7 @@ EXPORTED = {
 def sources() -> dict[str, str]:
     """The text of every module by its name; __init__.py, tests and config files are left out."""
     files = [*ROOT.glob("*.py")]
-    for package in ("attention_paths", "data", "layers", "runtime", "scripts"):
+    for package in ("attention_paths", "data", "layers", "runtime", "scripts", "tasks"):
         files += (ROOT / package).rglob("*.py")
     names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
     return {names[file]: file.read_text() for file in files if file.name != "__init__.py"}
@@ -94,6 +94,7 @@ def test_every_module_has_a_layer():
         "scripts",
         "scripts/common",
         "scripts/reproduce",
+        "tasks",
     ):
         assert (ROOT / package / "__init__.py").read_text() == ""
 

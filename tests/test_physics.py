@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from config import load_config
-from data.orbits import PAIRS, G, draw_pair, simulated
 from errors import UserError
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.curves import read_metrics
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
+from tasks.orbits import PAIRS, G, draw_pair, simulated
 from tests.helpers import CONFIGS, SMALL, not_blank
 from tests.runs import refused
 

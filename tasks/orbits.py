@@ -1,6 +1,6 @@
 """Planets around a star, simulated: what they are, and how fast this machine makes them.
 
-python -m data.orbits --systems 10000
+python -m tasks.orbits --systems 10000
 
 A system has 1 to 10 planets in a plane. Each goes round the star on an ellipse of Kepler's, and
 planets do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The
@@ -74,7 +74,7 @@ class System:
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.orbits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tasks.orbits", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--systems", type=int, default=10_000, help="how many (%(default)s)")
     parser.add_argument("--planets", type=int, default=MAX_PLANETS, help="at most (%(default)s)")

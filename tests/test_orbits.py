@@ -8,9 +8,9 @@ import pytest
 from scipy import stats
 from scipy.integrate import solve_ivp
 
-from data import orbits
-from data.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulate
 from errors import UserError
+from tasks import orbits
+from tasks.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulate
 
 MANY = [draw(5, index) for index in range(3000)]
 

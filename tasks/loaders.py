@@ -1,0 +1,39 @@
+"""The batches of each task: what train.py needs to know of the data that it trains on."""
+
+from collections.abc import Callable
+
+import torch
+
+from config import Config
+from data.loader import Loader, TokenLoader
+from data.shards import check_shards, check_tokenizer, list_shards
+from tasks.orbits import OrbitLoader
+
+
+def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
+    """The batches of one rank. Raises UserError where the data do not fit the settings."""
+    return LOADERS[config.task](config, rank, world_size, device)
+
+
+def open_language(config: Config, rank: int, world_size: int, device: torch.device) -> TokenLoader:
+    """Batches of the shards in `data_dir`; each rank checks its share of their tokens first."""
+    check_tokenizer(config.data_dir, config.tokenizer)
+    shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
+    check_shards(shards[rank::world_size], config.n_vocab)
+    sequences = config.total_batch_size // config.block_size
+    order = (config.block_size, sequences, config.seed, rank, world_size, device)
+    return TokenLoader(config.data_dir, *order)
+
+
+def open_orbits(config: Config, rank: int, world_size: int, device: torch.device) -> OrbitLoader:
+    """Batches of simulated planets."""
+    sequences = config.total_batch_size // config.block_size
+    order = (config.block_size, sequences, config.seed, rank, world_size, device)
+    return OrbitLoader(config.systems, config.planets, config.bins, *order)
+
+
+# One entry for each value of the setting `task`.
+LOADERS: dict[str, Callable[[Config, int, int, torch.device], Loader]] = {
+    "language": open_language,
+    "orbits": open_orbits,
+}
