@@ -1,8 +1,7 @@
-"""Text to token ids and back: an encoding of tiktoken, plain bytes, or a tokenizer.json.
+"""Text to token ids and back: GPT-2's BPE, plain bytes, or a tokenizer.json of Hugging Face.
 
 `gpt2.bpe` holds GPT-2's merges: `vocab.bpe` of OpenAI's GPT-2 release (github.com/openai/gpt-2,
 modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is ever downloaded.
-The ids of tiktoken's other encodings that fit uint16 are GPT-2's and a few more.
 """
 
 import hashlib
@@ -18,26 +17,19 @@ from numpy.typing import NDArray
 from errors import UserError
 from runtime.files import atomic_write, open_regular
 
+BUILT_IN = ("gpt2", "bytes")
 END_OF_TEXT = "<|endoftext|>"
 # What an id that is not a token decodes to: a model's vocabulary may exceed its tokenizer's.
-UNKNOWN = "\ufffd".encode()
+UNKNOWN = "\ufffd"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 # The hash that tiktoken checks its own download of this file against.
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# Runs of 2 to 25 spaces are tokens of p50k_base, after GPT-2's; p50k_edit has special tokens too.
-SPACES = {b" " * n: 50255 + n for n in range(2, 26)}
-EDIT = {"<|fim_prefix|>": 50281, "<|fim_middle|>": 50282, "<|fim_suffix|>": 50283}
-# The encodings of tiktoken, and what each has beside GPT-2's ids: ordinary and special tokens.
-ENCODINGS: dict[str, tuple[dict[bytes, int], dict[str, int]]] = {
-    "gpt2": ({}, {}), "r50k_base": ({}, {}), "p50k_base": (SPACES, {}), "p50k_edit": (SPACES, EDIT),
-}  # fmt: skip
-BUILT_IN = (*ENCODINGS, "bytes")
-# The name of the copy of a tokenizer's file that shards, runs and exports have.
+# The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
 TOKENIZER = "tokenizer.json"
 MAX_IDS = 1 << 16
-# What a tokenizer.json may call the end of a text; the first one that it has is taken.
+# Names of the end of a text in tokenizer.json files; the first one that a file has is taken.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # Whitespace as in the pattern's \s, which differs slightly from Python's.
 LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
@@ -45,29 +37,46 @@ LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u20
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
-class TiktokenTokenizer:
-    """An encoding of tiktoken. A special token's mark within a text is encoded as ordinary text."""
+class Tokenizer:
+    """Text to ids and back. `name` identifies it in meta.json and checkpoints: see `identify`.
 
-    eot = 50256
+    Nothing is added to a text, and the mark of a special token within a text is ordinary text.
+    Characters that UTF-8 cannot encode, lone surrogates, become U+FFFD.
+    """
 
-    def __init__(self, name: str) -> None:
-        import tiktoken
-
-        self.name, (tokens, special) = name, ENCODINGS[name]
-        self.n_vocab = self.eot + 1 + len(tokens) + len(special)
-        self._encoding = tiktoken.Encoding(
-            name=name,
-            explicit_n_vocab=self.n_vocab,
-            pat_str=PATTERN,
-            mergeable_ranks=read_ranks(MERGES_FILE) | tokens,
-            special_tokens={END_OF_TEXT: self.eot} | special,
-        )
+    name: str
+    n_vocab: int
+    eot: int  # the id of the end of a text
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
-        """The same ids as `encode`, as an array [tokens], without a Python int for each."""
+        """The ids as an array [tokens]."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """`eot` becomes its mark; unknown ids and invalid UTF-8 become U+FFFD."""
+        raise NotImplementedError
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte-level BPE, computed by tiktoken."""
+
+    name, n_vocab, eot = "gpt2", 50257, 50256
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        self._encoding = tiktoken.Encoding(
+            name=self.name,
+            explicit_n_vocab=self.n_vocab,
+            pat_str=PATTERN,
+            mergeable_ranks=read_ranks(MERGES_FILE),
+            special_tokens={END_OF_TEXT: self.eot},
+        )
+
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
         try:
             return self._encode(text)
         except UnicodeEncodeError:
@@ -90,41 +99,34 @@ class TiktokenTokenizer:
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes END_OF_TEXT; unknown ids and invalid UTF-8 become U+FFFD."""
-        parts = [
-            self._encoding.decode_single_token_bytes(int(i)) if i < self.n_vocab else UNKNOWN
-            for i in ids
-        ]
+        token = self._encoding.decode_single_token_bytes
+        parts = [token(int(i)) if i < self.n_vocab else UNKNOWN.encode() for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8 as ids 0 to 255, and an end-of-text id."""
 
-    name = "bytes"
-    n_vocab = 257
-    eot = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(_utf8(text))
+    name, n_vocab, eot = "bytes", 257, 256
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
-        """The same ids as `encode`, as an array [tokens]."""
-        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError:
+            data = _repair(text).encode("utf-8")
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes END_OF_TEXT; unknown ids and invalid UTF-8 become U+FFFD."""
-        mark = END_OF_TEXT.encode()
-        parts = [bytes([i]) if i < 256 else mark if i == self.eot else UNKNOWN for i in ids]
+        others = {self.eot: END_OF_TEXT.encode()}
+        parts = [bytes([i]) if i < 256 else others.get(int(i), UNKNOWN.encode()) for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
-class FileTokenizer:
-    """A tokenizer.json of Hugging Face's tokenizers.
+class FileTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face's tokenizers; `mark` is its end of a text.
 
-    A special token's mark within a text is encoded as ordinary text, and nothing is added to a
-    text. Raises UserError where the file cannot be read, has more ids than fit uint16, or has no
-    token for the end of a text.
+    Raises UserError where the file cannot be read, has more ids than fit uint16, or has no token
+    for the end of a text.
     """
 
     def __init__(self, path: str) -> None:
@@ -152,63 +154,55 @@ class FileTokenizer:
         self.mark = found[0]
         self.eot = vocabulary[self.mark]
 
-    def encode(self, text: str) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):  # surrogates
-            return self._tokenizer.encode(_repair(text), add_special_tokens=False).ids
-
     def encode_array(self, text: str) -> NDArray[np.uint16]:
-        """The same ids as `encode`, as an array [tokens]."""
-        return np.array(self.encode(text), dtype=np.uint16)
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):  # surrogates
+            ids = self._tokenizer.encode(_repair(text), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Special tokens become their marks, and unknown ids U+FFFD."""
         parts = []
         for known, group in groupby(map(int, ids), lambda i: i < self.n_vocab):
             run = list(group)
             text = self._tokenizer.decode(run, skip_special_tokens=False) if known else ""
-            parts.append(text if known else UNKNOWN.decode() * len(run))
+            parts.append(text if known else UNKNOWN * len(run))
         return "".join(parts)
-
-
-Tokenizer = TiktokenTokenizer | ByteTokenizer | FileTokenizer
 
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a name in BUILT_IN, or of the path of a tokenizer.json.
+    """The tokenizer "gpt2" or "bytes", or a tokenizer.json at the path `name`.
 
     Raises UserError where it is neither, or the tokenizer's file is damaged.
     """
-    if name in ENCODINGS:
-        return TiktokenTokenizer(name)
+    if name == "gpt2":
+        return GPT2Tokenizer()
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
 
 
 @cache
 def identify(tokenizer: str) -> str:
-    """What shards and checkpoints record of a tokenizer: its name, or the checksum of its file."""
+    """A tokenizer's name in meta.json and checkpoints: that of BUILT_IN, or its file's checksum."""
     if tokenizer in BUILT_IN:
         return tokenizer
     return f"sha256:{hashlib.sha256(read_file(tokenizer)).hexdigest()}"
 
 
 def read_file(path: str) -> bytes:
-    """The content of a tokenizer's file. Raises UserError where there is none of this name."""
+    """The content of a tokenizer's file. Raises UserError where it cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
             f"tokenizer {path!r} is neither one of {', '.join(BUILT_IN)} nor the path of a "
-            f"tokenizer.json ({reason}); tiktoken's other encodings have more than {MAX_IDS:,} ids"
+            f"tokenizer.json ({error}); tiktoken's other encodings have more than {MAX_IDS:,} ids"
         ) from error
 
 
 def copy_file(tokenizer: str, folder: Path) -> None:
-    """Keep a copy of a tokenizer's file in a folder; those that are built in have none."""
+    """Copy a tokenizer's file into a folder; a built-in tokenizer has none."""
     if tokenizer not in BUILT_IN:
         content = read_file(tokenizer)
         with atomic_write(folder / TOKENIZER) as file:
@@ -222,7 +216,8 @@ def split_text(text: str, size: int) -> Iterator[str]:
     GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
     their start or consist of nothing else; and as the text before the cut does not end in
     whitespace, the pattern's look-ahead past whitespace never reaches the cut. A text without such
-    places stays whole. The rules of a tokenizer.json may differ: a few ids at a cut may, then.
+    places stays whole. With a tokenizer.json whose tokens cross words a few ids at a cut may
+    differ.
     """
     start = 0
     while len(text) - start > size:
@@ -247,16 +242,13 @@ def byte_symbols() -> dict[int, str]:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge.
 
-    Raises UserError where the file cannot be read or is not the published one.
+    Raises UserError where the file is not the published one.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: GPT-2's merges cannot be read: {error.strerror}") from error
+    data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != MERGES_SHA256:
         raise UserError(
-            f"{path}: sha256 is {found}, that of GPT-2's vocab.bpe is {MERGES_SHA256}; "
+            f"{path}: sha256 is {found}, but GPT-2's vocab.bpe has {MERGES_SHA256}; "
             "restore the file"
         )
     byte_of = {symbol: b for b, symbol in byte_symbols().items()}
@@ -264,13 +256,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     for merge in data.decode("utf-8").splitlines()[1:]:  # the first line is a version comment
         ranks[bytes(byte_of[c] for c in merge if c != " ")] = len(ranks)
     return ranks
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        return _repair(text).encode("utf-8")
 
 
 def _repair(text: str) -> str:

@@ -23,7 +23,6 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.tokenizer import (
-    ENCODINGS,
     END_OF_TEXT,
     MERGES_FILE,
     TOKENIZER,
@@ -143,24 +142,18 @@ def write_byte_level_bpe(path: Path, name: str) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     ranks, merges = {bytes([b]): b for b in range(256)}, []
-    special: dict[str, int] = {}
     symbols = byte_symbols()
-    if name in ENCODINGS:
-        tokens, special = ENCODINGS[name]
-        ranks = read_ranks(MERGES_FILE) | tokens
+    if name == "gpt2":
+        ranks = read_ranks(MERGES_FILE)
         lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
         merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
-        for token in tokens:  # runs of spaces, which any two shorter ones make
-            run = symbols[ord(" ")] * len(token)
-            merges += [(run[:n], run[n:]) for n in range(1, len(run))]
     vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
     eot = get_tokenizer(name).eot
     tokenizer = Tokenizer(models.BPE(vocabulary | {END_OF_TEXT: eot}, merges))
-    split = name in ENCODINGS  # into words, which merges never cross
+    split = name == "gpt2"  # into words, which merges never cross
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     tokenizer.decoder = decoders.ByteLevel()
-    marks = [END_OF_TEXT, *special]
-    tokenizer.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     assert tokenizer.token_to_id(END_OF_TEXT) == eot
     tokenizer.save(str(path))
 

@@ -97,8 +97,6 @@ def test_another_tokenizer(corpus, tmp_path, gpt2_file):
     assert json.loads(own.pop("meta.json"))["tokenizer"].startswith("sha256:")
     del gpt2["meta.json"]
     assert own == gpt2
-    more = ("--tokenizer=p50k_base", "--part=1/2")
-    assert b"p50k_base" in run_fineweb(folder, tmp_path / "p50k", *more)["meta.1-of-2.json"]
 
 
 def test_fineweb_refusals(corpus, tmp_path, refused):
