@@ -408,8 +408,8 @@ def pop_value(key: str, arguments: list[str]) -> str:
 
     It is the next argument, or True for a bool that no value follows.
     """
-    values = [str(value) for value in (True, False, None, *(choices(key) or ()))]
-    if bool in TYPES[key] and (not arguments or arguments[0] not in values):
+    values = [str(value).lower() for value in (True, False, None, *(choices(key) or ()))]
+    if bool in TYPES[key] and (not arguments or arguments[0].lower() not in values):
         return "True"
     if not arguments:
         raise UserError(f"--{key} needs a value: --{key}={getattr(Config, key)}")

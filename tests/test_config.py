@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import MAY_CHANGE_ON_RESUME, Config, accumulation_steps, help_text, load_config
+from config import Config, accumulation_steps, help_text, load_config, names
 from errors import UserError, command
+from layers.heads import check_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
@@ -33,8 +34,9 @@ def write(path, text):
 
 
 def refusal(*arguments):
+    """The sentence that refuses a command line, by its settings or by the table of variants."""
     with pytest.raises(UserError) as caught:
-        load_config([*arguments])
+        check_attention(load_config([*arguments]))
     return str(caught.value)
 
 
@@ -49,7 +51,7 @@ def test_defaults_are_the_124m_recipe():
         total_batch_size=524288, batch_size=64, max_iters=18865, learning_rate=6e-4,
         schedule="cosine", warmup_iters=700, min_lr=0, weight_decay=0.1, beta1=0.9, beta2=0.95,
         adam_eps=1e-8, grad_clip=1, eval_interval=250, val_tokens=10485760, optimizer="adamw",
-        s_init=1, b_init=0, gamma=1, attention_length="train", window=None,
+        s_init=1, b_init=0, gamma=1, window=None,
     )  # fmt: skip
     assert {key: getattr(config, key) for key in recipe} == recipe
     assert accumulation_steps(config, world_size=8) == 1
@@ -203,7 +205,6 @@ def test_a_run_stands_for_its_settings(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"attention": "none"}, "{path}: attention = 'none'; it is one of softmax,"),
         ({"n_layer": 0}, "{path}: n_layer = 0 must be at least 1"),
         ({"dropout": 0.1}, "{path} has 'dropout', which is not a setting here: another version"),
     ],
@@ -256,7 +257,7 @@ def test_a_config_is_frozen_checked_and_survives_as_dict():
     assert config.replace(p=2.5).variant_name == "lssar_p2.5"
     assert load_config([]).variant_name == "softmax"
     assert config.replace(window=8).variant_name == "lssar_p3"
-    assert "window" not in MAY_CHANGE_ON_RESUME  # another window is another run
+    assert "window" in names(fixed=True)  # another window is another run
     with pytest.raises(UserError, match="p = 0.5"):
         config.replace(p=0.5)
     with pytest.raises(UserError, match="n_layer = 0"):
@@ -291,8 +292,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         ("--n_layer=two", "n_layer = 'two' is str; it must be int"),
         ("--n_layer=True", "n_layer = True is bool; it must be int"),
-        ("--n_layer=None", "n_layer = None is NoneType; it must be int"),
-        ("--learning_rate=True", "learning_rate = True is bool; it must be float"),
         ("--learning_rate=fast", "learning_rate = 'fast' is str; it must be float"),
         ("--p=[3]", "p = [3] is list; it must be float or None"),
         ("--vocab_size=60000.5", "vocab_size = 60000.5 is float; it must be int or None"),
@@ -305,39 +304,27 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--batch_size=-1", "batch_size = -1 must be at least 1"),
         ("--learning_rate=-1e-3", "learning_rate = -0.001 must be at least 0"),
         ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
-        ("--mlp_hidden=0", "mlp_hidden = 0 must be at least 1"),
         ("--window=0", "window = 0 must be at least 1"),
-        ("--window=8.5", "window = 8.5 is float; it must be int or None"),
-        ("--eval_interval=0", "eval_interval = 0 must be at least 1"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
-        ("--beta2=1.5", "beta2 = 1.5 must be below 1"),
-        ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be"),
+        ("--gamma=0 --attention=relu_shen", "gamma = 0 must be above 0"),
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
-        ("--vocab_size=65537", "vocab_size = 65537 does not fit the shards' uint16 tokens"),
+        ("--vocab_size=65537", "vocab_size = 65537 must be at most 65536: a token is a uint16"),
         ("--planets=3", "planets = 3 is for task = 'orbits'"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         ("--task=orbits --tie_embeddings=False --vocab_size=9", "task = 'orbits' takes bins inste"),
         ("--task=orbits --tie_embeddings=False --bins=65534", "bins = 65534 must be at most 65533"),
         # choices
-        ("--attention_length=now", "attention_length = 'now'; it is one of train, current"),
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
-        ("--norm=batchnorm", "it is one of layernorm, rmsnorm"),
         ("--mlp=relu", "mlp = 'relu'; did you mean 'gelu'? it is one of gelu, swiglu"),
         ("--optimizer=sgd", "optimizer = 'sgd'; it is one of adamw, muon"),
-        ("--schedule=step", "it is one of cosine, constant, trapezoidal"),
-        ("--wandb_mode=on", "it is one of auto, online, offline, disabled"),
         ("--dtype=bf16", "it is one of auto, float32, bfloat16, float16"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: --p=3"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3): re-weighting "
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
         ("--attention=relu_wortsman --p=3", "takes no p"),
-        ("--attention=exp --p=3", "takes no p"),
-        ("--attention=linear_l1 --p=3", "takes no p"),
         ("--attention=phi_gelu --p=3", "takes no p"),
-        ("--attention=phi_mish --p=3", "takes no p"),
         ("--attention=softmax_inverse --p=3", "takes no p"),
-        ("--attention=softmax_recentred_l1 --p=3", "takes no p"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--n_head=256", "n_embd / n_head = 3 must be even: RoPE rotates pairs"),
         ("--head_size=63", "head_size = 63 must be even: RoPE rotates pairs"),
@@ -353,13 +340,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--nope_share=0.25 --n_kv_head=3", "it must be below 1 and a multiple of n_head / n_kv_h"),
         ("--nope_share=1", "nope_share = 1 of n_head = 12 is 12 heads"),
         ("--local_window=9", "local_window is for the heads beyond nope_share, which is 0"),
-        ("--p_law=learned", "p_law = 'learned' needs p"),
         ("--softcap=0", "softcap = 0 must be above 0"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--sink=learned --attention=relu_li", "attention = 'relu_li' takes no sink"),
         ("--sink=learned --attention=entmax15", "attention = 'entmax15' takes no sink"),
-        ("--sink=two", "sink = 'two'; it is one of none, one, learned"),
-        ("--gate=row", "gate = 'row'; it is one of none, head, element"),
         ("--attention=sparsemax --p=3", "attention = 'sparsemax' takes no p"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
         ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
@@ -374,9 +358,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer", "--n_layer needs a value: --n_layer=12"),
         ("--", "the command line sets '', which is not a setting"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
-        ("--out_dir=out/{}", "out_dir = 'out/{}' may name settings"),
         ("--out_dir=out/{p", "out_dir = 'out/{p' may name settings"),
-        ("--out_dir=out/{p.q}", "out_dir = 'out/{p.q}' may name settings"),
         ("--out_dir=out/{p:g}", "out_dir = 'out/{p:g}' may name settings"),
     ],
 )  # fmt: skip

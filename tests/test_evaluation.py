@@ -37,7 +37,7 @@ def test_attention_weights_of_softmax_against_the_formula():
     torch.testing.assert_close(layers[0], expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("case", [*ATTENTIONS, "sigmoid.py --attention_length=current"])
+@pytest.mark.parametrize("case", ATTENTIONS)
 def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
     model, length = small_model(case), 24  # beyond the training length
     model.scale_rope("yarn" if model.config.positions == "rope" else "none")
