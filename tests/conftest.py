@@ -135,11 +135,11 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def gpt2_file(tmp_path_factory):
     """GPT-2's vocabulary as a tokenizer.json."""
-    from scripts.export_hf import write_tokenizer
+    from scripts.export_hf import byte_level_bpe
 
-    folder = tmp_path_factory.mktemp("gpt2_file")
-    write_tokenizer(folder, Config(tokenizer="gpt2"))
-    return folder / "tokenizer.json"
+    path = tmp_path_factory.mktemp("gpt2_file") / "tokenizer.json"
+    byte_level_bpe("gpt2").save(str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -2,32 +2,27 @@
 
 import errno
 import functools
-import importlib
 import json
 import math
+import sys
 import tempfile
+from pathlib import Path
 
-import matplotlib.image
 import pytest
 import torch
 
 from config import load_config
-from errors import UserError
+from data.tokenizer import get_tokenizer
 from runtime.files import read_json
 from scripts import downstream
-from tests.helpers import CONFIGS, saved_run, small_config, small_model, write_task
+from scripts.common.runner import Options, load_run
+from tests.helpers import CONFIGS, not_blank, saved_run, small_config, small_model, write_task
 
-pytest.importorskip("lm_eval", reason="pip install -r requirements-dev.txt has lm_eval")
+lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
 
 # The training length is 16 tokens, the largest one here 40. Bytes: a token is a letter.
 MAX_LENGTH = 40
-CASES = [
-    "softmax.py",
-    "lssar_p15.py",
-    "relu_wortsman.py",
-    "sigmoid.py",
-    "ssmax.py",
-]
+CASES = ["softmax.py", "lssar_p15.py", "ssmax.py"]
 CHOICE = [
     {"q": "the cat", "c": ["x", "y", "z"], "a": 1},
     {"q": "a longer question of some length", "c": ["no", "yes, it is", "maybe"], "a": 0},
@@ -63,11 +58,16 @@ def tasks(tmp_path_factory):
         folder, "text", TEXT, output_type="loglikelihood_rolling", doc_to_text="",
         doc_to_target="{{t}}", metric_list=[{"metric": "bits_per_byte"}],
     )  # fmt: skip
+    write_task(
+        folder, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
+        doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
+    )  # fmt: skip
     group = {
         "group": "both", "task": ["choice", "other"], "metadata": {"version": 1},
         "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
     }  # fmt: skip
     (folder / "both.yaml").write_text(json.dumps(group))
+    generation(folder, ASKED, max_gen_toks=40, until=["\n"])
     return folder
 
 
@@ -83,15 +83,16 @@ def generation(folder, gold, **options):
 
 @pytest.fixture(autouse=True, scope="module")
 def harness(tmp_path_factory):
-    """No network, data sets cached in a folder, and what takes the harness long done once, or not
-    at all: the list of its tasks, and a description of the machine for each result."""
+    """No network and a fresh cache; without what takes the harness long: its own 14,000 tasks, and
+    a description of the machine for each result."""
     import datasets
     import lm_eval.evaluator
     import lm_eval.tasks
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
+        own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+        patch.setattr(lm_eval.tasks, "TaskManager", own)
         patch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
@@ -102,15 +103,18 @@ def harness(tmp_path_factory):
 def evaluate(call, tasks):
     """Run the script on local tasks; returns the newest measurement of downstream.json."""
 
-    forget = downstream.load_tasks.cache_clear
-
     def run(folder, names, *more):
-        forget()  # as the next command is another process
+        downstream.load_tasks.cache_clear()  # as the next command is another process
         common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
         call(downstream, folder, "--tasks", names, *common, *more)
         return read_json(folder / "downstream.json")[-1]
 
     return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return saved_run(tmp_path / "run", small_model("softmax.py").float())
 
 
 def log_chances(model, ids, length=None):
@@ -132,23 +136,20 @@ def answer(model, context, continuation):
 
 
 def say(model, text, new):
-    """The greedy continuation, without a cache, as ids."""
+    """The greedy continuation, without a cache, as text."""
     ids = list(text.encode())[new - MAX_LENGTH :]
     start, length = len(ids), len(ids) + new
     for _ in range(new):
         ids.append(log_chances(model, ids, length)[len(ids) - 1].argmax().item())
-    return ids[start:]
+    return bytes(i for i in ids[start:] if i < 256).decode(errors="replace")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_scores(case, tasks, evaluate, tmp_path):
     model = small_model(case)
     run = saved_run(tmp_path / "run", small_model(case).float())
-    answers = [
-        bytes(i for i in say(model, q, 6) if i < 256).decode(errors="replace") for q in ASKED
-    ]
-    gold = [*answers[:3], "wrong", answers[4]]
-    generation(tasks, gold, max_gen_toks=6, until=["\0\0"])
+    answers = [say(model, q, 6) for q in ASKED]
+    generation(tasks, [*answers[:3], "wrong", answers[4]], max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,text,gen")
     scores = {name: entry["scores"][name] for name, entry in result["parts"].items()}
     values = {
@@ -158,18 +159,16 @@ def test_scores(case, tasks, evaluate, tmp_path):
     }
 
     chances = [[answer(model, doc["q"], " " + c)[0] for c in doc["c"]] for doc in CHOICE]
-    best = [max(range(3), key=row.__getitem__) for row in chances]
-    right = [i == doc["a"] for i, doc in zip(best, CHOICE, strict=True)]
-    assert values["choice", "acc"] == pytest.approx(sum(right) / 6)
     per_letter = [
-        max(range(3), key=lambda i, row=row, doc=doc: row[i] / len(doc["c"][i]))
-        for row, doc in zip(chances, CHOICE, strict=True)
+        [x / len(c) for x, c in zip(found, doc["c"], strict=True)]
+        for found, doc in zip(chances, CHOICE, strict=True)
     ]
-    right = [i == doc["a"] for i, doc in zip(per_letter, CHOICE, strict=True)]
-    assert values["choice", "acc_norm"] == pytest.approx(sum(right) / 6)
-    share = sum(right) / 6
-    error = math.sqrt(share * (1 - share) / 5)
-    assert scores["choice"]["metrics"]["acc_norm"]["stderr"] == pytest.approx(error)
+    for metric, by_choice in (("acc", chances), ("acc_norm", per_letter)):
+        best = [max(range(3), key=found.__getitem__) for found in by_choice]
+        share = sum(i == doc["a"] for i, doc in zip(best, CHOICE, strict=True)) / 6
+        assert values["choice", metric] == pytest.approx(share)
+        error = math.sqrt(share * (1 - share) / 5)
+        assert scores["choice"]["metrics"][metric]["stderr"] == pytest.approx(error)
 
     splits = [doc["t"].rpartition(" ") for doc in LAST]
     found = [answer(model, context, " " + word) for context, _, word in splits]
@@ -179,11 +178,11 @@ def test_scores(case, tasks, evaluate, tmp_path):
 
     total = 0.0
     for doc in TEXT:
-        pieces = [doc["t"][i : i + MAX_LENGTH] for i in range(0, len(doc["t"]), MAX_LENGTH)]
         done = ""
-        for piece in pieces:  # a window is as long as it can be, and counts what is new in it
-            before = done[-(MAX_LENGTH + 1 - len(piece)) :]
-            total += answer(model, before, piece)[0]
+        for i in range(0, len(doc["t"]), MAX_LENGTH):
+            # a window is as long as it can be, and counts what is new in it
+            piece = doc["t"][i : i + MAX_LENGTH]
+            total += answer(model, done[-(MAX_LENGTH + 1 - len(piece)) :], piece)[0]
             done += piece
     count = sum(len(doc["t"]) for doc in TEXT)
     assert values["text", "bits_per_byte"] == pytest.approx(-total / count / math.log(2), rel=1e-4)
@@ -194,229 +193,103 @@ def test_scores(case, tasks, evaluate, tmp_path):
     assert result["max_length"] == MAX_LENGTH and result["step"] == 7
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_batches_are_as_single_requests(case, tmp_path, monkeypatch):
-    run = opened(case, tmp_path)
+def test_batches_are_as_single_requests(run, monkeypatch):
+    """Sequences of up to the training length share batches; longer ones are read alone."""
+    opened = load_run(run, Options(device="cpu"))
+    model = downstream.harness_model(opened, MAX_LENGTH)
     generator = torch.Generator().manual_seed(0)
-    pairs = []
+    requests = []
     for size in [3, 3, 7, 12, 15, 16, 17, 17, 17, 24, 39, 40, 60, 5, 5]:
-        ids = torch.randint(257, (size,), generator=generator).tolist()
-        cut = max(1, size - 1 - len(pairs) % 4)
-        pairs += [(ids[:cut], ids[cut:]), (ids[:-1], [7]), (ids[:-1], [9])]
-    sizes = []
-    forward = run.model.trunk.forward
+        ids, more = torch.randint(257, (2, size), generator=generator).tolist()
+        cut = max(1, size - 1 - len(requests) % 4)
+        requests += [(None, ids[:cut], ids[cut:]), (None, more, [7]), (None, more, [9])]
+    shapes, forward = [], opened.model.trunk.forward
     monkeypatch.setattr(
-        run.model.trunk, "forward", lambda x, *more: sizes.append(x.shape[:2]) or forward(x, *more)
+        opened.model.trunk, "forward", lambda x, *a: shapes.append(x.shape[:2]) or forward(x, *a)
     )
-    together = downstream.loglikelihoods(run, pairs, MAX_LENGTH)
-    batched = list(sizes)
-    monkeypatch.setattr(downstream, "BATCH_TOKENS", 1)
-    apart = [downstream.loglikelihoods(run, [pair], MAX_LENGTH)[0] for pair in pairs]
-    for (a, greedy), (b, alone) in zip(together, apart, strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-4) and greedy == alone
-    # requests that read the same are read once, and short ones go together
-    assert len(sizes) - len(batched) == len(pairs)
-    assert sum(rows for rows, _ in batched) < len(pairs)
-    assert len(batched) == 5
+    together = model._loglikelihood_tokens(requests)
+    assert {size for size, length in shapes if length > 16} == {1}
+    assert sum(length <= 16 for _, length in shapes) == 1
+    for request, (value, greedy) in zip(requests, together, strict=True):
+        alone, same = model._loglikelihood_tokens([request])[0]
+        assert value == pytest.approx(alone, rel=1e-4, abs=1e-4) and greedy == same
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_means_every_token(case, tmp_path):
-    model, run = small_model(case), opened(case, tmp_path)
-    ids = list(b"words")
-
-    def likeliest(ids, length):
-        return log_chances(model, ids, length)[len(ids) - 1].argmax().item()
-
-    first = likeliest(ids, 6)
-    pairs = []
-    for token in (first, first ^ 1):
-        second = likeliest([*ids, token], 6)
-        pairs += [(ids, [token, second]), (ids, [token, second ^ 1])]
-    found = downstream.loglikelihoods(run, pairs, MAX_LENGTH)
-    assert [greedy for _, greedy in found] == [True, False, False, False]
+def test_a_tokenizer_file_adds_nothing_to_a_text(words_file, run):
+    model = small_model(f"softmax.py --tokenizer={words_file}")
+    saved_run(run, model.float())
+    harness = downstream.harness_model(load_run(run, Options(device="cpu")), MAX_LENGTH)
+    text = "the cat sat on the cat the cat"
+    assert harness.tok_encode(text) == get_tokenizer(str(words_file)).encode(text)
+    assert harness.eot_token_id == 6
 
 
-def opened(case, tmp_path):
-    """A run, opened as the script does it."""
-    import argparse
+def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch, capsys):
+    asked, simple_evaluate = [], lm_eval.simple_evaluate
 
-    from scripts.common.runs import RunOptions, add_options, open_run
+    def counted(*arguments, tasks, **more):
+        asked.extend(getattr(task, "task_name", "") for task in tasks)
+        return simple_evaluate(*arguments, tasks=tasks, **more)
 
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    run = saved_run(tmp_path / "run", small_model(case).float())
-    return open_run(run, RunOptions.parse(parser.parse_args(["--device=cpu"])))
-
-
-def test_generation_stops(tmp_path):
-    model = small_model("lssar_p15.py")
-    run = opened("lssar_p15.py", tmp_path)
-    ids = say(model, "the cat", 20)
-    text = bytes(i for i in ids if i < 256).decode(errors="replace")
-    prompt = list(b"the cat")
-    calls = []
-    forward = run.model.trunk.forward
-    run.model.trunk.forward = lambda x, *more: calls.append(x) or forward(x, *more)
-    stop = text[4:6]
-    asked = [(prompt, 20, (stop,)), (prompt, 20, ()), (prompt, 20, ("", "never", stop))]
-    assert downstream.continuations(run, asked) == [
-        text[: text.index(stop)],
-        text,
-        text[: text.index(stop)],
-    ]
-    # 20 tokens where nothing stops it; the others end with the stop string
-    needed = len(text[: text.index(stop)] + stop)
-    assert len(calls) == 20 + 2 * needed
-
-
-def test_end_of_text_ends_generation(tmp_path, monkeypatch):
-    run = opened("softmax.py", tmp_path)
-    made = [104, 105, 256, 33]
-
-    def generate(model, idx, new, temperature, stop):
-        for number in range(1, new + 1):
-            out = torch.cat((idx, torch.tensor([made[:number]] * len(idx))), dim=1)
-            if stop(out):
-                break
-        return out
-
-    monkeypatch.setattr(downstream, "generate", generate)
-    assert downstream.continuations(run, [([1, 2], 4, ()), ([3], 2, ())]) == ["hi", "hi"]
-
-
-def test_measured_once(evaluate, tasks, tmp_path, monkeypatch, capsys):
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+    monkeypatch.setattr(lm_eval, "simple_evaluate", counted)
     first = evaluate(run, "choice,last")
-    monkeypatch.setattr(downstream, "loglikelihoods", None)
     capsys.readouterr()
-    assert evaluate(run, "last") == first  # and nothing is dropped
+    assert evaluate(run, "last") == first and asked == ["choice", "last"]
     printed = capsys.readouterr().out
     assert "perplexity" in printed and "choice" not in printed
     for change in (["--rope", "none"], ["--limit", "2"], ["--max_length", "30"]):
-        with pytest.raises(TypeError):
-            evaluate(run, "last", *change)
-    data = (tasks / "other.jsonl").read_text()
-    monkeypatch.undo()
-    evaluate(run, "other")
-    monkeypatch.setattr(downstream, "loglikelihoods", None)
-    evaluate(run, "other")
-    (tasks / "other.jsonl").write_text(data.replace("the cat", "the dog"))
-    with pytest.raises(TypeError):
-        evaluate(run, "other")
-    (tasks / "other.jsonl").write_text(data)
+        asked.clear()
+        changed = evaluate(run, "last", *change)
+        assert asked == ["last"] and list(changed["parts"]) == ["last"]
+    data = tasks / "other.jsonl"
+    data.write_text(data.read_text().replace("the cat", "the dog"))
+    evaluate(run, "last")
+    assert asked == ["last"] * 2
+    assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 
 
-def test_a_measurement_of_other_weights_is_not_taken(evaluate, tmp_path):
-    """Another run's results, where the two differ in their weights only."""
-    other, run = (tmp_path / name for name in ("other", "run"))
+def test_a_measurement_of_other_weights_is_not_taken(evaluate, run, tmp_path):
     model = small_model("softmax.py").float()
-    saved_run(other, model)
     with torch.no_grad():
         model.wte.weight.mul_(-1)
-    saved_run(run, model)
-    first = evaluate(other, "choice,last")
+    other = saved_run(tmp_path / "other", model)
+    first = evaluate(other, "last")
     (run / "downstream.json").write_text((other / "downstream.json").read_text())
-    second = evaluate(run, "choice,last")
+    second = evaluate(run, "last")
     assert read_json(run / "downstream.json") == [first, second]
     assert second["parts"] != first["parts"] and second["sha256"] != first["sha256"]
 
 
-def test_a_quick_try_deletes_no_measurement(evaluate, tmp_path, capsys):
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    full = evaluate(run, "choice,last")
-    tried = evaluate(run, "choice", "--limit", "1")
-    assert tried["limit"] == 1 and tried["parts"]["choice"]["scores"]["choice"]["samples"] == 1
-    assert read_json(run / "downstream.json") == [full, tried]
-    (run / "downstream.json").write_text(json.dumps(full))
+@pytest.mark.parametrize("name", ["gen", "long"])
+def test_what_was_measured_stays(evaluate, tasks, run, name, capsys):
+    """A task that does not fit ends the command, after the tasks before it were saved."""
+    generation(tasks, ASKED, max_gen_toks=40, until=["\n"])
     with pytest.raises(SystemExit) as stop:
-        evaluate(run, "choice")
-    assert stop.value.code == 2 and "no list of measurements" in capsys.readouterr().err
-    assert read_json(run / "downstream.json") == full
+        evaluate(run, f"choice,{name}", "--limit", "1")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and f"task {name} cannot be evaluated: " in error
+    assert "over 40 tokens" in error or "must be less than model's maximum" in error
+    (result,) = read_json(run / "downstream.json")
+    assert list(result["parts"]) == ["choice"] and result["limit"] == 1
 
 
 def test_several_runs_in_one_table_and_picture(call, tasks, evaluate, tmp_path, capsys):
     names = ["softmax", "lssar_p15"]
     runs = [saved_run(tmp_path / n, small_model(f"{n}.py").float()) for n in names]
     alone = [evaluate(run, "choice,last") for run in runs]
-    for run in runs:
-        assert matplotlib.image.imread(run / "downstream.png").std() > 0
-        (run / "downstream.json").unlink()
+    assert all(not_blank(run / "downstream.png") for run in runs)
     capsys.readouterr()
     common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
     call(downstream, *runs, "--tasks", "choice,last", *common)
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for run, name, result in zip(runs, names, alone, strict=True):
-        (together,) = read_json(run / "downstream.json")
-        assert together["parts"] == result["parts"]
+    for name, result in zip(names, alone, strict=True):
         for task, metric in (("choice", "acc_norm"), ("last", "acc")):
             value = result["parts"][task]["scores"][task]["metrics"][metric]["value"]
             assert [task, metric, name, f"{100 * value:.2f}"] in [line[:4] for line in table]
-    assert matplotlib.image.imread(tmp_path / "downstream_by_run_softmax_lssar_p15.png").std() > 0
+    assert not_blank(tmp_path / "downstream_by_run_softmax_lssar_p15.png")
 
 
-def test_a_task_without_a_share_of_right_answers_is_not_drawn(evaluate, tmp_path, capsys):
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    evaluate(run, "text")
-    assert "bits_per_byte" in capsys.readouterr().out
-    assert not (run / "downstream.png").exists()
-
-
-def test_what_cannot_be_written_is_not_measured(evaluate, tmp_path, monkeypatch, capsys):
-    def denied(dir):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    monkeypatch.setattr(downstream, "load_tasks", None)
-    with pytest.raises(SystemExit) as stop:
-        evaluate(run, "choice")
-    error = f"{run}: no file can be written there: Permission denied"
-    assert stop.value.code == 2 and error in capsys.readouterr().err
-
-
-def test_what_was_done_stays(evaluate, tasks, tmp_path, capsys):
-    """A task that the run cannot do ends the command, after the tasks before it were saved."""
-    write_task(
-        tasks, "long", [{"t": "x"}], output_type="loglikelihood", doc_to_text="{{t}}",
-        doc_to_target="{{'y' * 41}}", metric_list=[{"metric": "perplexity"}],
-    )  # fmt: skip
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    refused = {
-        "leaves none for its prompt": {"max_gen_toks": 40},
-        "asks for sampling": {"max_gen_toks": 4, "do_sample": True, "temperature": 1.0},
-    }
-    for message, options in refused.items():
-        generation(tasks, ASKED, until=["\n"], **options)
-        with pytest.raises(SystemExit) as stop:
-            evaluate(run, "choice,gen", "--limit", "1")
-        assert stop.value.code == 2 and message in capsys.readouterr().err
-        (result,) = read_json(run / "downstream.json")
-        assert list(result["parts"]) == ["choice"]
-    with pytest.raises(SystemExit):
-        evaluate(run, "long")
-    assert "41 tokens, more than --max_length 40" in capsys.readouterr().err
-
-
-def test_the_harness_lists_the_tasks_that_are_asked_for(tasks):
-    """With all that a group refers to; all 14,000 only for what no file of its own defines."""
-    import lm_eval.tasks
-
-    everything = lm_eval.tasks.TaskManager(include_path=()).task_index
-    for names in (("arc_easy", "piqa"), ("mmlu",), ("openllm",), ("ai2_arc",)):
-        found = downstream.open_manager(names, None).task_index
-        assert (len(found) < 1000) == (names[0] in ("arc_easy", "mmlu"))
-        for name in names:
-            assert found[name].yaml_path == everything[name].yaml_path
-    own = downstream.open_manager(("choice", "piqa"), str(tasks)).task_index
-    assert str(own["choice"].yaml_path).startswith(str(tasks)) and "piqa" in own
-    write_task(tasks, "sciq", [{"t": "x"}], output_type="loglikelihood")
-    shadowed = downstream.open_manager(("sciq",), str(tasks)).task_index["sciq"]
-    assert str(shadowed.yaml_path).startswith(str(tasks))
-
-
-def test_group(evaluate, tmp_path, capsys):
-    run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
+def test_a_group_has_its_own_score(evaluate, run, capsys):
     scores = evaluate(run, "both")["parts"]["both"]["scores"]
     parts = [
         scores[name]["metrics"]["acc"]["value"] * n for name, n in (("choice", 6), ("other", 2))
@@ -427,89 +300,78 @@ def test_group(evaluate, tmp_path, capsys):
     assert "both" in printed and "choice" not in printed.split("samples")[1]
 
 
+ARC = str(Path(lm_eval.__file__).parent / "tasks/arc")
+
+
 @pytest.mark.parametrize(
     "names, more, message",
     [
         ("choise", (), "no task 'choise'; did you mean choice?"),
         ("choice", ("--include_path", "nowhere"), "nowhere: no such folder"),
         ("choice", ("--limit", "0"), "--limit 0 must be at least 1"),
-        ("choice", ("--max_length", "0"), "--max_length 0 must be at least 1"),
         ("choice", ("--checkpoint", "best"), "no checkpoint in it (best)"),
+        ("arc_easy", ("--include_path", ARC), "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"),
     ],
 )
-def test_refuses(evaluate, tmp_path, capsys, names, more, message):
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
+def test_refuses(evaluate, run, capsys, names, more, message):
     with pytest.raises(SystemExit) as stop:
         evaluate(run, names, *more)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (run / "downstream.json").exists()
 
 
-def test_learned_positions_are_not_exceeded(monkeypatch):
-    monkeypatch.setattr(downstream, "count_samples", lambda *arguments: 1)
-    config = small_config("softmax.py --positions=learned")
-    request = downstream.TaskRequest()
-    assert request.max_length_of(small_config("softmax.py")) == 32
-    assert request.max_length_of(config) == 16
-    request.check(config)
-    with pytest.raises(UserError, match="a length of 17 is beyond its learned positions"):
-        downstream.TaskRequest(max_length=17).check(config)
+def test_what_cannot_be_done_is_said_before_work(evaluate, run, monkeypatch, capsys):
+    def denied(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-
-def test_no_module_here_hides_one_that_a_task_of_the_paper_imports():
-    """SummScreen's imports Hugging Face's `evaluate`."""
-    task = importlib.import_module("lm_eval.tasks.scrolls.task")
-    assert task.load.__module__.startswith("evaluate.")
-
-
-def test_no_network_is_said_before_the_model_is_loaded(evaluate, tmp_path, monkeypatch, capsys):
-    from huggingface_hub import constants
-
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
-    monkeypatch.setattr(downstream, "open_run", None)
-    with pytest.raises(SystemExit) as stop:
-        evaluate(run, "paper")
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert "error: task arc_easy: its data are not on this machine" in error
-    assert "Retry" not in error
-
-
-def test_a_missing_harness_is_said(evaluate, tmp_path, monkeypatch, capsys):
-    import sys
-
-    run = saved_run(tmp_path / "run", small_model("softmax.py").float())
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit) as stop:
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", denied)
+        with pytest.raises(SystemExit):
+            evaluate(run, "choice")
+    assert f"{run}: no file can be written there: Permission" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(SystemExit):
         evaluate(run, "choice")
-    assert stop.value.code == 2 and "pip install -r requirements-dev.txt" in capsys.readouterr().err
+    assert "pip install -r requirements-eval.txt" in capsys.readouterr().err
 
 
-def test_the_papers_numbers_stand_beside_its_own_models(monkeypatch, capsys):
-    def row(*arguments):
-        return downstream.paper_row(
+def test_learned_positions_are_not_exceeded():
+    config = small_config("softmax.py --positions=learned")
+    evaluation = downstream.Downstream()
+    assert evaluation.facts(small_config("softmax.py"))["max_length"] == 32
+    assert evaluation.facts(config)["max_length"] == 16
+    with pytest.raises(ValueError, match="a length of 17 is beyond its learned positions"):
+        downstream.Downstream(max_length=17).facts(config)
+
+
+def test_no_module_here_hides_one_that_a_library_imports():
+    """SummScreen, a task of the paper, imports Hugging Face's `evaluate`; transformers, kernels."""
+    assert not {path.stem for path in CONFIGS.parent.iterdir()} & {"evaluate", "kernels"}
+
+
+def test_the_papers_numbers_stand_beside_its_own_models(capsys):
+    def entry(*arguments):
+        return downstream.paper_entry(
             load_config([str(CONFIGS / a) if a.endswith("py") else a for a in arguments])
         )
 
-    assert row("softmax.py") == "softmax 124m"
-    assert row("lssar_p15.py", "scales/355m.py") == "lssar_p15 355m"
-    assert row("lssa.py") is row("softmax.py", "--n_layer=2") is None
-    assert row("softmax.py", "--data_dir=data/text_bytes") is None
+    assert entry("softmax.py") == "softmax 124m"
+    assert entry("lssar_p15.py", "scales/355m.py") == "lssar_p15 355m"
+    assert entry("lssa.py") is entry("softmax.py", "--n_layer=2") is None
+    assert entry("softmax.py", "--data_dir=data/text_bytes") is None
     metrics = {"acc": {"value": 0.1, "stderr": 0.2}, "acc_norm": {"value": 0.5, "stderr": 0.011}}
     scores = {"piqa": {"samples": 1838, "num_fewshot": 0, "metrics": metrics}}
-    facts = {"variant": "lssar_p15", "step": 1, "rope": "none", "max_length": 2048, "lm_eval": "0"}
-    tables = {"paper": row("lssar_p15.py"), "parts": {"piqa": {"scores": scores}}}
-    other = {"paper": None, "parts": tables["parts"]}
-    results = [facts | tables, facts | other]
-    downstream.print_scores(["one", "two"], results)
+    facts = {"step": 1, "rope": "none", "max_length": 2048, "lm_eval": "0"}
+    parts = {"parts": {"piqa": {"scores": scores}}}
+    one = facts | parts | {"paper": entry("lssar_p15.py")}
+    two = facts | parts | {"paper": None}
+    (figure,) = downstream.show(None, [("one", one), ("two", two)]).values()
     ours, others = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert ours == ["piqa", "acc_norm", "one", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2
     assert others == ["piqa", "acc_norm", "two", "50.00", "1.10", "1838"]
-    (axes,) = downstream.plot(["one", "two"], results).axes
+    (axes,) = figure.axes
     assert [bar.get_width() for bar in axes.patches] == [50, 50]
-    (mark,) = axes.collections[-1].get_segments()
+    (mark,) = axes.collections[1].get_segments()  # after the first run's errors
     first = axes.patches[0]
     assert mark[:, 0].tolist() == [65.34] * 2  # and across the bar of its own run
     assert mark[:, 1] == pytest.approx([first.get_y(), first.get_y() + first.get_height()])

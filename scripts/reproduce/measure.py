@@ -17,11 +17,9 @@ from errors import EXIT_MISTAKE, UserError, first_line
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json, write_json
-from scripts import benchmark, downstream
+from scripts import benchmark
 from scripts.common import runner
 from scripts.common.planned import PlannedRun, call_when_free
-from scripts.common.results import matches, read_results
-from scripts.common.runs import open_run, run_facts
 from scripts.reproduce.rows import Scale
 
 # At most so many table rows take turns with softmax when their cost is measured.
@@ -278,7 +276,7 @@ class OfRuns(Measurement):
                 continue
             try:
                 for options in self.options_of(run):
-                    measured(options, self.folder(run))
+                    runner.measured(options, self.folder(run))
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures + super().measure(work)
@@ -291,7 +289,7 @@ class OfRuns(Measurement):
         folder = self.folder(run)
         if not run.finished or (self.finetuned and not is_finetuned(run)):
             return None
-        own, *control = (stored(options, folder) for options in self.options_of(run))
+        own, *control = (runner.stored(options, folder) for options in self.options_of(run))
         if own is None or None in control:
             return None
         return own | ({"control": control[0]} if control else {})
@@ -309,26 +307,6 @@ class OfRuns(Measurement):
                 found |= {"curves": self.curves(found)} if self.curves else {}
                 entries.append(run.entry(values, found | {"folder": str(self.folder(run))}))
         return entries
-
-
-def stored(options: Any, folder: Path) -> dict | None:
-    if isinstance(options, runner.Evaluation):
-        return runner.stored(options, folder)
-    weights, config = checkpoint.newest(folder), checkpoint.read_config(folder)
-    assert weights is not None
-    facts = run_facts(config, weights, options) | options.facts(config)
-    measurements = [m for m in read_results(options.file(folder)) if matches(m, facts)]
-    selected = (options.select(measurement, config) for measurement in measurements)
-    return next((m for m in selected if m is not None), None)
-
-
-def measured(options: Any, folder: Path) -> None:
-    if isinstance(options, runner.Evaluation):
-        runner.measured(options, folder)
-        return
-    harness = downstream.import_harness()
-    tasks = downstream.load_tasks(options.tasks, options.include_path)
-    downstream.measure(open_run(folder, options), options, harness, tasks)
 
 
 def is_finetuned(run: PlannedRun) -> bool:

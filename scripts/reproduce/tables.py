@@ -21,7 +21,7 @@ from runtime.device import autocast, pick_device, pick_dtype
 from scripts import needle, passkey
 from scripts.attention_maps import DRAWN, AttentionMaps, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
-from scripts.downstream import TaskRequest
+from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain_from_context, smoothed
 from scripts.needle import Needles
 from scripts.passkey import Passkeys
@@ -138,14 +138,14 @@ def downstream(table: str) -> OfRuns:
             for task, metric in pairs
         ]
 
-    def request(config: Config) -> TaskRequest:
+    def request(config: Config) -> Downstream:
         data = config.data_dir
         if table == "table_a1" and "fineweb" in data and "fineweb_edu" not in data:
             raise UserError(
                 f"Table A1 is of training on FineWeb-Edu, not on {data}: "
                 "--scale 45m, 124m_edu or 355m"
             )
-        return TaskRequest(tasks=tasks, **options(config))
+        return Downstream(tasks=",".join(tasks), **options(config))
 
     return OfRuns(
         columns=columns, options=request, values=values, digits=2,
