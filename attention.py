@@ -166,7 +166,11 @@ class Variant:
     def takes_sink(self) -> bool:
         """A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there."""
         row = self.norm is None and self.row_weights is None and self.reweight is relu_power
-        return row and not self.phi.signed and bool(self.phi.function(torch.zeros(())) > 0)
+        return (
+            row
+            and not self.phi.signed
+            and bool(self.phi.function(torch.zeros((), device="cpu")) > 0)
+        )
 
     @property
     def is_softmax(self) -> bool:

@@ -2,7 +2,7 @@
 
 python -m scripts.sweep configs/lssar_p15.py --p=3,5,7,10 --seed=1,2
 python -m scripts.sweep configs/softmax.py configs/scales/tiny.py --learning_rate=1e-3,2e-3 \
-    --processes 2 --lengths 128,1024
+    --lengths 128,1024
 
 Config files and settings are those of train.py, but a setting of the command line may have several
 values, with commas between them. Each combination of values is a run, in the folder
@@ -14,18 +14,16 @@ contains the runs as sweep_RUN_RUN.md and .json; the picture, sweep_RUN_RUN.png,
 the first setting that is a number, or without such a setting over the length.
 
 An interrupted command continues where it stopped; nothing is done twice, and a larger grid takes
-over the runs of a smaller grid. A run that fails does not stop the others. With --processes, each
-of the runs at the same time has a GPU of its own, as far as there are enough, or its share of the
-cores, and its output goes to a .log beside its folder.
+over the runs of a smaller grid. A run that fails does not stop the others. Each run takes all GPUs.
+To train several runs at the same time, start the same command on each GPU, with
+CUDA_VISIBLE_DEVICES: runs that another process is training are left to it.
 """
 
 import argparse
 import itertools
 import os
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,35 +32,15 @@ from typing import Any
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from matplotlib.figure import Figure
 
 from config import load_config, names, pop_value, require_known_setting
-from errors import EXIT_MISTAKE, UserError, command
-from runtime.device import pick_device
-from runtime.distributed import EXIT_STOPPED
-from runtime.files import check_writable, is_locked, read_json
+from errors import UserError, command
+from runtime.files import check_writable, read_json
 from runtime.log import read_metrics
-from scripts.common.arguments import AtLeast, Lengths
-from scripts.common.planned import (
-    POLL_SECONDS,
-    PlannedRun,
-    check,
-    check_data,
-    child_environment,
-    cost,
-    stop_on_signals,
-    train,
-)
-from scripts.common.plots import (
-    add_legend,
-    panels,
-    plot_band,
-    row_style,
-    save_picture,
-    show_equal_curves,
-)
-from scripts.common.runner import common_folder, measured, picture_path
+from scripts.common import runner
+from scripts.common.planned import PlannedRun, check, check_data, cost, stop_on_signals, train
+from scripts.common.plots import Curve, draw_curves, save_picture
 from scripts.common.tables import SIDES, how_measured, ranged, seed_sentences, summarise, write
 from scripts.eval_length import LossByLength
 
@@ -70,6 +48,7 @@ from scripts.eval_length import LossByLength
 MULTIPLES = (1, 2, 4, 8)
 # Settings with a single value: losses on other data cannot be compared.
 SINGLE = (*names("data"), "out_dir")
+LOSS = "validation loss (nats per token)"
 
 
 @dataclass(frozen=True)
@@ -90,33 +69,27 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--lengths", action=Lengths, help="to evaluate at, in tokens (default: 1x to 8x training)")
-    help = "train N runs at the same time (%(default)s)"
-    add("--processes", action=AtLeast, at_least=1, default=1, metavar="N", help=help)
+    add("--lengths", help="to evaluate at, in tokens (default: 1x to 8x training)")
     add("--plan", action="store_true", help="print what it would cost, and stop")
     options, settings = parser.parse_known_args()
     fixed, grid = parse_grid(settings)
     points = make_points(fixed, grid)
     # all values of a seed before the next seed
     runs = [run for of_seed in zip(*(p.runs for p in points), strict=True) for run in of_seed]
-    folder = common_folder([run.folder for run in runs])
-    check(runs, "--out_dir", processes=1 if options.processes > 1 else None)
+    folder = runner.common_folder([run.folder for run in runs])
+    check(runs, "--out_dir")
     check_data(runs)
     lengths = lengths_of(runs, options.lengths)
     check_writable(folder)
 
-    labels = {run.folder: run.name for run in runs}
     swept = "; ".join(f"{key} = {', '.join(values)}" for key, values in grid.items())
-    print(f"{len(runs)} runs in {os.path.relpath(folder)}: {swept}")
-    print(cost(runs, labels), flush=True)
+    print(f"{len(runs)} runs in {os.path.relpath(folder)}: {swept}\n{cost(runs)}", flush=True)
     if options.plan:
         return
     stop_on_signals()
-    failed = train_together(runs, options.processes) if options.processes > 1 else {}
-    left = [run for run in runs if run.folder not in failed]
-    failures = [*failed.values(), *train(left, lambda: cost(left, labels))]
+    failures = train(runs)
     table = build_table(points, lengths, failures)
-    picture = picture_path([run.folder for point in points for run in point.runs], "sweep")
+    picture = runner.picture_path([run.folder for point in points for run in point.runs], "sweep")
     save_picture(plot(points, table, lengths), picture)
     write(picture.parent, picture.stem, table, [picture.name])
     print("\n" + picture.with_suffix(".md").read_text())
@@ -176,19 +149,21 @@ def make_points(fixed: list[str], grid: dict[str, list[str]]) -> list[Point]:
             )
         folders.add(config.out_dir)
         values.pop("seed", None)
-        name = ", ".join(f"{key} = {shown(value)}" for key, value in values.items())
-        name = name or config.variant_name
-        points.setdefault(name, Point(name, values, [])).runs.append(
-            PlannedRun(name, config, arguments)
-        )
+        name = named(values) or config.variant_name
+        run = PlannedRun(name, config, arguments)
+        points.setdefault(name, Point(name, values, [])).runs.append(run)
     return list(points.values())
+
+
+def named(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {shown(value)}" for key, value in values.items())
 
 
 def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def lengths_of(runs: Sequence[PlannedRun], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+def lengths_of(runs: Sequence[PlannedRun], wanted: str | None) -> tuple[int, ...]:
     """The lengths to evaluate at. Raises UserError where a run cannot be evaluated there."""
     configs = [run.config for run in runs]
     orbits = any(config.task == "orbits" for config in configs)
@@ -196,10 +171,15 @@ def lengths_of(runs: Sequence[PlannedRun], wanted: tuple[int, ...] | None) -> tu
         raise UserError("--lengths: runs of orbits are validated at the training length alone")
     ends = orbits or any(config.positions == "learned" for config in configs)
     shortest = min(config.block_size for config in configs)
-    lengths = wanted or tuple(n * shortest for n in ((1,) if ends else MULTIPLES))
+    lengths = tuple(n * shortest for n in ((1,) if ends else MULTIPLES))
+    if wanted:
+        lengths = runner.lengths_of("lengths", wanted)
     for config in configs if not orbits else ():
         LossByLength(lengths=lengths).facts(config)
     return lengths
+
+
+# ---- the table and its picture ----
 
 
 def evaluate(run: PlannedRun, lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -208,77 +188,7 @@ def evaluate(run: PlannedRun, lengths: tuple[int, ...]) -> dict[str, Any]:
         losses = [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step]
         return {"loss": losses[-1:], "environment": read_json(run.folder / "environment.json")}
     device, dtype = run.config.device, run.config.dtype
-    return measured(LossByLength(lengths=lengths, device=device, dtype=dtype), run.folder)
-
-
-# ---- several runs at a time ----
-
-
-def train_together(runs: Sequence[PlannedRun], processes: int) -> dict[Path, str]:
-    """Train the unfinished runs, `processes` at a time; returns a sentence for each that failed.
-
-    Runs that another process is training are left to it.
-    """
-    waiting = [run for run in runs if not run.finished and not is_locked(run.folder)]
-    count, places = len(waiting), range(min(processes, len(waiting)))
-    running: dict[int, tuple[PlannedRun, subprocess.Popen]] = {}  # by place
-    failures: dict[Path, str] = {}
-    try:
-        while waiting or running:
-            for place in places:
-                if place not in running and waiting:
-                    run = waiting.pop(0)
-                    print(f"{run.folder}: run {count - len(waiting)} of {count}", flush=True)
-                    running[place] = run, start(run, environment_at(place, len(places), run))
-            time.sleep(POLL_SECONDS)
-            for place, (run, process) in list(running.items()):
-                code = process.poll()
-                if code is None:
-                    continue
-                del running[place]
-                if code == EXIT_STOPPED:
-                    sys.exit(EXIT_STOPPED)
-                last = (log_of(run).read_text(errors="replace").strip() or "no output").split("\n")
-                if code == EXIT_MISTAKE and not is_locked(run.folder):
-                    raise UserError(f"{run.folder} was refused: {last[-1]}")
-                if code not in (0, EXIT_MISTAKE):
-                    failures[run.folder] = (
-                        f"{run.folder} stopped with exit code {code} at step {run.step}: "
-                        f"{last[-1]} ({log_of(run)})"
-                    )
-    finally:
-        for _, process in running.values():
-            process.terminate()  # train.py saves, then ends
-        for _, process in running.values():
-            process.wait()
-    return failures
-
-
-def start(run: PlannedRun, environment: dict[str, str]) -> subprocess.Popen:
-    """Start the training of a run, with its output at the end of its log."""
-    log_of(run).parent.mkdir(parents=True, exist_ok=True)
-    with open(log_of(run), "ab") as log:
-        return subprocess.Popen(
-            run.command(processes=1), stdout=log, stderr=subprocess.STDOUT,
-            env=child_environment() | environment,
-        )  # fmt: skip
-
-
-def log_of(run: PlannedRun) -> Path:
-    return run.folder.with_name(f"{run.folder.name}.log")
-
-
-def environment_at(place: int, places: int, run: PlannedRun) -> dict[str, str]:
-    """The variables that give a run one GPU or its share of the cores, unless they are set."""
-    if run.config.device in ("auto", "cuda") and pick_device(run.config.device).type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-        return {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]}
-    cores = str(max(1, (os.cpu_count() or 1) // places))
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
-
-
-# ---- the table and its picture ----
+    return runner.measured(LossByLength(lengths=lengths, device=device, dtype=dtype), run.folder)
 
 
 def build_table(points: Sequence[Point], lengths: tuple[int, ...], failures: list[str]) -> dict:
@@ -300,13 +210,12 @@ def build_table(points: Sequence[Point], lengths: tuple[int, ...], failures: lis
         "columns": [f"{text}{n:,}" for text, n in zip(multiples, lengths, strict=True)],
         "paper_columns": [None] * len(lengths),
         "better": ["lower"] * len(lengths),
-        "compare": "difference",
         "digits": 4,
         "rows": entries,
     }
     table["caption"] = [
-        f"Validation loss (nats per token) after {ranged(run['tokens'] for run in runs)} tokens of "
-        f"training, by `python -m scripts.sweep {shlex.join(sys.argv[1:])}`; "
+        f"{LOSS} after {ranged([run['tokens'] for run in runs])} tokens of training, by `python -m "
+        f"scripts.sweep {shlex.join(sys.argv[1:])}`; "
         f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}.",
         *seed_sentences(table, seeds),
         how_measured(runs),
@@ -323,35 +232,30 @@ def plot(points: Sequence[Point], table: dict, lengths: tuple[int, ...]) -> Figu
     """
     made, entries = [point for point in points if point.name in table["rows"]], table["rows"]
     numbers = [key for key in made[0].values if all(is_number(p.values[key]) for p in points)]
-    key = numbers[0] if numbers else "length in tokens"
-    # title of a panel -> (label, places on the x axis, mean, low and high) of its curves
-    curves: dict[str, list[tuple[str, list, list]]] = {}
     if not numbers:
-        curves[""] = [(name, list(lengths), [e[s] for s in SIDES]) for name, e in entries.items()]
-    for point in made if numbers else ():
-        title = ", ".join(f"{k} = {shown(v)}" for k, v in point.values.items() if k != key)
-        curves.setdefault(title, [(f"{one} tokens", [], [[], [], []]) for one in table["columns"]])
-    for point in sorted(made, key=lambda point: point.values[key]) if numbers else ():
-        title = ", ".join(f"{k} = {shown(v)}" for k, v in point.values.items() if k != key)
-        for i, (_, places, band) in enumerate(curves[title]):
-            places.append(point.values[key])
-            for side, values in zip(SIDES, band, strict=True):
-                values.append(entries[point.name][side][i])
-    figure, all_axes = panels(len(curves), sharey=True)
-    for (title, drawn), axes in zip(curves.items(), all_axes, strict=True):
-        for i, (label, places, band) in enumerate(drawn):
-            plot_band(axes, places, band, label, row_style(i))
-        if places[-1] >= 10 * places[0] > 0 or not numbers:
-            axes.set_xscale("log", base=10 if numbers else 2)
-        axes.set_xticks(places, [shown(place) if numbers else f"{place:,}" for place in places])
-        axes.minorticks_off()
-        axes.set_xlabel(key)
-        axes.set_title(title, fontsize="medium")
-        axes.grid(alpha=0.3)
-        show_equal_curves(axes)
-    figure.axes[0].set_ylabel("validation loss (nats per token)")
-    add_legend(figure)
-    return figure
+        curves = [Curve(name, lengths, *(e[side] for side in SIDES)) for name, e in entries.items()]
+        ticks = {float(n): f"{n:,}" for n in lengths}
+        return draw_curves({"": curves}, "length in tokens", LOSS, "x", ticks)
+    key = numbers[0]
+    made.sort(key=lambda point: point.values[key])
+    panels: dict[str, list[Point]] = {}
+    for point in made:
+        others = {k: value for k, value in point.values.items() if k != key}
+        panels.setdefault(named(others), []).append(point)
+    drawn = {
+        title: [
+            Curve(
+                f"{column} tokens",
+                [point.values[key] for point in members],
+                *([entries[point.name][side][i] for point in members] for side in SIDES),
+            )
+            for i, column in enumerate(table["columns"])
+        ]
+        for title, members in panels.items()
+    }
+    places = [point.values[key] for point in made]
+    log = "x" if places[-1] >= 10 * places[0] > 0 else ""
+    return draw_curves(drawn, key, LOSS, log, {place: shown(place) for place in places})
 
 
 def is_number(value: Any) -> bool:

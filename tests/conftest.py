@@ -222,11 +222,9 @@ def commands(monkeypatch):
 
     def call(command):
         done.append(command)
-        module = command[2] if command[1] == "-m" else command[1].removesuffix(".py")
-        monkeypatch.setattr(sys, "argv", command[2 if command[1] == "-m" else 1 :])
-        monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a second one
+        monkeypatch.setattr(sys, "argv", command[1:])
         try:
-            runpy.run_module(module, run_name="__main__", alter_sys=False)
+            runpy.run_path(command[1], run_name="__main__")
         except SystemExit as stop:
             return stop.code or 0
         return 0

@@ -2,13 +2,11 @@
 
 import json
 import re
-import sys
 
 import pytest
 
 from config import load_config
 from runtime import checkpoint
-from runtime.distributed import EXIT_STOPPED
 from scripts import sweep
 from scripts.common import planned
 from scripts.common.planned import PlannedRun
@@ -151,46 +149,6 @@ def test_folders_and_names(tmp_path, monkeypatch):
     (point,) = sweep.make_points([], {"seed": ["1", "2"]})
     assert point.name == "softmax" and [run.config.seed for run in point.runs] == [1, 2]
     assert str(point.runs[1].folder) == "out/sweep/seed2"
-
-
-# In place of train.py: it prints its share of the cores.
-CHILD = 'import os, sys; print(os.environ["OMP_NUM_THREADS"], "cores"); sys.exit(int(sys.argv[1]))'
-
-
-def test_several_at_a_time(tmp_path, monkeypatch):
-    codes = dict(zip("abcd", (0, 1, 2, EXIT_STOPPED), strict=True))
-
-    def command(run, processes):
-        code = str(codes[run.folder.name])
-        return [sys.executable, "-S", "-c", CHILD, code]
-
-    def run_of(name):
-        return PlannedRun(name, load_config([*SMALL, f"--out_dir={tmp_path / name}"]), [])
-
-    monkeypatch.setattr(PlannedRun, "command", command)
-    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    a, b, c, d = map(run_of, "abcd")
-    failures = sweep.train_together([a, b], 2)
-    assert list(failures) == [b.folder] and (tmp_path / "a.log").read_text() == "4 cores\n"
-    assert "exit code 1" in failures[b.folder] and "4 cores" in failures[b.folder]
-    with pytest.raises(sweep.UserError, match="c was refused: 8 cores"):
-        sweep.train_together([c], 4)
-    with pytest.raises(SystemExit) as stop:
-        sweep.train_together([d], 1)
-    assert stop.value.code == EXIT_STOPPED
-
-
-def test_a_gpu_for_each(monkeypatch):
-    monkeypatch.setattr(sweep, "pick_device", lambda name: sweep.torch.device("cuda:0"))
-    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    run = PlannedRun("", load_config(["--out_dir=unused"]), [])
-    places = [sweep.environment_at(place, 3, run)["CUDA_VISIBLE_DEVICES"] for place in range(3)]
-    assert places == ["0", "1", "0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert sweep.environment_at(1, 2, run) == {"CUDA_VISIBLE_DEVICES": "7"}
 
 
 def test_the_picture_of_settings_that_are_no_numbers():

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,6 @@ def show_equal_curves(axes: Axes) -> None:
             )  # fmt: skip
 
 
-def plot_band(
-    axes: Axes, x: Sequence[float], rows: Sequence[Sequence[float]], label: str, style: dict
-) -> None:
-    """A curve over x with a band; `rows` are its mean, lowest and highest values."""
-    mean, low, high = rows
-    axes.plot(x, mean, label=label, **style)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.2, linewidth=0)
-
-
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure of so many axes, at most three side by side."""
     across, down = min(count, 3), -(-count // 3)
@@ -151,4 +143,67 @@ def heat_maps(
     figure.supxlabel("length in tokens", fontsize="medium")
     figure.supylabel("depth", fontsize="medium")
     figure.colorbar(image, ax=panels, label=label)
+    return figure
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve with a band from low to high; a thin curve has the colour of its label."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    thin: bool = field(default=False, kw_only=True)
+
+
+def draw_curves(
+    panels_of: Mapping[str, Sequence[Curve]],
+    x: str,
+    y: str,
+    log: str = "",
+    ticks: Mapping[float, str] | None = None,
+    thin: str = "",
+    mark: float | None = None,
+    sharey: bool = True,
+) -> Figure:
+    """A panel for each title; a label has the same style in all of them.
+
+    `log` names the logarithmic axes, `ticks` are of the x axis, `thin` is the legend's text for
+    thin curves, `mark` a place on the x axis.
+    """
+    figure, all_axes = panels(len(panels_of), sharey)
+    labels = list(dict.fromkeys(curve.label for curves in panels_of.values() for curve in curves))
+    for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
+        for curve in curves:
+            style = row_style(labels.index(curve.label))
+            if curve.thin:
+                axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.7, alpha=0.8)
+                continue
+            every = 1 if len(curve.x) <= 20 else 0.1  # markers
+            axes.plot(curve.x, curve.y, label=curve.label, markevery=every, **style)
+            if curve.low is not None and curve.high is not None:
+                band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+                axes.fill_between(curve.x, curve.low, curve.high, **band)
+        if thin:
+            axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
+        if mark is not None:
+            axes.axvline(mark, color="0.6", linestyle=":", linewidth=1)
+        if "x" in log:
+            axes.set_xscale("log")
+        if "y" in log:
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
+        if ticks is not None:
+            axes.set_xticks(list(ticks), list(ticks.values()))
+        if "%" in y:
+            axes.set_ylim(-3, 103)
+        axes.minorticks_off()
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        show_equal_curves(axes)
+    add_legend(figure)
     return figure

@@ -242,6 +242,10 @@ class Evaluation(Options):
         """
         return {}
 
+    def check(self, config: Config) -> None:
+        """Raise UserError, before a run with this config is trained, if it cannot be measured."""
+        self.facts(config)
+
     def amount(self, config: Config) -> int:
         """The cost of measuring one run, in `unit`."""
         raise NotImplementedError

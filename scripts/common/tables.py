@@ -4,26 +4,23 @@ A table of results is a dict, saved as table.json:
 
     title, columns, paper_columns, digits
     better      "lower" or "higher" for each column; None: the column is not ranked
-    compare     "difference" or "ratio", of our values and the paper's
     caption     sentences
     rows        name -> paper, mean, low and high, which are lists over columns, and runs: for each
                 seed its values, folder, step, tokens, environment and evaluation
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from runtime.files import atomic_write, write_json
 
 SIDES = ("mean", "low", "high")
-# Entries of an evaluation that are too long for table.json.
-LONG = ("parts", "loss_by_position", "groups", "heads", "keys", "rows", "curves", "positive",
-        "distances", "dead_rows", "dead_keys")  # fmt: skip
+# The entries of an evaluation that table.json has, besides text, numbers and the control.
+LISTS = ("lengths", "loss", "environment")
 # Entries of an evaluation that the caption mentions, with their names there.
 MENTIONED = {"rope": "RoPE scaling", "rope_theta": "RoPE base"} | {
-    key: key for key in ("tokens", "trials", "samples", "limit", "lm_eval", "shape", "rounds")
+    key: key for key in ("tokens", "trials", "samples", "limit", "lm_eval")
 }
 
 
@@ -95,8 +92,6 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
         "± is half the range over seeds, where it is not 0; the widest range of each column: "
         f"{', '.join(f'{width:.{digits}f}' for width in widest)}."
     ]
-    if any(len(entry["runs"]) == 1 for entry in entries):
-        sentences.append("Table rows of a single seed are not compared.")
     if best := best_rows(table, last):
         names = ", ".join(f"`{name}`" for name in table["rows"] if name in best)
         sentences.append(
@@ -113,9 +108,8 @@ def how_measured(runs: list[dict]) -> str:
     environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
     dtypes, machines = distinct(evaluations, "dtype"), distinct(environments, "machine")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
-    for key, text in MENTIONED.items():
-        if values := distinct(evaluations, key):
-            facts.append(f"{text} {values}")
+    named = ((text, distinct(evaluations, key)) for key, text in MENTIONED.items())
+    facts += [f"{text} {values}" for text, values in named if values]
     return (
         f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
         f"{distinct(environments, 'commit', 7)}."
@@ -129,9 +123,8 @@ def distinct(items: list[dict], key: str, width: int | None = None) -> str:
     return ", ".join(dict.fromkeys(text[:width] for text in texts))
 
 
-def ranged(values: Iterable[int]) -> str:
-    numbers = list(values)
-    low, high = min(numbers), max(numbers)
+def ranged(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -140,22 +133,21 @@ def ranged(values: Iterable[int]) -> str:
 
 def write(folder: Path, stem: str, table: dict, pictures: Sequence[str]) -> None:
     """Save a table of results as STEM.json and STEM.md, which shows the pictures."""
+    rows = {
+        name: entry
+        | {"runs": [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]}
+        for name, entry in table["rows"].items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{stem}.json", without(table, LONG))
+    write_json(folder / f"{stem}.json", table | {"rows": rows})
     with atomic_write(folder / f"{stem}.md", "w") as file:
         file.write(markdown(table, pictures))
 
 
-def without(value: Any, keys: tuple[str, ...]) -> Any:
-    """A copy of nested dicts and lists, without these keys in every evaluation and control."""
-    if isinstance(value, list):
-        return [without(item, keys) for item in value]
-    if not isinstance(value, dict):
-        return value
-    copy = {key: without(item, keys) for key, item in value.items()}
-    for name in {"evaluation", "control"} & copy.keys():
-        copy[name] = {k: v for k, v in (copy[name] or {}).items() if k not in keys}
-    return copy
+def short(evaluation: dict) -> dict:
+    """An evaluation without its long entries, such as the loss at every position."""
+    found = {k: v for k, v in evaluation.items() if k in LISTS or not isinstance(v, (list, dict))}
+    return found | ({"control": short(evaluation["control"])} if "control" in evaluation else {})
 
 
 def markdown(table: dict, pictures: Sequence[str]) -> str:
@@ -164,34 +156,21 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
         ours if paper is None or ours.endswith(paper) else f"{ours} (paper {paper})"
         for ours, paper in zip(table["columns"], table["paper_columns"], strict=True)
     ]
+    best = [best_rows(table, column) for column in range(len(heads))]
     lines = [f"# {table['title']}{scale}", ""]
     lines += ["| row | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for name, cells in printed(table):
+    for name, entry in table["rows"].items():
+        cells = (cell(table, entry, i, name in names) for i, names in enumerate(best))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"- {sentence}" for sentence in table["caption"]), ""]
     return "\n".join(lines + [f"![{name}]({name})\n" for name in pictures])
 
 
-def printed(table: dict) -> Iterator[tuple[str, list[str]]]:
-    """The name and the cells of each table row."""
-    columns = range(len(table["columns"]))
-    best = [best_rows(table, column) for column in columns]
-    for name, entry in table["rows"].items():
-        yield name, [cell(table, entry, column, name in best[column]) for column in columns]
-
-
 def cell(table: dict, entry: dict, column: int, bold: bool) -> str:
-    """Our value, half the range over seeds, and in parentheses the paper's value, compared."""
+    """Our value, half the range over seeds; in parentheses the paper's value and ours minus it."""
     digits, value = table["digits"], entry["mean"][column]
     paper = entry["paper"] and entry["paper"][column]
     text = f"**{value:,.{digits}f}**" if bold else f"{value:,.{digits}f}"
     if width := spread(entry, column):
         text += f" ± {width / 2:.{digits}f}"
-    if table["compare"] == "difference":
-        difference = "" if paper is None else f" ({paper:.{digits}f}; {value - paper:+.{digits}f})"
-        return text + difference
-    softmax = table["rows"]["softmax"]
-    text += f", {value / softmax['mean'][column]:.2f}x"
-    if paper is not None:
-        text += f" ({paper:.{digits}f}, {paper / softmax['paper'][column]:.2f}x)"
-    return text
+    return text if paper is None else f"{text} ({paper:.{digits}f}; {value - paper:+.{digits}f})"

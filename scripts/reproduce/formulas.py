@@ -13,14 +13,11 @@ from attention_paths.reference import ReferenceAttention
 from config import load_config
 from errors import UserError
 from runtime import checkpoint
-from runtime.files import read_json
 from runtime.log import read_metrics
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
-from scripts.reproduce.measure import Curves
+from scripts.reproduce.measure import Values
 from scripts.reproduce.rows import find_row
-
-Values = tuple[list[float], Curves]
 
 # ---- from the formulas ----
 
@@ -45,8 +42,10 @@ def attention_fading(name: str) -> Values:
     return [largest[n] for n in SIZES], {"": (list(largest), list(largest.values()))}
 
 
-FOCUS = {"softmax": ("softmax", 1.0), "ssmax (s = 0.43)": ("ssmax", 0.43)} | {
-    "ssmax (s = 1)": ("ssmax", 1.0)
+FOCUS = {
+    "softmax": ("softmax", 1.0),
+    "ssmax (s = 0.43)": ("ssmax", 0.43),
+    "ssmax (s = 1)": ("ssmax", 1.0),
 }
 # The paper's rule: z_max is 1 / s above the highest other score, 1.
 FOCUS_RULE = {
@@ -142,36 +141,20 @@ def entropies(measured: dict) -> tuple[list[float], list[float]]:
     return measured["keys"], [statistics.mean(column) for column in known]
 
 
-# ---- from the files of runs: columns and curves of a run, beside softmax of the same seed ----
+# ---- from the files of runs ----
 
 
-def from_files(read: Callable[[PlannedRun, PlannedRun], Values]) -> Callable:
-    """The same as the measurement of a run."""
-
-    def measured(run: PlannedRun, softmax: PlannedRun) -> dict:
-        values, curves = read(run, softmax)
-        made = read_json(run.folder / "environment.json")
-        return {"values": values, "curves": curves, "environment": made}
-
-    return measured
-
-
-def learned_p(run: PlannedRun, softmax: PlannedRun) -> Values:
+def learned_p(run: PlannedRun) -> Values:
     """SSMax Fig. 2: p_n after training, and a_1 log n + a_2 by least squares.
 
     n = 1 is left out: a single key has weight 1 whatever p_1 is, so that p_1 is not trained.
     """
-    weights = checkpoint.newest(run.folder)
-    assert weights is not None
-    model = checkpoint.load(weights.path, checkpoint.Weights).model
+    model = checkpoint.load(checkpoint.find(run.folder).path, checkpoint.Weights).model
     p_n = next(value for name, value in model.items() if name.endswith(".p_n"))[1:].tolist()
     sizes = [float(n) for n in range(2, len(p_n) + 2)]
     logs = [math.log(n) for n in sizes]
     a_1, a_2 = statistics.linear_regression(logs, p_n)
-    fit = [a_1 * log + a_2 for log in logs]
-    left = [p - f for p, f in zip(p_n, fit, strict=True)]
-    explained = 1 - statistics.variance(left) / statistics.variance(p_n)
-    return [a_1, a_2, explained], {"p_n after training": (sizes, p_n), "fit": (sizes, fit)}
+    return [a_1, a_2, statistics.correlation(logs, p_n) ** 2], {"": (sizes, p_n)}
 
 
 def metric(folder: Path, key: str) -> dict[int, float]:
@@ -204,7 +187,7 @@ def learning_curve(run: PlannedRun, softmax: PlannedRun) -> Values:
     return values, {"loss": binned(losses), "loss minus softmax's": binned(differences)}
 
 
-def gradient_norms(run: PlannedRun, softmax: PlannedRun) -> Values:
+def gradient_norms(run: PlannedRun) -> Values:
     """LSSAR Appendix B.1.4: the gradient norm after the warm-up, before it is clipped."""
     norms = metric(run.folder, "grad_norm")
     after = [norm for step, norm in norms.items() if step > run.config.warmup_iters]

@@ -17,8 +17,7 @@ from errors import UserError
 from runtime.files import read_json
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.tables import how_measured, ranged, seed_sentences, summarise
-from scripts.reproduce.measure import Work, at
-from scripts.reproduce.pictures import controls
+from scripts.reproduce.measure import OfRuns, Work, at
 from scripts.reproduce.rows import split_p
 from scripts.reproduce.tables import Experiment
 
@@ -33,7 +32,7 @@ CONTROL_NOTE = (
 
 def with_p(experiment: Experiment, chosen: Iterable[str]) -> list[str]:
     """The table rows of an experiment and the chosen ones, which may have another p, by p."""
-    rows, trained = list(experiment.rows), experiment.measurement.trained
+    rows, trained = list(experiment.rows), isinstance(experiment.measurement, OfRuns)
     for name in chosen:
         variant, p = split_p(name)
         family = [i for i, row in enumerate(rows) if split_p(row)[0] == variant]
@@ -47,18 +46,18 @@ def with_p(experiment: Experiment, chosen: Iterable[str]) -> list[str]:
     return rows
 
 
-def table_folder(experiment: Experiment, work: Work, planned: set[tuple[str, int]]) -> Path:
+def table_folder(experiment: Experiment, work: Work, planned: Iterable[tuple[str, int]]) -> Path:
     """NAME, or NAME_2, NAME_3 ... beside it: the first folder whose table can be replaced.
 
     A table can be replaced where each of its runs (table row and seed) is `planned` or measured.
     So a fresh clone, which has no runs, keeps the committed tables.
     """
-    measured = experiment.measurement.results
+    results = experiment.measurement.results
     beside = (Path(f"{work.folder}_{number}") for number in itertools.count(2))
     for folder in itertools.chain([work.folder], beside):
-        before = saved_runs(folder) - planned
+        before = saved_runs(folder) - {*planned}
         names = {name for name, _ in before}
-        if before <= {(name, run["seed"]) for name in names for run in measured(work, name)}:
+        if before <= {(name, run["seed"]) for name in names for run in results(work, name)}:
             return folder
     raise AssertionError("unreachable")
 
@@ -77,7 +76,9 @@ def build_table(
     Its rows are those of the experiment, of this command, and of the table in the folder.
     """
     measurement, config = experiment.measurement, work.scale.config
-    columns = measurement.columns_at(config)
+    columns = measurement.columns
+    columns = columns if isinstance(columns, tuple) else columns(config)
+    better = measurement.better
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
     saved = sorted(row for row, _ in saved_runs(folder))
     names, entries = with_p(experiment, [*work.rows, *saved]), {}
@@ -100,15 +101,15 @@ def build_table(
             for key in columns
         ],
         "multiples": [key for key in columns if not isinstance(key, str)] or None,
-        "better": list(measurement.better_at(config)),
-        "compare": measurement.compare,
+        "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
         "digits": measurement.digits,
         "rows": entries,
         "not_run": [row for row in names if row not in entries],
         "failures": failures,
     }
-    notes = (*experiment.notes, *measurement.notes(config), *experiment.remarks(table))
-    return table | {"caption": caption(table, config, notes)}
+    return table | {
+        "caption": caption(table, config, (*experiment.notes, *experiment.remarks(table)))
+    }
 
 
 def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[dict[str, list], str]:
@@ -119,49 +120,43 @@ def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[di
     section, values_of = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, values_of
-    rows = section.get("rows")
-    if rows is None:
+    if "scales" in section:
         values_of = scale if scale in section["scales"] else values_of
-        rows = section["scales"][values_of]
+    rows = section["scales"][values_of] if "scales" in section else section["rows"]
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
-    paper = {}
-    for name, values in rows.items():
-        known = dict(zip(keys, values, strict=True))
-        if any(column in known for column in columns):
-            paper[name] = [known.get(column) for column in columns]
-    return paper, values_of
+    known = {name: dict(zip(keys, values, strict=True)) for name, values in rows.items()}
+    paper = {name: [values.get(key) for key in columns] for name, values in known.items()}
+    known_rows = {name: v for name, v in paper.items() if v != [None] * len(v)}
+    return known_rows, values_of
 
 
 def caption(table: dict, config: Config, notes: Iterable[str]) -> list[str]:
     """Sentences on the measurement, on the spread over seeds, and on what is missing."""
-    entries, ratio = table["rows"].values(), table["compare"] == "ratio"
+    entries = table["rows"].values()
     runs = [run for entry in entries for run in entry["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
-    sentences = [table["unit"]]
-    if seeds or ratio:  # else the numbers follow from formulas
-        sentences[0] += f"; {config.n_layer} layers, {config.n_embd} wide"
-    if seeds:
+    sentences = [table["unit"] + "."]
+    if seeds:  # else the numbers follow from formulas
         source = "simulated orbits" if config.task == "orbits" else config.data_dir
-        sentences[0] += (
-            f", trained at length {config.block_size:,} for {ranged(run['tokens'] for run in runs)}"
-            f" tokens of {source}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
-            f"{', '.join(map(str, seeds))}"
-        )
-    sentences[0] += "."
+        sentences = [
+            f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide, trained at length "
+            f"{config.block_size:,} for {ranged([run['tokens'] for run in runs])} tokens of "
+            f"{source}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
+            f"{', '.join(map(str, seeds))}."
+        ]
     if any(entry["paper"] for entry in entries):
-        how = "its ratio to softmax, as behind our value" if ratio else "our value minus it"
-        sentences.append(f"In parentheses the paper's value and {how}.")
-        if (seeds or ratio) and table["scale"] != table["paper_scale"]:
+        sentences.append("In parentheses the paper's value and our value minus it.")
+        if seeds and table["scale"] != table["paper_scale"]:
             sentences.append(
                 f"The paper's values are for {table['paper_scale']}. At scale {table['scale']} the "
                 "model, the data and the number of tokens differ, so compare the table rows with "
                 "each other, not with the paper's values."
             )
     sentences += [*seed_sentences(table, seeds), how_measured(runs)]
-    sentences += [CONTROL_NOTE] if controls(table) else []
+    if any("control" in run["evaluation"] for run in runs):
+        sentences.append(CONTROL_NOTE)
     sentences += notes
     if table["not_run"]:
-        sentences.append(
-            "Not run yet: " + ", ".join(f"`{name}`" for name in table["not_run"]) + "."
-        )
+        missing = ", ".join(f"`{name}`" for name in table["not_run"])
+        sentences.append(f"Not run yet: {missing}.")
     return sentences + [f"{failure}." for failure in table["failures"]]

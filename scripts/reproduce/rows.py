@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from config import ROOT, Config, load_config, names
 from errors import UserError
+from layers.rope import Rope
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
 
@@ -18,8 +20,14 @@ CONFIGS = ROOT / "configs"
 FIRST_SEED = Config.seed
 # --set takes these: they do not change what is learned.
 PER_MACHINE = (*names("machine", "logs"), "timeout")
-# Table rows that evaluate the run of another row in their own way: "run:view".
-VIEWS = {"oracle": "untrained:oracle"}
+# A table row run:view evaluates a run with these options. p5 is a view too.
+VIEWS: dict[str, dict] = {name: {"rope": name} for name in Rope.SCALINGS} | {
+    # Dynamic NTK is NTK with s = length / training length; this is one s for all lengths
+    "ntk16": {"rope": "ntk", "rope_factor": 16.0},
+    "plain_rope": {"rope": "none"},
+    "adaptive_temperature": {"attention": "adaptive_temperature"},
+    "oracle": {"oracle": True},
+}
 
 
 @dataclass(frozen=True)
@@ -38,20 +46,6 @@ def swap(scale: Config) -> dict:
 
 def before_swap(scale: Config) -> dict:
     return {"max_iters": scale.max_iters - scale.max_iters // 8}
-
-
-def swap_step(scale: Config) -> int | None:
-    """The checkpoint of the softmax run that (f) can start from, if there is such a checkpoint.
-
-    With a constant learning rate the steps before it do not depend on the number of all steps.
-    """
-    step = before_swap(scale)["max_iters"]
-    constant = scale.schedule == "constant" and step % scale.checkpoint_interval == 0
-    return step if constant else None
-
-
-def keep_for_swap(scale: Config) -> dict:
-    return {"keep_every": step} if (step := swap_step(scale)) else {}
 
 
 def swap_and_train(scale: Config) -> dict:
@@ -89,7 +83,6 @@ def two_points(scale: Config) -> dict:
 
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
 ROWS = {
-    "softmax": TableRow(SOFTMAX, keep_for_swap),
     "softmax_before_f": TableRow(SOFTMAX, before_swap),
     "ssmax_e": TableRow(SSMAX_FILE, swap, "softmax"),
     "ssmax_f": TableRow(SSMAX_FILE, swap_and_train, "softmax_before_f"),
@@ -128,40 +121,35 @@ def split_p(name: str) -> tuple[str, float | None]:
     return name, None
 
 
+def view_options(view: str) -> dict:
+    """The options with which a view evaluates a run: {"p": 5.0} for p5."""
+    return VIEWS[view] if view in VIEWS else {"p": float(view[1:])} if view else {}
+
+
 @dataclass(frozen=True)
 class Scale:
-    """A scale: its name, its config file if any, and the settings of all runs as --key=value."""
+    """A scale: its name, and the config file and settings of all its runs."""
 
     name: str
-    files: tuple[str, ...]
+    arguments: tuple[str, ...]
     out: Path
-    settings: tuple[str, ...]
 
-    @property
+    @cached_property
     def config(self) -> Config:
-        return load_config([*self.files, *self.settings])
-
-    @property
-    def folders(self) -> dict[Path, str]:
-        """The folder of every run of this scale -> the name of its table row."""
-        return {path: path.parent.name for path in (self.out / self.name).glob("*/seed*")}
+        return load_config([*self.arguments])
 
     def run(self, name: str, seed: int) -> PlannedRun:
-        name, _, view = VIEWS.get(name, name).partition(":")
-        row, base, step = find_row(name), None, None
+        name, _, view = ("untrained:oracle" if name == "oracle" else name).partition(":")
+        row = find_row(name)
+        base = self.run(row.base, seed) if row.base else None
         changes = row.changes(self.config)
         changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
-        if row.base == "softmax_before_f" and (step := swap_step(self.config)):
-            base = self.run("softmax", seed)
-            changes["init_from"] = base.folder / f"step_{step:06d}.pt"
-        elif row.base:
-            base = self.run(row.base, seed)
-            changes["init_from"] = base.folder
+        changes |= {"init_from": base.folder} if base else {}
         # T6 has its own sizes at each scale
         sizes = CONFIGS / "scales" / row.file.stem.partition("_")[0] / f"{self.name}.py"
-        arguments = [str(row.file), *self.files, *([str(sizes)] if sizes.is_file() else [])]
-        arguments += [*self.settings, *(f"--{key}={value}" for key, value in changes.items())]
-        return PlannedRun(name, load_config(arguments), arguments, base, step, view)
+        arguments = [str(row.file), *self.arguments, *([str(sizes)] if sizes.is_file() else [])]
+        arguments += [f"--{key}={value}" for key, value in changes.items()]
+        return PlannedRun(name, load_config(arguments), arguments, base, view)
 
 
 def open_scale(
@@ -178,21 +166,17 @@ def open_scale(
     if own and data:
         raise UserError(f"--data {data}: {task} are simulated, and need no data")
     if name.endswith(".py"):
-        known = {Path(name).stem: (name,)}
-        name = Path(name).stem
-    elif name not in known:
+        known, name = {Path(name).stem: (name,)}, Path(name).stem
+    if name not in known:
         raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
     for pair in settings:
-        key, equals, _ = pair.partition("=")
-        if not equals:
-            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
-        if key not in PER_MACHINE:
+        if pair.partition("=")[0] not in PER_MACHINE:
             raise UserError(
                 f"--set {pair!r} would train other runs; write it into a file and give it as "
-                f"--scale FILE.py. --set takes {', '.join(sorted(PER_MACHINE))}"
+                f"--scale FILE.py. --set takes KEY=VALUE of {', '.join(sorted(PER_MACHINE))}"
             )
     extra = [f"--{pair}" for pair in settings] + ([f"--data_dir={data}"] if data else [])
-    scale = Scale(name, known[name], Path(out) / own, tuple(extra))
+    scale = Scale(name, (*known[name], *extra), Path(out) / own)
     if scale.config.task != task:
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale
