@@ -1,27 +1,19 @@
 """Documents to shards: tokenise on all cores, write whole shards, resume after a kill.
 
-The tokens of a stream of documents, each with end-of-text before it, are cut into shards of exactly
-`shard_size`, the last one shorter. With each shard `progress.json` records at which token of which
-document the next one starts. The next shards depend on nothing else, neither on timing nor on the
-number of workers, so a set made in many attempts equals, bit for bit, one made in a single run.
-
-N machines can share the work: part I of N numbers its shards I - 1, I - 1 + N, I - 1 + 2 N, ... and
-has a progress.json, a meta.json and a lock of its own, so all parts can be made in one folder, or
-in N folders that are then copied into one.
+The tokens of the documents, each with end-of-text before it, are cut into shards of exactly
+`shard_size`, the last one shorter. With each shard `progress.json` records where the next one
+starts: a state of the reading, and the number of tokens from there. The next shards depend on
+nothing else, neither on timing nor on the number of workers, so a set made in many attempts equals,
+bit for bit, one made in a single run.
 """
 
+import argparse
 import os
-import signal
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import takewhile
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -30,382 +22,218 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import shards
-from data.tokenizer import copy_file, get_tokenizer, identify, split_text
+from data.documents import Read
+from data.tokenizer import BUILT_IN, copy_file, get_tokenizer, identify, split_text
 from errors import UserError
-from runtime.files import check_writable, lock_folder, read_json, write_json
+from runtime.files import lock_folder, read_json, write_json
 
 SHARD_SIZE = 100_000_000
-# Characters sent to a worker at once: about 0.1 s of work, and well under 1 ms to send.
+# Characters that a worker tokenises at once: about 0.1 s of work.
 TASK_CHARS = 1 << 19
 # Queue length per worker: enough that none is idle while a shard is written.
 TASKS_PER_WORKER = 4
 
-# Pieces of documents: (whether it is its document's first, text).
-Task = list[tuple[bool, str]]
-# A task's tokens [n], and the offsets at which documents start [documents].
-Encoded = tuple[NDArray[np.uint16], NDArray[np.int64]]
+# Where a shard starts: the number of the stream, a state of its reading, and a token from there.
+Place = tuple[int, Any, int]
+# The state of the reading at which a task starts, or None if it follows the task before; and pieces
+# of documents, None before the first of each.
+Task = tuple[Any, list[str | None]]
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Documents in a fixed order, and the split that each of their shards belongs to."""
+class Progress(shards.Settings):
+    """The content of progress.json: what is done, and where the shard after each starts."""
 
-    # (number of a document, its state or None for the first) -> the texts from this document on,
-    # each with its state: JSON with which reading can start there
-    documents: Callable[[int, Any], Generator[tuple[str, Any]]]
-    split: Callable[[int], str]  # number of a shard within this stream -> "train" or "val"
-    size: int  # in any unit, the same for all streams of a set
-    done: Callable[[int, Any], int]  # number and state of a document -> the size of what precedes
-    check: Callable[[], None] = lambda: None  # raises UserError where it has too little text
+    shards: list[shards.Entry]
+    following: list[Place]
+
+
+def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
+    """The options that data.text and data.fineweb share, with their default tokenizer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
+    parser.add_argument("--tokenizer", default=tokenizer, help=names)
+    parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
+    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
+    parser.add_argument("--workers", type=int, default=cores, help="threads; default: all cores")
 
 
 def build(
-    out_dir: str | Path,
+    out_dir: Path,
     prefix: str,
-    streams: list[Stream],
+    streams: list[Read],
     tokenizer: str,
     shard_size: int,
     workers: int,
     source: str,
     fingerprint: str,
-    part: shards.Part = shards.WHOLE,
 ) -> None:
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
-    Called again, it resumes after the last whole shard, or says that all is done. The streams are
-    written in order; a shard has `shard_size` tokens of one stream, whose last shard may have
-    fewer. `workers` processes tokenise; 1 means this process itself. In meta.json, `source` says
-    where the documents come from, and `fingerprint` is a string that changes when they do. Only the
-    shards of `part` are made: all, or a share whose documents `streams` gives.
+    The streams are written in order, each in shards of its own: the first of two streams is for
+    validation, and of a single stream the first shard. Called again, it resumes after the last
+    whole shard, or says that all is done. In meta.json, `source` says where the documents come
+    from, and `fingerprint` is a string that changes when they do.
 
     Raises UserError where a number is out of range; where the folder holds shards of other
     documents or settings, or of unknown origin; where another process is making them; or where the
     documents have too few tokens for both splits.
     """
-    if not 0 < shard_size < 2**31:
-        raise UserError(f"shard_size {shard_size}: a shard holds 1 to {2**31 - 1} tokens")
-    if workers < 1:
-        raise UserError(f"workers {workers}: at least one is needed")
-    out_dir = Path(out_dir)
-    settings = {
-        "tokenizer": identify(tokenizer),
-        "shard_size": shard_size,
-        "fingerprint": fingerprint,
-        "source": source,
-    }
-    if part != shards.WHOLE:
-        settings["parts"] = part[1]
-    with claim(out_dir, settings, part) as meta:
+    if not 0 < shard_size < 2**31 or workers < 1:
+        raise UserError(
+            f"--shard_size {shard_size} must be 1 to 2**31 - 1, and --workers {workers} at least 1"
+        )
+    settings: shards.Settings = {
+        "tokenizer": identify(tokenizer), "shard_size": shard_size,
+        "fingerprint": fingerprint, "source": source,
+    }  # fmt: skip
+    with claim(out_dir, settings) as meta:
         state = "already done"
         if meta is None:
-            if not any(out_dir.glob("*.bin")):
-                for stream in streams:
-                    stream.check()
-            writer = _Writer(out_dir, prefix, tokenizer, settings, part)
-            meta, state = _make(writer, streams, workers), "done"
+            made, state = _make(out_dir, prefix, streams, tokenizer, settings, workers), "done"
             copy_file(tokenizer, out_dir)
-            shards.write_meta(out_dir, meta, part)
-        try:
-            for shard in meta["shards"]:
-                shards.read_shard(out_dir / shard["name"])
-        except UserError as error:
-            raise UserError(f"{error}; delete {out_dir} first") from error
-        (out_dir / shards.of_part(shards.PROGRESS, part)).unlink(missing_ok=True)
-    print(f"{out_dir}: {state}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards")
+            meta = {**settings, "shards": made}
+            shards.write_meta(out_dir, meta)
+        for shard in meta["shards"]:
+            if not shards.is_whole(out_dir / shard["name"]):
+                raise UserError(f"{out_dir}: {shard['name']} is damaged: delete the folder first")
+        (out_dir / shards.PROGRESS).unlink(missing_ok=True)
+    tokens = sum(shard["tokens"] for shard in meta["shards"])
+    print(f"{out_dir}: {state}, {tokens:,} tokens in {len(meta['shards'])} shards")
 
 
 @contextmanager
-def claim(out_dir: Path, settings: dict, part: shards.Part = shards.WHOLE) -> Iterator[dict | None]:
-    """Lock a part of the folder while its shards are made; yields its meta.json, or None.
+def claim(out_dir: Path, settings: shards.Settings) -> Iterator[shards.Meta | None]:
+    """Lock the folder while its shards are made; yields its meta.json, or None.
 
-    `settings` are `tokenizer`, `shard_size`, `fingerprint`, `source` and, of a part, `parts`, as in
-    meta.json. Raises UserError where the folder cannot be written to, another process holds the
-    lock, or the folder has shards made from other settings.
+    Raises UserError where the folder cannot be written to, another process holds the lock, or the
+    folder has shards made from other settings; only `source` may differ.
     """
-    check_writable(out_dir)
-    with lock_folder(out_dir, "making this set", shards.of_part(".lock", part)):
-        meta = shards.read_meta(out_dir, part)
+    with lock_folder(out_dir, "making this set"):
+        meta = shards.read_meta(out_dir)
+        found = meta or read_json(out_dir / shards.PROGRESS, shards.Settings)
         if any(out_dir.glob("*.bin")):
-            records = [
-                read_json(path, shards.Settings)
-                for name in (shards.META, shards.PROGRESS)
-                for path in (out_dir / name, *shards.files_of_parts(out_dir, name))
-            ]
-            # another part's may have gone since it was listed
-            _require_same(out_dir, [dict(record) for record in records if record], settings)
+            remedy = "use another --out_dir, or delete the folder to make it again"
+            if found is None:
+                raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
+            for key in ("tokenizer", "shard_size"):
+                if found[key] != settings[key]:
+                    raise UserError(
+                        f"{out_dir}: made with {key} {found[key]}, not {settings[key]}; {remedy}"
+                    )
+            if found["fingerprint"] != settings["fingerprint"]:
+                raise UserError(
+                    f"{out_dir}: made from other documents ({found['source']}) than "
+                    f"{settings['source']} has now; {remedy}"
+                )
         yield meta
 
 
-def all_cores() -> int:
-    """Number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class Written(shards.Entry):
-    """A shard that is done: `documents` have begun with it, and `following` is what comes next."""
-
-    split: str
-    stream: int
-    documents: int
-    following: tuple[int, int, int, Any]  # stream, document, token of that document, its state
-
-
-class Progress(shards.Settings):
-    """The content of progress.json."""
-
-    shards: list[Written]
-
-
-class _Writer:
-    """Adds shards to a folder and lists those that are whole, `done`, in its progress.json."""
-
-    def __init__(
-        self, out_dir: Path, prefix: str, tokenizer: str, settings: dict, part: shards.Part
-    ):
-        self.out_dir, self.prefix, self.tokenizer = out_dir, prefix, tokenizer
-        self.settings, self.part = settings, part
-        self.path = out_dir / shards.of_part(shards.PROGRESS, part)
-        progress = read_json(self.path, Progress)
-        listed = progress["shards"] if progress else []
-        self.done: list[Written] = list(takewhile(self._is_whole, listed))
-        self._save()
-
-    def add(
-        self,
-        stream: int,
-        split: str,
-        tokens: NDArray[np.uint16],
-        documents: int,
-        following: tuple[int, int, int, Any],
-    ) -> None:
-        """Write a shard of stream number `stream`, with which `documents` documents have begun.
-
-        `following` is where the next one starts: stream, document, token of that document, and the
-        document's state.
-        """
-        index, count = self.part
-        name = f"{self.prefix}_{split}_{len(self.done) * count + index - 1:06d}.bin"
-        sha256 = shards.write_shard(self.out_dir / name, tokens)
-        self.done.append(
-            {
-                "name": name,
-                "tokens": len(tokens),
-                "sha256": sha256,
-                "split": split,
-                "stream": stream,
-                "documents": documents,
-                "following": following,
-            }
-        )
-        self._save()
-
-    def discard(self) -> None:
-        """Delete all shards and progress.json."""
-        for shard in self.done:
-            (self.out_dir / shard["name"]).unlink()
-        self.path.unlink()
-
-    def _is_whole(self, shard: Written) -> bool:
-        try:
-            return len(shards.read_shard(self.out_dir / shard["name"])) == shard["tokens"]
-        except UserError:
-            return False
-
-    def _save(self) -> None:
-        write_json(self.path, self.settings | {"shards": self.done})
-
-
-def _make(writer: _Writer, streams: list[Stream], workers: int) -> dict:
-    """Write the shards that are missing; returns the content of meta.json."""
-    out_dir, settings, part = writer.out_dir, writer.settings, writer.part
-    size = sum(stream.size for stream in streams)
-    written = sum(shard["tokens"] for shard in writer.done)
-    if written:
-        print(f"{out_dir}: {len(writer.done)} shards exist; continuing after them")
-    with tqdm(initial=written, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
-        following = writer.done[-1]["following"] if writer.done else (0, 0, 0, None)
-        first, document, offset, state = following
-        for number in range(first, len(streams)):
-            stream = streams[number]
-            before = sum(stream.size for stream in streams[:number])
-
-            def show(n: int, done: int, before: int = before) -> None:
-                bar.update(n)
-                if before + done:  # an estimate: the tokens are not known in advance
-                    bar.total = int(bar.n * size / (before + done))
-
-            _write_stream(writer, number, stream, document, offset, state, workers, show)
-            document, offset, state = 0, 0, None
-        bar.total = bar.n
-
-    splits = {shard["split"] for shard in writer.done}
-    tokens = sum(shard["tokens"] for shard in writer.done)
-    # the first part alone has the shards for validation
-    if splits != ({"train", "val"} if part[0] == 1 else {"train"}):
-        writer.discard()
-        raise UserError(
-            f"{out_dir}: {tokens:,} tokens fill only {' and '.join(splits) or 'no'} shards; both "
-            f"train and val are needed: give more text or a smaller --shard_size than "
-            f"{settings['shard_size']:,}"
-        )
-    return settings | {
-        "vocab_size": get_tokenizer(writer.tokenizer).n_vocab,
-        "documents": writer.done[-1]["documents"],
-        "tokens": tokens,
-        "shards": [
-            {key: shard[key] for key in ("name", "tokens", "sha256")} for shard in writer.done
-        ],
-    }
-
-
-def _write_stream(
-    writer: _Writer,
-    number: int,
-    stream: Stream,
-    document: int,
-    offset: int,
-    state: Any,
+def _make(
+    out_dir: Path,
+    prefix: str,
+    streams: list[Read],
+    tokenizer: str,
+    settings: shards.Settings,
     workers: int,
-    show: Callable[[int, int], None],
-) -> None:
-    """Write the shards of stream `number`, starting at token `offset` of document `document`.
+) -> list[shards.Entry]:
+    """Write the shards that are missing; returns all."""
+    progress: Progress = read_json(out_dir / shards.PROGRESS, Progress) or {
+        **settings, "shards": [], "following": []
+    }  # fmt: skip
+    done = list(takewhile(lambda s: shards.is_whole(out_dir / s["name"]), progress["shards"]))
+    places = progress["following"][: len(done)]
+    if done:
+        print(f"{out_dir}: {len(done)} shards exist; continuing after them")
+    place = places[-1] if places else (0, None, 0)
 
-    `state` is that document's. `show` is called with the number of new tokens, and the size of what
-    has been read of the stream.
-    """
-    shard_size = writer.settings["shard_size"]
-    buffer, filled = np.empty(shard_size, dtype=np.uint16), 0
-    index = sum(shard["stream"] == number for shard in writer.done)
-    before = max((s["documents"] for s in writer.done if s["stream"] < number), default=0)
-    # The number of the current document, and how many of its tokens have been read.
-    at, into = document - 1, 0
-    with closing(stream.documents(document, state)) as documents:
-        for tokens, starts, states in _tokenise(_tasks(documents), writer.tokenizer, workers):
-            taken = min(offset, len(tokens))
-            offset -= taken
-            new = len(tokens) - taken
+    def save() -> None:
+        write_json(out_dir / shards.PROGRESS, {**settings, "shards": done, "following": places})
+
+    save()
+    size, tokens_done = settings["shard_size"], sum(shard["tokens"] for shard in done)
+    with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
+        for stream, tokens, following in _cut(streams, place, size, tokenizer, workers, bar):
+            split = "val" if stream < len(streams) - 1 or not done else "train"
+            name = f"{prefix}_{split}_{len(done):06d}.bin"
+            sha256 = shards.write_shard(out_dir / name, tokens)
+            done.append({"name": name, "tokens": len(tokens), "sha256": sha256})
+            places.append(following)
+            save()
+    if len(done) < 2:
+        raise UserError(
+            f"{out_dir}: the {bar.n:,} tokens fill only one shard, for validation: delete the "
+            f"folder, and give more text or a smaller --shard_size than {size:,}"
+        )
+    return done
+
+
+def _cut(
+    streams: list[Read], place: Place, shard_size: int, tokenizer: str, workers: int, bar: tqdm
+) -> Iterator[tuple[int, NDArray[np.uint16], Place]]:
+    """The shards from `place` on: number of the stream, tokens [n], and the place of the next."""
+    first, state, skipped = place
+    buffer = np.empty(shard_size, dtype=np.uint16)
+    for stream in range(first, len(streams)):
+        filled, passed = 0, 0  # tokens in the buffer; tokens since `state`
+        for at, tokens in _tokenise(_tasks(streams[stream](state)), tokenizer, workers):
+            if at is not None:
+                state, passed = at, 0
+            taken = min(skipped, len(tokens))
+            skipped -= taken
+            bar.update(len(tokens) - taken)
             while taken < len(tokens):
                 n = min(len(tokens) - taken, shard_size - filled)
                 buffer[filled : filled + n] = tokens[taken : taken + n]
                 filled, taken = filled + n, taken + n
                 if filled == shard_size:
-                    begun = int(np.searchsorted(starts, taken, side="right"))
-                    inside = taken - int(starts[begun - 1]) if begun else into + taken
-                    following = (number, at + begun, inside, states[begun - 1] if begun else state)
-                    documents_begun = before + at + begun + 1
-                    writer.add(number, stream.split(index), buffer, documents_begun, following)
-                    index, filled = index + 1, 0
-            if len(starts):
-                at, into, state = at + len(starts), len(tokens) - int(starts[-1]), states[-1]
-            else:
-                into += len(tokens)
-            show(new, stream.done(at, state))
-    if filled:
-        following = (number + 1, 0, 0, None)
-        writer.add(number, stream.split(index), buffer[:filled], before + at + 1, following)
+                    yield stream, buffer, (stream, state, passed + taken)
+                    filled = 0
+            passed += len(tokens)
+        if filled:
+            yield stream, buffer[:filled], (stream + 1, None, 0)
+        state, skipped = None, 0
 
 
-def _tasks(documents: Iterable[tuple[str, Any]]) -> Iterator[tuple[Task, list]]:
+def _tasks(batches: Iterable[tuple[Any, list[str]]]) -> Iterator[Task]:
     """Split and group texts into tasks of about TASK_CHARS characters.
 
-    With each comes the list of the states of those documents that start in it.
+    A task of many short documents ends with a batch, so that the next one has a state; a batch of
+    long documents is divided.
     """
-    task: Task = []
-    states: list = []
-    chars = 0
-    for text, state in documents:
-        for number, piece in enumerate(split_text(text, TASK_CHARS)):
-            task.append((number == 0, piece))
-            if number == 0:
-                states.append(state)
-            chars += len(piece)
-            if chars >= TASK_CHARS:
-                yield task, states
-                task, states, chars = [], [], 0
-    if task:
-        yield task, states
-
-
-def _encode(name: str, task: Task) -> Encoded:
-    """Tokenise a task with the tokenizer of this name or path."""
-    tokenizer = get_tokenizer(name)
-    parts: list[NDArray[np.uint16]] = []
-    starts: list[int] = []
-    n = 0
-    for starts_document, text in task:
-        if starts_document:
-            starts.append(n)
-            parts.append(np.array([tokenizer.eot], dtype=np.uint16))
-            n += 1
-        parts.append(tokenizer.encode_array(text))
-        n += len(parts[-1])
-    return np.concatenate(parts), np.array(starts, dtype=np.int64)
+    pieces: list[str | None] = []
+    first, chars = None, 0
+    for state, texts in batches:
+        if pieces and (first is None or chars >= TASK_CHARS):
+            yield first, pieces
+            pieces, chars = [], 0
+        first = first if pieces else state
+        for text in texts:
+            pieces.append(None)
+            for piece in split_text(text, TASK_CHARS):
+                pieces.append(piece)
+                chars += len(piece)
+                if chars >= 2 * TASK_CHARS:
+                    yield first, pieces
+                    first, pieces, chars = None, [], 0
+    if pieces:
+        yield first, pieces
 
 
 def _tokenise(
-    tasks: Iterable[tuple[Task, list]], tokenizer: str, workers: int
-) -> Iterator[tuple[*Encoded, list]]:
-    """`_encode` of each task and its states, in order; at most TASKS_PER_WORKER per worker are in
-    memory."""
-    encode = partial(_encode, tokenizer)
-    if workers == 1:
-        for task, states in tasks:
-            yield *encode(task), states
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
-    pending: deque[tuple[Future[Encoded], list]] = deque()
-    try:
-        for task, states in tasks:
-            pending.append((pool.submit(encode, task), states))
-            if len(pending) == workers * TASKS_PER_WORKER:
-                encoded, states = pending.popleft()
-                yield *encoded.result(), states
-        while pending:
-            encoded, states = pending.popleft()
-            yield *encoded.result(), states
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a tokenising process was killed, perhaps for lack of memory: run the same command "
-            f"again to continue, if necessary with fewer --workers than {workers}"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    tasks: Iterable[Task], tokenizer: str, workers: int
+) -> Iterator[tuple[Any, NDArray[np.uint16]]]:
+    """The state and the tokens [n] of each task, in order.
 
-
-def _start_worker() -> None:
-    """Leave Ctrl-C to the parent process, and exit when it ends, even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _require_same(out_dir: Path, records: list[dict], settings: dict) -> None:
-    """Raise UserError where the sets that were begun are not one with these settings.
-
-    `source` may differ.
+    Threads are enough: tokenizers leave Python's lock to others while they work.
     """
-    remedy = "use another --out_dir, or delete the folder to make it again"
-    if not records:
-        raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
-    for found in records:
-        for key in ("tokenizer", "shard_size"):
-            if found.get(key) != settings[key]:
-                raise UserError(
-                    f"{out_dir}: made with {key} {found.get(key)}, not {settings[key]}; {remedy}"
-                )
-        if found.get("fingerprint") != settings["fingerprint"]:
-            raise UserError(
-                f"{out_dir}: made from other documents ({found.get('source')}) than those given "
-                f"now ({settings['source']}); {remedy}"
-            )
-        parts, wanted = (these.get("parts", 1) for these in (found, settings))
-        if parts != wanted:
-            raise UserError(f"{out_dir}: made in {parts} parts, not {wanted}; {remedy}")
+    known = get_tokenizer(tokenizer)
+    pending: deque[tuple[Any, Future[NDArray[np.uint16]]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for state, pieces in tasks:
+            pending.append((state, pool.submit(known.encode_documents, pieces)))
+            if len(pending) == workers * TASKS_PER_WORKER:
+                state, encoded = pending.popleft()
+                yield state, encoded.result()
+        while pending:
+            state, encoded = pending.popleft()
+            yield state, encoded.result()

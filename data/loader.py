@@ -11,6 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,23 @@ from errors import UserError
 
 FEISTEL_ROUNDS = 8
 
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How sequences are put into batches, and the share of a rank."""
+
+    block_size: int  # positions of a sequence
+    batch_size: int  # sequences of a step, over all ranks
+    seed: int  # of the order within an epoch
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")  # that batches are copied to
+
 
 class Loader(ABC):
-    """Shuffled training batches, and validation batches.
-
-    A step takes `batch_size` sequences of `block_size` positions over all `world_size` ranks
-    together. `seed` decides the order of the `n_windows` sequences that an epoch has. Batches are
-    copied to `device`, asynchronously if that is a GPU.
+    """Shuffled training batches, and validation batches; an epoch has `n_windows` sequences.
 
     Raises UserError where an epoch has fewer sequences than one batch takes, or the batch does not
     divide equally among the ranks.
@@ -38,39 +49,24 @@ class Loader(ABC):
     source: str  # human-readable: what the batches are from
     tokens: int  # of an epoch
 
-    def __init__(
-        self,
-        n_windows: int,
-        block_size: int,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: str | torch.device,
-    ):
-        if batch_size % world_size:
+    def __init__(self, n_windows: int, batching: Batching) -> None:
+        size, ranks = batching.batch_size, batching.world_size
+        if size % ranks:
             raise UserError(
-                f"a batch of {batch_size} sequences cannot be split equally among {world_size} "
-                f"processes: make the batch a multiple of {world_size}"
+                f"a batch of {size} sequences cannot be split equally among {ranks} processes: "
+                f"make the batch a multiple of {ranks}"
             )
-        if n_windows < batch_size:
+        if n_windows < size:
             raise UserError(
                 f"{self.source}: {self.tokens} training tokens make {n_windows} windows of "
-                f"{block_size} tokens and a target, but one batch takes {batch_size}, that is at "
-                f"least {batch_size * block_size + 1} tokens"
+                f"{batching.block_size} tokens and a target, but one batch takes {size}, that is "
+                f"at least {size * batching.block_size + 1} tokens"
             )
-        self.n_windows = n_windows
-        self.block_size = block_size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.local_batch_size = batch_size // world_size
-        self.rank, self.world_size = rank, world_size
-        self.device = torch.device(device)
+        self.n_windows, self.batching, self.device = n_windows, batching, batching.device
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
-        self._next_step: int | None = None
-        self._next_batch: Future[tuple[Tensor, Tensor]] | None = None
+        self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size, ...].
@@ -78,11 +74,9 @@ class Loader(ABC):
         y is x shifted by one position. Steps may come in any order; the next batch is read in the
         background.
         """
-        if self._next_batch is not None and step == self._next_step:
-            x, y = self._next_batch.result()
-        else:
-            x, y = self._read(step)
-        self._next_step, self._next_batch = step + 1, self._reader.submit(self._read, step + 1)
+        ready = self._next is not None and self._next[0] == step
+        x, y = self._next[1].result() if self._next and ready else self._read(step)
+        self._next = step + 1, self._reader.submit(self._read, step + 1)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     @abstractmethod
@@ -94,9 +88,7 @@ class Loader(ABC):
         """The whole windows in the first `max_tokens` validation tokens, or in all of them."""
 
     @abstractmethod
-    def validation_batches(
-        self, max_tokens: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         """This rank's share of these windows: x, y, int64 [<= batch_size, block_size, ...].
 
         Raises UserError, before the first batch, where there is no whole window.
@@ -108,8 +100,9 @@ class Loader(ABC):
 
     def _windows(self, step: int) -> NDArray[np.int64]:
         """The number of each window that is one of this rank's sequences of a step: [b]."""
-        begin = step * self.batch_size + self.rank * self.local_batch_size
-        return epoch_order(begin, self.local_batch_size, self.n_windows, self.seed)
+        count = self.batching.batch_size // self.batching.world_size
+        begin = step * self.batching.batch_size + self.batching.rank * count
+        return epoch_order(begin, count, self.n_windows, self.batching.seed)
 
 
 class TokenLoader(Loader):
@@ -118,25 +111,15 @@ class TokenLoader(Loader):
     Raises UserError where there are no shards for training, or one is damaged, and as Loader does.
     """
 
-    def __init__(
-        self,
-        data_dir: str | Path,
-        block_size: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: str | torch.device = "cpu",
-    ):
+    def __init__(self, data_dir: str | Path, batching: Batching) -> None:
         self.data_dir, self.source = data_dir, str(data_dir)
         self.paths = list_shards(data_dir, "train")
         self.shards = [read_shard(path) for path in self.paths]
         self.tokens = sum(len(shard) for shard in self.shards)
-        # Index of each shard's first window, then the total number of windows.
-        windows = [(len(shard) - 1) // block_size for shard in self.shards]
+        # index of each shard's first window, then the total number of windows
+        windows = [(len(shard) - 1) // batching.block_size for shard in self.shards]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
-        n_windows = int(self.first_window[-1])
-        super().__init__(n_windows, block_size, batch_size, seed, rank, world_size, device)
+        super().__init__(int(self.first_window[-1]), batching)
 
     def batch_location(self, step: int) -> str:
         shard, offset = (int(of_all[0]) for of_all in self._locate(step))
@@ -144,25 +127,23 @@ class TokenLoader(Loader):
 
     def validation_windows(self, max_tokens: int) -> int:
         tokens = sum(len(read_shard(path)) for path in list_shards(self.data_dir, "val")) - 1
-        return min(tokens, max_tokens) // self.block_size
+        return min(tokens, max_tokens) // self.batching.block_size
 
-    def validation_batches(
-        self, max_tokens: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
+        b, sizes = self.batching, (max_tokens, batch_size)
         return validation_batches(
-            self.data_dir, self.block_size, max_tokens, batch_size,
-            self.rank, self.world_size, self.device,
-        )  # fmt: skip
+            self.data_dir, b.block_size, *sizes, b.rank, b.world_size, self.device
+        )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard number and token offset of each sequence of this rank: two arrays [b]."""
         window = self._windows(step)
         shard = np.searchsorted(self.first_window, window, side="right") - 1
-        return shard, (window - self.first_window[shard]) * self.block_size
+        return shard, (window - self.first_window[shard]) * self.batching.block_size
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
         sequences = [
-            self.shards[shard][offset : offset + self.block_size + 1]
+            self.shards[shard][offset : offset + self.batching.block_size + 1]
             for shard, offset in zip(*self._locate(step), strict=True)
         ]
         return inputs_and_targets(np.stack(sequences), self.device)
@@ -227,7 +208,7 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Batches:
     """The first `max_tokens` validation tokens, or all, as whole windows divided among ranks.
 
     Gives x, y, int64 [<= batch_size, block_size], y being x shifted by one token; only the last
@@ -253,7 +234,7 @@ def sampled_batches(
     seed: int,
     batch_size: int,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Batches:
     """x, y as of `validation_batches`, of `samples` random sequences of all validation tokens.
 
     They begin at any tokens, no two at the same, and may overlap. The first of them are the same
@@ -270,11 +251,11 @@ def _batches(
     block_size: int,
     batch_size: int,
     device: torch.device,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Batches:
     """x, y of the sequences that begin at `starts`."""
     for begin in range(0, len(starts), batch_size):
-        rows = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
-        x, y = inputs_and_targets(tokens[rows], device)
+        places = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
+        x, y = inputs_and_targets(tokens[places], device)
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 

@@ -1,7 +1,7 @@
 """Make token shards from any text files: `python -m data.text [PATHS...]`.
 
 Reads .txt, .md and .py (each file is a document), .jsonl, also compressed as .jsonl.gz or
-.jsonl.zst (a field of each line is one), and .parquet (a column of each row is one); a folder
+.jsonl.zst (a field of each line is one), and .parquet (a column's entries are documents); a folder
 stands for all such files in it that are not hidden. Without paths it uses the source code of
 Python's standard library, which every machine has. For validation it uses the files named by
 --val, or a tenth of several files, chosen by a hash of their names, or the last tenth of a single
@@ -16,26 +16,23 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tqdm import tqdm
 
-from data.build import SHARD_SIZE, Stream, all_cores, build
-from data.documents import COLUMN, parquet_files
-from data.tokenizer import BUILT_IN, get_tokenizer
+from data.build import add_options, build
+from data.documents import COLUMN, ROWS_AT_ONCE, Read
+from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from runtime.files import sha256_of
+from runtime.files import open_regular, sha256_of
 
 PLAIN = (".txt", ".md", ".py")
-COMPRESSED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-SUFFIXES = (*PLAIN, ".jsonl", *COMPRESSED, ".parquet")
-# The longest line of a .jsonl file in bytes. Reading one takes three times as much memory, and nine
-# times if one of its characters takes Python four bytes, since then all do.
-MAX_LINE = 1 << 27
+COMPRESSION = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+SUFFIXES = (*PLAIN, *COMPRESSION, ".parquet")
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
@@ -49,7 +46,7 @@ class Source:
     path: Path
     name: str  # decides the order, and whether it is used for validation
     sha256: str  # of the file's content
-    field: str  # which each line of JSON or row of parquet has its document in
+    field: str  # of JSON, or column of parquet
     documents: range  # their numbers in the file
     characters: tuple[int, int | None] = (0, None)  # of its only document
 
@@ -63,9 +60,9 @@ class Source:
 def list_files(
     paths: Iterable[str | Path], without: Collection[str] = ()
 ) -> list[tuple[str, Path]]:
-    """(name, path) of all files with one of SUFFIXES in the given files and folders, by name.
+    """(name, path) of all files with one of SUFFIXES in these files and folders, by name.
 
-    The name is relative to the folder that was given. Hidden files and folders are left out, and so
+    The name is relative to the folder in `paths`. Hidden files and folders are left out, and so
     are folders whose name is in `without`. Raises UserError where a path is missing, or is a file
     of another type.
     """
@@ -95,91 +92,59 @@ def list_stdlib() -> list[tuple[str, Path]]:
 def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
     """The documents of one file, without empty ones.
 
-    Raises UserError where the file cannot be read or parsed, is not a regular file, or has a line
-    of JSON longer than MAX_LINE.
+    Raises UserError where the file cannot be read or parsed, or is not a regular file.
     """
-    if path.exists() and not path.is_file():  # opening a FIFO would wait for ever
-        raise UserError(f"{path}: cannot be read: it is not a regular file")
-    if path.suffix == ".parquet":
-        yield from (text for text, _ in parquet_files(str(path), [path], field).read() if text)
-        return
     try:
-        with open(path, "rb") as file:
-            if path.suffix in PLAIN:
-                yield from filter(None, [_decode(path, file.read(), 0)])
+        with open_regular(path) as file:
+            documents: Iterable[Any]
+            if path.name.endswith(PLAIN):
+                documents = [file.read().decode("utf-8-sig")]  # without a byte-order mark
             else:
-                yield from _read_lines(path, _decompress(path, file), field)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+                parquet = path.suffix == ".parquet"
+                documents = (read_parquet if parquet else read_json_lines)(path, file, field)
+            for text in documents:
+                if not isinstance(text, str):
+                    raise UserError(f'{path}: a document\'s "{field}" is {text!r}, not a string')
+                if text:
+                    yield text
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
+        raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _decompress(path: Path, file: IO[bytes]) -> IO[bytes]:
-    """The content of an open .jsonl file, decompressed if its name says so."""
-    suffix = "".join(path.suffixes[-2:])
-    if suffix not in COMPRESSED:
-        return file
+def read_parquet(path: Path, file: IO[bytes], column: str) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file)
+    if column not in table.schema_arrow.names:
+        raise UserError(f"{path}: no column {column!r}")
+    for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+        yield from batch[column].to_pylist()
+
+
+def read_json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Any]:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(file, COMPRESSED[suffix]))
+    compression = COMPRESSION["".join(path.suffixes[path.suffixes.index(".jsonl") :])]
+    lines = io.BufferedReader(pyarrow.input_stream(file, compression))
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)[field]
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise UserError(f'{path}: line {number} has no JSON field "{field}"') from error
 
 
-def _read_lines(path: Path, file: IO[bytes], field: str) -> Iterator[str]:
-    """The documents of an open .jsonl file, without empty ones."""
-    start = 0
-    for number in count(1):
-        line = file.readline(MAX_LINE + 1)
-        if not line:
-            return
-        if len(line) > MAX_LINE:
-            raise UserError(
-                f"{path}: line {number} is longer than {MAX_LINE:,} bytes: divide the document "
-                "into several, or give it as a .txt file"
-            )
-        text = _decode(path, line, start)
-        start += len(line)
-        if not text.strip():
-            continue
-        del line  # memory, of a long one
-        try:
-            document = json.loads(text)[field]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f'{path}: line {number} has no JSON field "{field}"') from error
-        if not isinstance(document, str):
-            raise UserError(f'{path}: line {number}: "{field}" is {document!r}, not a string')
-        del text
-        if document:
-            yield document
-
-
-def _decode(path: Path, data: bytes, start: int) -> str:
-    """Bytes of a file, from byte `start` of it on, as text."""
-    try:
-        return data.decode("utf-8").removeprefix("" if start else "\ufeff")  # a byte-order mark
-    except UnicodeDecodeError as error:
-        at = start + error.start
-        raise UserError(f"{path}: not UTF-8 text: {error.reason} at byte {at}") from error
-
-
-def inspect(
-    files: list[tuple[str, Path]], field: str = COLUMN, skip_unreadable: bool = False
-) -> list[Source]:
+def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
     """Read every (name, path) once and count its documents; files without any are left out.
 
-    Raises UserError where a file cannot be read or parsed, unless `skip_unreadable`.
+    Raises UserError where a file cannot be read or parsed.
     """
-    sources, skipped = [], 0
+    sources = []
     for name, path in tqdm(files, desc="reading", unit="file", delay=2):
-        try:
-            documents = sum(1 for _ in read_file(path, field))
-        except UserError:
-            if not skip_unreadable:
-                raise
-            skipped += 1
-            continue
-        if documents:
+        if documents := sum(1 for _ in read_file(path, field)):
             sources.append(Source(path, name, sha256_of(path), field, range(documents)))
-    if skipped:
-        print(f"skipped {skipped} files that are not UTF-8")
     return sources
 
 
@@ -215,56 +180,49 @@ def divide(source: Source) -> tuple[Source, Source]:
     return replace(source, characters=(0, at)), replace(source, characters=(at, None))
 
 
-def stream(sources: list[Source], split: str) -> Stream:
-    """The documents of these sources, all for one split."""
+def split(sources: list[Source], val: list[str] | None) -> tuple[list[Source], list[Source]]:
+    """Split sources into (train, val); `val` names files for validation."""
+    if val:
+        chosen = inspect(list_files(val), sources[0].field)
+        paths = {source.path for source in chosen}
+        return [source for source in sources if source.path not in paths], chosen
+    if len(sources) > 1:
+        return choose_validation(sources)
+    train, last = divide(sources[0])
+    return [train], [last]
 
-    def documents(start: int, state: None) -> Generator[tuple[str, None]]:
-        for source in sources:
-            if start < len(source.documents):
-                for text in source.read(start):
-                    yield text, None
-            start = max(start - len(source.documents), 0)
 
-    size = sum(len(source.documents) for source in sources)
-    return Stream(documents, lambda shard: split, size, lambda document, state: document)
+def reader(sources: list[Source]) -> Read:
+    """Reads the documents of these sources; a state is (number of a source, of its document)."""
+
+    def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
+        at, first = state or (0, 0)
+        for index in range(at, len(sources)):
+            for number, text in enumerate(sources[index].read(first), first):
+                yield (index, number), [text]
+            first = 0
+
+    return read
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.text",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
-    parser.add_argument(
-        "--field", "--column", default=COLUMN, help="of JSON or parquet; default: text"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        help=f"{', '.join(BUILT_IN)} or a tokenizer.json; default: bytes",
-    )
-    parser.add_argument("--out_dir", help="default: data/text_<tokenizer>")
-    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
-    parser.add_argument("--workers", type=int, default=all_cores(), help="default: all cores")
+    field = f"of JSON or parquet; default: {COLUMN}"
+    parser.add_argument("--field", "--column", default=COLUMN, help=field)
+    add_options(parser, tokenizer="bytes")
     args = parser.parse_args(argv)
 
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
-    files = list_files(args.paths) if args.paths else list_stdlib()
-    sources = inspect(files, args.field, skip_unreadable=not args.paths)
     given = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
+    files = list_files(args.paths) if args.paths else list_stdlib()
+    sources = inspect(files, args.field)
     if not sources:
         raise UserError(f"{given}: no text in any {' '.join(SUFFIXES)} file")
-    if args.val:
-        val = inspect(list_files(args.val), args.field)
-        chosen = {source.path for source in val}
-        train = [source for source in sources if source.path not in chosen]
-    elif len(sources) == 1:
-        train, val = ([part] for part in divide(sources[0]))
-    else:
-        train, val = choose_validation(sources)
+    train, val = split(sources, args.val)
     if not train or not val:
         raise UserError(
             f"{given}: no text is left for training, or there is none for validation in {args.val}"
@@ -272,9 +230,9 @@ def main(argv: list[str] | None = None) -> None:
     inputs = [[(source.name, source.sha256) for source in part] for part in (val, train)]
     identity = inputs if args.field == COLUMN else [args.field, inputs]
     build(
-        args.out_dir or f"data/text_{Path(args.tokenizer).stem}",
+        args.out_dir or Path(f"data/text_{Path(args.tokenizer).stem}"),
         prefix="text",
-        streams=[stream(val, "val"), stream(train, "train")],
+        streams=[reader(val), reader(train)],
         tokenizer=args.tokenizer,
         shard_size=args.shard_size,
         workers=args.workers,

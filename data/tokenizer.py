@@ -53,7 +53,17 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
         """The ids as an array [tokens]."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
+        """The ids of each text, [tokens]."""
         raise NotImplementedError
+
+    def encode_documents(self, pieces: list[str | None]) -> NDArray[np.uint16]:
+        """The ids [tokens] of pieces of documents, one after another; None is an end of text."""
+        ids = iter(self.encode_all([piece for piece in pieces if piece is not None]))
+        eot = np.array([self.eot], dtype=np.uint16)
+        return np.concatenate([eot if piece is None else next(ids) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
         """`eot` becomes its mark; unknown ids and invalid UTF-8 become U+FFFD."""
@@ -76,11 +86,14 @@ class GPT2Tokenizer(Tokenizer):
             special_tokens={END_OF_TEXT: self.eot},
         )
 
-    def encode_array(self, text: str) -> NDArray[np.uint16]:
+    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
+        return [self._encode_text(text) for text in texts]
+
+    def _encode_text(self, text: str) -> NDArray[np.uint16]:
         try:
             return self._encode(text)
         except UnicodeEncodeError:
-            return self.encode_array(_repair(text))
+            return self._encode_text(_repair(text))
         except ValueError:
             return self._encode_pieces(text)
 
@@ -109,12 +122,9 @@ class ByteTokenizer(Tokenizer):
 
     name, n_vocab, eot = "bytes", 257, 256
 
-    def encode_array(self, text: str) -> NDArray[np.uint16]:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError:
-            data = _repair(text).encode("utf-8")
-        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
+        data = [_repair(text).encode("utf-8") for text in texts]
+        return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in data]
 
     def decode(self, ids: Iterable[int]) -> str:
         others = {self.eot: END_OF_TEXT.encode()}
@@ -154,12 +164,10 @@ class FileTokenizer(Tokenizer):
         self.mark = found[0]
         self.eot = vocabulary[self.mark]
 
-    def encode_array(self, text: str) -> NDArray[np.uint16]:
-        try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):  # surrogates
-            ids = self._tokenizer.encode(_repair(text), add_special_tokens=False).ids
-        return np.array(ids, dtype=np.uint16)
+    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
+        texts = [_repair(text) for text in texts]
+        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint16) for encoding in batch]
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = []
@@ -260,4 +268,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def _repair(text: str) -> str:
     """The text with its surrogate pairs (from JSON escapes) joined, and lone ones made U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

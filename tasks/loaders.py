@@ -5,35 +5,33 @@ from collections.abc import Callable
 import torch
 
 from config import Config
-from data.loader import Loader, TokenLoader
+from data.loader import Batching, Loader, TokenLoader
 from data.shards import check_shards, check_tokenizer, list_shards
 from tasks.orbits import OrbitLoader
 
 
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
     """The batches of one rank. Raises UserError where the data do not fit the settings."""
-    return LOADERS[config.task](config, rank, world_size, device)
+    sequences = config.total_batch_size // config.block_size
+    batching = Batching(config.block_size, sequences, config.seed, rank, world_size, device)
+    return LOADERS[config.task](config, batching)
 
 
-def open_language(config: Config, rank: int, world_size: int, device: torch.device) -> TokenLoader:
+def open_language(config: Config, batching: Batching) -> TokenLoader:
     """Batches of the shards in `data_dir`; each rank checks its share of their tokens first."""
     check_tokenizer(config.data_dir, config.tokenizer)
     shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
-    check_shards(shards[rank::world_size], config.n_vocab)
-    sequences = config.total_batch_size // config.block_size
-    order = (config.block_size, sequences, config.seed, rank, world_size, device)
-    return TokenLoader(config.data_dir, *order)
+    check_shards(shards[batching.rank :: batching.world_size], config.n_vocab)
+    return TokenLoader(config.data_dir, batching)
 
 
-def open_orbits(config: Config, rank: int, world_size: int, device: torch.device) -> OrbitLoader:
+def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
     """Batches of simulated planets."""
-    sequences = config.total_batch_size // config.block_size
-    order = (config.block_size, sequences, config.seed, rank, world_size, device)
-    return OrbitLoader(config.systems, config.planets, config.bins, *order)
+    return OrbitLoader(config.systems, config.planets, config.bins, batching)
 
 
 # One entry for each value of the setting `task`.
-LOADERS: dict[str, Callable[[Config, int, int, torch.device], Loader]] = {
+LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
     "language": open_language,
     "orbits": open_orbits,
 }

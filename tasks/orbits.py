@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data.loader import Loader, inputs_and_targets
+from data.loader import Batches, Batching, Loader, inputs_and_targets
 from errors import UserError, command
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
@@ -266,40 +265,28 @@ def sequences(
 class OrbitLoader(Loader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
 
-    def __init__(
-        self,
-        systems: int,
-        planets: int,
-        bins: int,
-        block_size: int,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: str | torch.device = "cpu",
-    ):
-        if systems < batch_size:
-            raise UserError(f"systems = {systems} are fewer than one batch takes, {batch_size}")
+    def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
+        size, length = batching.batch_size, batching.block_size
+        if systems < size:
+            raise UserError(f"systems = {systems} are fewer than one batch takes, {size}")
         of = "1 planet" if planets == 1 else f"1 to {planets} planets"
         self.source = f"simulated orbits of {of}"
-        self.planets, self.bins, self.tokens = planets, bins, systems * block_size
-        super().__init__(systems, block_size, batch_size, seed, rank, world_size, device)
+        self.planets, self.bins, self.tokens = planets, bins, systems * length
+        super().__init__(systems, batching)
 
     def batch_location(self, step: int) -> str:
         return f"with system {self._windows(step)[0]} of the {self.source}"
 
     def validation_windows(self, max_tokens: int) -> int:
-        return max_tokens // self.block_size
+        return max_tokens // self.batching.block_size
 
-    def validation_batches(
-        self, max_tokens: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        windows = self.validation_windows(max_tokens)
+    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
+        windows, batching = self.validation_windows(max_tokens), self.batching
         if windows < 1:
             raise UserError(
-                f"val_tokens = {max_tokens}, but one system takes {self.block_size} of them"
+                f"val_tokens = {max_tokens}, but one system takes {batching.block_size} of them"
             )
-        indices = range(self.rank, windows, self.world_size)
+        indices = range(batching.rank, windows, batching.world_size)
         parts = (indices[at : at + batch_size] for at in range(0, len(indices), batch_size))
         return (
             (x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
@@ -310,7 +297,7 @@ class OrbitLoader(Loader):
         return self._make(TRAINING, self._windows(step))
 
     def _make(self, seed: int, indices: Indices) -> tuple[Tensor, Tensor]:
-        made = sequences(seed, indices, self.planets, self.bins, self.block_size + 1)
+        made = sequences(seed, indices, self.planets, self.bins, self.batching.block_size + 1)
         return inputs_and_targets(made, self.device)
 
 

@@ -34,12 +34,18 @@ def expected_tokens(documents, tokenizer="gpt2"):
 
 def contents(folder):
     """Name and content of every file in a folder but its lock."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock" and p.is_file()}
 
 
-def run_fineweb(folder, out_dir, *more, shard_size=1000, workers=1):
+def tokens_in(folder):
+    """The tokens of all shards, in the order in which they were made."""
+    paths = sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
+    return np.concatenate([shards.read_shard(path) for path in paths])
+
+
+def run_fineweb(parquet, out_dir, *more, shard_size=1000, workers=1):
     fineweb.main(
-        [f"--parquet={folder}", f"--out_dir={out_dir}", f"--shard_size={shard_size}"]
+        [f"--parquet={parquet}", f"--out_dir={out_dir}", f"--shard_size={shard_size}"]
         + [f"--workers={workers}", *more]
     )
     return contents(out_dir)
@@ -68,14 +74,3 @@ def stop_after_each_shard(monkeypatch, make):
         else:
             break
     assert stops > 2
-
-
-def ordered(folder):
-    return sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:])
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -10,6 +10,7 @@ import torch
 
 from data import shards
 from data.loader import (
+    Batching,
     TokenLoader,
     sampled_batches,
     shuffled,
@@ -33,6 +34,10 @@ def data_dir(tmp_path):
     shards.write_shard(tmp_path / "x_val_000000.bin", val[:20])
     shards.write_shard(tmp_path / "x_val_000001.bin", val[20:])
     return tmp_path
+
+
+def open_loader(data_dir, batch_size, **more):
+    return TokenLoader(data_dir, Batching(T, batch_size, **more))
 
 
 WINDOW_STARTS = [*range(0, 96, T), *range(109, 109 + 56, T)]
@@ -83,7 +88,7 @@ def test_orders_are_well_mixed():
 
 
 def test_y_is_x_shifted_and_windows_are_whole(data_dir):
-    x, y = TokenLoader(data_dir, T, batch_size=4, seed=0).batch(3)
+    x, y = open_loader(data_dir, 4, seed=0).batch(3)
     assert x.shape == y.shape == (4, T) and x.dtype == y.dtype == torch.int64
     assert x.is_contiguous() and y.is_contiguous()
     assert torch.equal(y, x + 1)  # the shards hold consecutive numbers
@@ -91,7 +96,7 @@ def test_y_is_x_shifted_and_windows_are_whole(data_dir):
 
 
 def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
-    loader = TokenLoader(data_dir, T, batch_size=4, seed=0)
+    loader = open_loader(data_dir, 4, seed=0)
     assert (loader.n_windows, loader.tokens) == (19, 166)
     # 19 batches of 4 are 4 epochs of 19, and most epochs end inside a batch.
     starts = np.concatenate([loader.batch(step)[0][:, 0].numpy() for step in range(19)])
@@ -99,15 +104,15 @@ def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
     for epoch in epochs:
         assert sorted(epoch.tolist()) == WINDOW_STARTS
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 4
-    other = TokenLoader(data_dir, T, batch_size=4, seed=1)
+    other = open_loader(data_dir, 4, seed=1)
     assert not torch.equal(other.batch(0)[0], loader.batch(0)[0])
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size):
-    whole = TokenLoader(data_dir, T, batch_size=16, seed=3)
+    whole = open_loader(data_dir, 16, seed=3)
     ranks = [
-        TokenLoader(data_dir, T, 16, seed=3, rank=rank, world_size=world_size)
+        open_loader(data_dir, 16, seed=3, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
     for step in (0, 1, 2, 100):
@@ -119,31 +124,31 @@ def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size)
 
 
 def test_any_step_at_any_time(data_dir):
-    straight = TokenLoader(data_dir, T, batch_size=4, seed=5)
+    straight = open_loader(data_dir, 4, seed=5)
     expected = {step: straight.batch(step)[0] for step in range(30)}
-    jumping = TokenLoader(data_dir, T, batch_size=4, seed=5)
+    jumping = open_loader(data_dir, 4, seed=5)
     for step in (7, 8, 9, 3, 3, 4, 29, 0, 1, 1):
         assert torch.equal(jumping.batch(step)[0], expected[step]), step
-    resumed = TokenLoader(data_dir, T, batch_size=4, seed=5)
+    resumed = open_loader(data_dir, 4, seed=5)
     assert torch.equal(resumed.batch(17)[0], expected[17])
 
 
 def test_the_next_step_is_read_ahead(data_dir):
-    loader = TokenLoader(data_dir, T, batch_size=4, seed=5)
+    loader = open_loader(data_dir, 4, seed=5)
     reads, read = [], loader._read
     loader._read = lambda step: reads.append(step) or read(step)
     loader.batch(0)
-    loader._next_batch.result()
+    loader._next[1].result()
     assert reads == [0, 1]
     loader.batch(1)
-    loader._next_batch.result()
+    loader._next[1].result()
     assert reads == [0, 1, 2]
 
 
 def test_batch_location_is_the_shard_and_the_offset(data_dir):
     places = set()
     for rank in range(8):  # each with one sequence
-        loader = TokenLoader(data_dir, T, batch_size=8, seed=0, rank=rank, world_size=8)
+        loader = open_loader(data_dir, 8, seed=0, rank=rank, world_size=8)
         (row,) = loader.batch(5)[0].tolist()
         path, offset = re.fullmatch(r"in (.*) at token (\d+)", loader.batch_location(5)).groups()
         assert shards.read_shard(path)[int(offset) : int(offset) + T].tolist() == row
@@ -152,13 +157,13 @@ def test_batch_location_is_the_shard_and_the_offset(data_dir):
 
 
 def test_too_little_or_indivisible_is_refused(data_dir):
-    TokenLoader(data_dir, T, batch_size=19, seed=0)
+    open_loader(data_dir, 19, seed=0)
     with pytest.raises(UserError, match=rf"{data_dir}: 166 training tokens .* at least 161 tokens"):
-        TokenLoader(data_dir, T, batch_size=20, seed=0)
+        open_loader(data_dir, 20, seed=0)
     with pytest.raises(UserError, match="batch of 6 .* 4 processes: .* multiple of 4"):
-        TokenLoader(data_dir, T, batch_size=6, seed=0, world_size=4)
+        open_loader(data_dir, 6, seed=0, world_size=4)
     with pytest.raises(UserError, match="no such folder"):
-        TokenLoader(data_dir / "none", T, batch_size=1, seed=0)
+        open_loader(data_dir / "none", 1, seed=0)
 
 
 def test_validation_tokens(data_dir):
@@ -208,12 +213,12 @@ def test_too_few_validation_tokens_are_refused(data_dir):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_batches_on_a_gpu(data_dir):
-    host = TokenLoader(data_dir, T, batch_size=4, seed=0)
-    loader = TokenLoader(data_dir, T, batch_size=4, seed=0, device="cuda")
+    host = open_loader(data_dir, 4, seed=0)
+    loader = open_loader(data_dir, 4, seed=0, device=torch.device("cuda"))
     for step in range(5):
         x, y = loader.batch(step)
         assert x.is_cuda and y.is_cuda
         assert torch.equal(x.cpu(), host.batch(step)[0])
-    assert loader._next_batch.result()[0].is_pinned()
+    assert loader._next[1].result()[0].is_pinned()
     x, _ = next(validation_batches(data_dir, T, 48, 2, device="cuda"))
     assert x.is_cuda and x[0].tolist() == list(range(1000, 1008))

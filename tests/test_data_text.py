@@ -11,12 +11,7 @@ import pytest
 
 from data import shards, text
 from data.tokenizer import get_tokenizer
-from errors import UserError
-from tests.corpora import (
-    contents,
-    stop_after_each_shard,
-    write_parquet,
-)
+from tests.corpora import contents, stop_after_each_shard, write_parquet
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -62,8 +57,7 @@ def test_text_of_every_kind(folder, tmp_path, tokenizer):
     names = {p.name for p in out.glob("*.bin")}
     assert names == {"text_val_000000.bin", "text_train_000001.bin"}
     meta = shards.read_meta(out)
-    assert meta["tokenizer"] == tokenizer and meta["documents"] == 27
-    assert meta["source"] == str(folder)
+    assert meta["tokenizer"] == tokenizer and meta["source"] == str(folder)
 
 
 def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
@@ -116,30 +110,31 @@ def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch):
 
 
 def test_text_refusals(folder, tmp_path, refused):
-    out = ("--out_dir", tmp_path / "out")
-    assert "none: no such file or folder" in refused(text.main, tmp_path / "none", *out)
-    assert "e.html: files must end in" in refused(text.main, folder / "deep" / "e.html", *out)
-    assert "empty.txt: no text in any" in refused(text.main, folder / "deep" / "empty.txt", *out)
-    (tmp_path / "void").mkdir()
-    assert "void: no text in any .txt .md" in refused(text.main, tmp_path / "void", *out)
-    line = refused(text.main, folder / "00.txt", *out)
-    assert "00.txt: no word begins in its last tenth, '\\n', to" in line and "--val" in line
-    line = refused(text.main, folder / "00.txt", *out, "--val", folder / "00.txt")
-    assert "00.txt: no text is left for training" in line
-    for name in ("gtp2", "cl100k_base"):
-        line = refused(text.main, folder, *out, "--tokenizer", name)
-        assert f"tokenizer '{name}' is neither one of gpt2" in line and "65,536 ids" in line
-    (folder / "bad.txt").write_bytes(b"ab\xff")
-    line = refused(text.main, folder, *out)
-    assert "bad.txt: not UTF-8 text: invalid start byte at byte 2" in line
-    (folder / "bad.txt").unlink()
-    for content, message in (
-        ('{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),
-        ('{"text": "a"}\n{broken', "line 2 has no JSON field"),
-        ('{"text": 5}', '"text" is 5, not a string'),
+    def says(message, *paths):
+        assert message in refused(text.main, *paths, "--out_dir", tmp_path / "out")
+
+    says("none: no such file or folder", tmp_path / "none")
+    says("e.html: files must end in", folder / "deep" / "e.html")
+    says("empty.txt: no text in any", folder / "deep" / "empty.txt")
+    says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
+    says("00.txt: no text is left", folder / "00.txt", "--val", folder / "00.txt")
+    says("tokenizer 'gtp2' is neither one of gpt2", folder, "--tokenizer", "gtp2")
+    for name, content, message in (
+        ("bad.txt", "ab\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),
+        ("bad.jsonl", '{"text": "a"}\n{broken', 'line 2 has no JSON field "text"'),
+        ("bad.jsonl", '{"text": "a"}\n{"text": "\xff"}', 'line 2 has no JSON field "text"'),
+        ("bad.jsonl", '{"text": 5}', '"text" is 5, not a string'),
+        ("bad.parquet", "PAR1", "cannot be read: Parquet"),
     ):
-        (folder / "bad.jsonl").write_text(content)
-        assert f"bad.jsonl: {message}" in refused(text.main, folder, *out).replace(": line 1", "")
+        (folder / name).write_bytes(content.encode("latin-1"))
+        says(f"{name}: ", folder)
+        says(message, folder)
+        (folder / name).unlink()
+    write_parquet(folder / "bad.parquet", ["a"], column="body")
+    says("bad.parquet: no column 'text'", folder)
+    write_parquet(folder / "bad.parquet", ["a", None])
+    says('bad.parquet: a document\'s "text" is None, not a string', folder)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,7 +147,6 @@ def test_a_single_text_file_is_divided_at_a_paragraph(tmp_path, tokenizer):
     run_text(path, "--out_dir", out, "--tokenizer", tokenizer)
     (train,), (val,) = (documents_of(out, split, tokenizer) for split in ("train", "val"))
     assert train + val == path.read_text() and val == "\n".join(paragraphs[37:])
-    assert shards.read_meta(out)["documents"] == 2
 
 
 @pytest.mark.parametrize(
@@ -221,14 +215,6 @@ def test_the_standard_library_without_its_tests():
     assert not folders & {"test", "tests", "idle_test", "site-packages"}
 
 
-def test_unreadable_files_of_the_standard_library_are_counted(tmp_path, capsys):
-    (tmp_path / "a.py").write_bytes(b"# \xe9\n")
-    (tmp_path / "b.py").write_bytes(b"# fine\n")
-    sources = text.inspect(text.list_files([tmp_path]), skip_unreadable=True)
-    assert [source.name for source in sources] == ["b.py"]
-    assert "skipped 1 files that are not UTF-8" in capsys.readouterr().out
-
-
 def test_a_fifo_is_refused(tmp_path, refused):
     """Opening it would wait until somebody writes into it."""
     (tmp_path / "in").mkdir()
@@ -239,21 +225,12 @@ def test_a_fifo_is_refused(tmp_path, refused):
         os.mkfifo(pipe)
         for given in (pipe, tmp_path / "in"):
             line = refused(text.main, given, *out)
-            assert f"pipe{suffix}: cannot be read: it is not a regular file" in line
+            assert f"pipe{suffix}: cannot be read: [Errno 22] not a regular file" in line
         pipe.unlink()
 
 
-def test_long_lines_of_json_are_refused(tmp_path, monkeypatch, refused):
-    path, line = tmp_path / "x.jsonl", json.dumps({"text": "é" * 100}, ensure_ascii=False)
-    path.write_text(f"{line}\n\n{line}", encoding="utf-8")
-    size = len(line.encode())
-    monkeypatch.setattr(text, "MAX_LINE", size + 1)
-    assert list(text.read_file(path)) == ["é" * 100] * 2
-    monkeypatch.setattr(text, "MAX_LINE", size - 1)
-    line = refused(text.main, path, "--out_dir", tmp_path / "out")
-    assert f"x.jsonl: line 1 is longer than {size - 1} bytes: divide the document" in line
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')  # with a byte-order mark
-    assert list(text.read_file(path)) == ["a"]
-    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
-    with pytest.raises(UserError, match="not UTF-8 text: invalid start byte at byte 24"):
-        list(text.read_file(path))
+def test_byte_order_marks(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
+    for name in ("x.jsonl", "x.txt"):
+        assert list(text.read_file(tmp_path / name)) == ["a"]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import train as training
 from config import SETTINGS, Config, load_config
 from data import text
-from data.loader import TokenLoader, validation_batches
+from data.loader import Batching, TokenLoader, validation_batches
 from data.shards import check_shards, list_shards, read_shard, write_shard
 from data.tokenizer import get_tokenizer
 from errors import UserError
@@ -139,7 +139,7 @@ def test_shards(tmp_path, data):
     try:
         tokens = read_shard(file)
         check_shards(list_shards(folder, "train"), 50257)
-        x, y = TokenLoader(folder, 8, 2, seed=0).batch(3)
+        x, y = TokenLoader(folder, Batching(8, 2, seed=0)).batch(3)
         next(validation_batches(folder, 8, 20, 4))
     except UserError as error:
         assert "x_train_000001.bin" in str(error) or "shards" in str(error)

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 from scipy.integrate import solve_ivp
 
+from data.loader import Batching
 from errors import UserError
 from tasks import orbits
 from tasks.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulate
@@ -167,11 +168,13 @@ def test_a_sequence_is_a_time_step_and_the_bodies_in_turns():
 
 
 def test_batches_are_the_same_for_any_number_of_processes():
-    sizes = (40, 2, 500, 31, 8)
-    whole = OrbitLoader(*sizes, seed=3)
+    def loader(systems=40, **more):
+        return OrbitLoader(systems, 2, 500, Batching(31, 8, seed=3, **more))
+
+    whole = loader()
     x, y = whole.batch(7)
     assert x.shape == y.shape == (8, 31, 2) and (x[:, 1:] == y[:, :-1]).all()
-    parts = [OrbitLoader(*sizes, seed=3, rank=rank, world_size=4) for rank in range(4)]
+    parts = [loader(rank=rank, world_size=4) for rank in range(4)]
     assert (x == np.concatenate([part.batch(7)[0] for part in parts])).all()
     index = re.fullmatch(r"with system (\d+) of the .*", whole.batch_location(7)).group(1)
     assert (x[0].numpy() == sequences(orbits.TRAINING, [int(index)], 2, 500, 32)[0, :-1]).all()
@@ -185,7 +188,7 @@ def test_batches_are_the_same_for_any_number_of_processes():
     with pytest.raises(UserError, match="val_tokens = 30, but one system takes 31"):
         whole.validation_batches(30, 4)
     with pytest.raises(UserError, match="systems = 4 are fewer than one batch takes, 8"):
-        OrbitLoader(4, 2, 500, 31, 8, seed=3)
+        loader(systems=4)
 
 
 def test_the_command_says_what_the_systems_are_and_how_fast(call, capsys):
