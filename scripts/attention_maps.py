@@ -1,23 +1,23 @@
-"""What a layer's heads attend to: attention maps (Figure A1 of LSSAR), and the attention sink.
+"""What heads attend to: attention maps (Figure A1 of LSSAR), the attention sink, sparsity.
 
 python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
+python -m scripts.attention_maps RUN [RUN ...] --distances
 
 Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
-row for every run, for the text and for the same validation tokens at each length; and draws a
+line for every run, for the text and for the same validation tokens at each length; and draws a
 curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
 text): attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png in
-the folder that contains them (or --out). The text is given to the model as it is, without
-end-of-text before it.
+the folder that contains them (or --out). The model reads the text without end-of-text before it.
 
 A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
 window, the last of them. The first query has no choice and is left out. Reported are means over
 rows of
 
-    first_token         share of the first token in sum |A|: the sink; if all weights are equal 1/n,
+    first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal,
                         or 0 where a window hides it
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all weights are equal, as a single one is; 0 if one of
+    entropy_share       entropy / log n: 1 if all weights are equal, also for n = 1; 0 if one of
                         several keys gets all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
@@ -25,28 +25,48 @@ rows of
 A row that is not a distribution is thus normalised as |A| / sum |A|. A row of zeros cannot be: it
 is dead, excluded from the means, and counted.
 
-RUN/attention_maps.json is a list of measurements. Those of validation tokens are not repeated; a
-text is always measured again, since its maps are drawn.
+LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
+diagonal, and that a score below 0 gets no gradient, which isolates its token. --distances measures
+all layers and heads on the validation tokens, in windows of the training length:
+
+    positive            share of the weights above 0, by distance i - j of query i from key j: 0, 1,
+                        then up to 3, 7, 15, ...; of the keys that a query sees: null at distances
+                        that a head's attention window (--window, local_window) hides
+    dead_rows           share of the queries whose weights are all 0: their output is 0
+    dead_keys           share of the keys in a window's first half with weight 0 for every later
+                        query
+
+A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
+query and key; the picture is weights_by_distance.png, with RUN_RUN for several runs.
+
+RUN/attention_maps.json is a list of measurements. What it has is not measured again.
 
     variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
     head_windows        the most keys that a row of each head sees; null: all up to its own
-    text, data_dir      one of them is null
-    picture             file name, only of the text drawn last: each text overwrites the picture
-    length, tokens      of a window, and of all windows together
-    keys, rows          groups of rows with up to 2, 4, 8, ... keys up to their own, those that a
-                        window hides included; rows in each, per head
-    groups              {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
-    heads               {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
+    data_dir, tokens    of the validation tokens; null and 0 for a text alone
+    parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
+        length          of a window
+        keys, rows      groups of rows with up to 2, 4, 8, ... keys up to their own, including keys
+                        that a window hides; rows in each, per head
+        groups          {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
+        heads           {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
+                        and "by distance": {...} with
+        length          of a window
+        distances       the greatest distance of each group
+        positive        [layers][heads][groups]
+        dead_rows, dead_keys    [layers][heads]
     environment
 """
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -59,15 +79,20 @@ from attention import DEAD
 from config import Config
 from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
-from errors import UserError, command
+from errors import UserError
 from evaluation import attention_weights, head_windows
-from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common import runner
-from scripts.common.plots import add_legend, length_axis, save_picture, show_equal_curves
-from scripts.common.runner import Evaluation, Run, Store, measured, option, without_nan
+from scripts.common.plots import (
+    add_legend,
+    finish,
+    length_axis,
+    one_panel,
+    row_style,
+    show_equal_curves,
+)
+from scripts.common.runner import Evaluation, Run, as_command, load_run, option, without_nan
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, shared_tokens, validation_id
+from scripts.common.validation import counted, data_facts
 
 # LSSAR, Figure A1
 TEXT = (
@@ -78,11 +103,12 @@ CLAMP = 0.5
 # A head with more than this on the first token is a sink (Gu et al. 2024, "When Attention Sink
 # Emerges in Language Models").
 SINK = 0.3
-# Validation tokens at each length.
-TOKENS = 32768
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
-PICTURE = "attention_maps.png"
+# The name of the part of --distances.
+BY_DISTANCE = "by distance"
+# A distance is near below this share of the length, and far from half of it.
+NEAR = 1 / 16
 NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 DRAWN = {
     "first_token": "share of the first token",
@@ -93,42 +119,33 @@ DRAWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMaps(Evaluation):
-    """What a layer's heads attend to: maps of a text, and the attention sink.
-
-    `at(length)` is the evaluation of validation tokens in windows of one length.
-    """
+    """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
 
     name = "attention_maps"
 
     layer: int = option(-1, "0 is the first, -1 the last")
-    text: str = option(TEXT, "to map (default: the text of LSSAR's Figure A1)")
-    file: str | None = option(None, "a UTF-8 file with the text to map")
+    text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
     lengths: tuple[int, ...] | None = option(
         None, "in tokens, such as 1024,8192 (default: 1x and 8x the training length)"
     )
-    tokens: int = option(TOKENS, "validation tokens at each length; 0: only the text", at_least=0)
+    tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
+    distances: bool = option(False, "also positive weights by distance, dead rows, in all layers")
     data_dir: str | None = option(None, "shards to use instead of the run's own")
-    length: int | None = option(None, "")  # None: the text
-
-    def at(self, length: int) -> "AttentionMaps":
-        return replace(self, length=length)
 
     def ids(self, config: Config) -> list[int]:
-        text = self.text if self.file is None else read_text(self.file)
-        ids = get_tokenizer(config.tokenizer).encode(text)
-        if not 2 <= len(ids) <= MAP_TOKENS:
+        """The tokens of the text."""
+        ids = get_tokenizer(config.tokenizer).encode(self.text)
+        if self.text and not 2 <= len(ids) <= MAP_TOKENS:
             raise UserError(
                 f"the text has {len(ids)} tokens; a map needs at least 2 and at most {MAP_TOKENS}"
             )
         return ids
 
-    def lengths_of(self, config: Config) -> list[int]:
-        if self.tokens == 0:
-            return []
-        lengths = sorted(self.lengths or (config.block_size, 8 * config.block_size))
-        if lengths[0] < 2:
-            raise UserError("--lengths must be at least 2: a single key leaves no choice")
-        return lengths
+    def lengths_of(self, config: Config) -> tuple[int, ...]:
+        lengths = self.lengths
+        if lengths is None:
+            lengths = (config.block_size, 8 * config.block_size)
+        return lengths if self.tokens else ()
 
     def facts(self, config: Config) -> dict:
         if not -config.n_layer <= self.layer < config.n_layer:
@@ -136,75 +153,58 @@ class AttentionMaps(Evaluation):
                 f"--layer {self.layer}: a model of n_layer = {config.n_layer} has layers 0 to "
                 f"{config.n_layer - 1}, and -1 to {-config.n_layer} from the last"
             )
-        lengths = tuple(self.lengths_of(config))
+        self.ids(config)
         facts = {"layer": self.layer % config.n_layer, "head_windows": head_windows(config)}
-        if self.length is None:
-            ids, text = self.ids(config), self.text
-            if self.file is not None:
-                text = read_text(self.file)
-            facts |= {"text": text, "data_dir": None, "length": len(ids), "tokens": len(ids)}
-            return facts
-        data_dir = self.data_dir or config.data_dir
-        tokens = shared_tokens(data_dir, lengths, self.tokens, config)
-        facts |= {"text": None, "data_dir": data_dir, "length": self.length, "tokens": tokens}
-        return facts | {"val_sha256": validation_id(data_dir)}
+        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
+        if not lengths:
+            return facts | {"data_dir": None, "val_sha256": None, "tokens": 0}
+        if min(lengths) < 2:
+            raise UserError("--lengths must be at least 2: a single key leaves no choice")
+        return facts | data_facts(self.data_dir or config.data_dir, lengths, self.tokens, config)
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        # the maps of another text may have overwritten this one's picture
-        drawn = self.length is not None or measurement.get("picture") == PICTURE
-        return measurement if drawn else None
+    def parts(self, config: Config) -> dict[str, int]:
+        text = {f"text: {self.text}": len(self.ids(config))} if self.text else {}
+        names = [f"{length} tokens" for length in self.lengths_of(config)]
+        names += [BY_DISTANCE] if self.distances else []
+        return text | dict.fromkeys(names, self.facts(config)["tokens"])
 
-    def amount(self, config: Config) -> int:
-        return self.facts(config)["tokens"]
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        if name.startswith("text: "):
+            return row_statistics(run, facts["layer"], [self.idx(run)])
+        length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
+        tokens, device = facts["tokens"], run.device
+        batches = validation_batches(facts["data_dir"], length, tokens, 1, device=device)
+        windows = (x for x, _ in counted(batches, bar))
+        if name == BY_DISTANCE:
+            return distance_statistics(run, length, windows)
+        return row_statistics(run, facts["layer"], windows)
 
-    def measure(self, run: Run, store: Store) -> None:
-        layer, length = store.facts["layer"], store.facts["length"]
-        seen = keys_seen(run.config, length)
-        if self.length is None:
-            ids = self.ids(run.config)
-            A = weights(run, layer, torch.tensor([ids], device=run.device), lambda A: A)
-            store.discard("picture")  # if interrupted here, no other measurement claims it
-            save_picture(plot_maps(run, layer, ids, A), run.path / PICTURE)
-            sums = group_sums(row_numbers(A[None])[0].double(), seen)
-            store.save(picture=PICTURE, **summary(sums, length))
-            return
-        sums, tokens, data_dir = torch.zeros(()), store.facts["tokens"], store.facts["data_dir"]
-        with tqdm(total=tokens, unit="tok", desc=f"{run.path} {length}") as bar:
-            batches = validation_batches(data_dir, length, tokens, 1, device=run.device)
-            for x, _ in counted(batches, bar):
-                sums = sums + group_sums(weights(run, layer, x, row_numbers).double(), seen)
-        store.save(**summary(sums, length))
+    def idx(self, run: Run) -> Tensor:
+        """The text as token ids [1, L]."""
+        return torch.tensor([self.ids(run.config)], device=run.device)
+
+    def picture(self, path: str | Path, measurement: dict) -> Figure | None:
+        if not self.text:
+            return None
+        run, layer = load_run(path, self), measurement["layer"]
+        return plot_maps(run, layer, self.ids(run.config), weights(run, layer, self.idx(run)))
 
 
-@command
-def main() -> None:
-    evaluation, given = runner.parse(AttentionMaps)
-    runner.refuse_early(given.runs, evaluation)
-    configs = [evaluation.applied(checkpoint.read_config(path)) for path in given.runs]
-    parts = [[evaluation, *map(evaluation.at, evaluation.lengths_of(config))] for config in configs]
-    for config, several in zip(configs, parts, strict=True):
-        for part in several:
-            part.facts(config)  # raises now for too few tokens
-    results = [
-        [measured(part, path) for part in several]
-        for path, several in zip(given.runs, parts, strict=True)
-    ]
-    names = runner.run_names(given.runs)
-    for of_runs in zip(*results, strict=True):
-        print_numbers(names, of_runs)
-    longest = [of_run[-1] for of_run in results]
-    pictures = {"attention_by_row": plot_rows(names, longest)}
-    runner.save_pictures(pictures, given.runs, given.out)
+# ---- rows, by the number of keys ----
 
 
-def read_text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {file}: cannot be read as text: {error}") from error
+def row_statistics(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
+    """The values of a part, over windows [1, L] of one length."""
+    sums = torch.zeros(())
+    for idx in windows:
+        seen = keys_seen(run.config, idx.shape[1])
+        sums = sums + group_sums(weights(run, layer, idx, row_numbers).double(), seen)
+    return summary(sums, seen.shape[1])
 
 
-def weights(run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def weights(
+    run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor] = lambda A: A
+) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     with autocast(run.device, run.dtype):
         (A,) = attention_weights(run.model, idx, slice(None), reduce, slice(layer, layer + 1))
@@ -244,15 +244,14 @@ def group_sums(numbers: Tensor, seen: Tensor) -> Tensor:
 
 
 def summary(sums: Tensor, length: int) -> dict:
-    """The values of a measurement, from the sums [H, groups, 2 + 5] over its windows."""
+    """The values of a part, from the sums [H, groups, 2 + 5] over its windows."""
     all_rows = sums.sum(1)
-    by_group = mean_rows(sums) | {"dead": sums[..., 1].int().tolist()}
-    by_head = mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()}
     return {
+        "length": length,
         "keys": [min(length, 2 ** (i + 1)) for i in range(sums.shape[1])],
         "rows": sums[0, :, 0].int().tolist(),
-        "groups": by_group,
-        "heads": by_head,
+        "groups": mean_rows(sums) | {"dead": sums[..., 1].int().tolist()},
+        "heads": mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()},
     }
 
 
@@ -262,31 +261,138 @@ def mean_rows(sums: Tensor) -> dict:
     return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
 
 
-def mean_over_heads(result: dict, name: str) -> float:
+def mean_over_heads(part: dict, name: str) -> float:
     """Mean over the heads that have a value."""
-    values = [v for v in result["heads"][name] if v is not None]
+    values = [v for v in part["heads"][name] if v is not None]
     return sum(values) / len(values) if values else math.nan
 
 
-def subject(results: Sequence[dict]) -> str:
-    """The title of measurements of several runs: their layer and text."""
+# ---- weights, by distance ----
+
+
+def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dict:
+    """The values of the part of --distances, over windows [1, length]."""
+    pairs = visible_pairs(length, head_windows(run.config))
+    sums, number = torch.zeros(()), 0
+    for idx in windows:
+        with autocast(run.device, run.dtype):
+            layers = attention_weights(run.model, idx, slice(None), signs)
+        sums = sums + torch.stack([counts(layer[0], pairs) for layer in layers])
+        number += 1
+    shares = sums / number
+    return {
+        "length": length,
+        "distances": distances(length),
+        "positive": without_nan(shares[..., :-2].tolist()),
+        "dead_rows": shares[..., -2].tolist(),
+        "dead_keys": shares[..., -1].tolist(),
+    }
+
+
+def distances(length: int) -> list[int]:
+    """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
+    return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
+
+
+def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
+    """How many pairs of query and key each head sees in each group of distances, [H, distances]."""
+    groups = list(pairwise([-1, *distances(length)]))
+
+    def pairs(low: int, high: int, window: int) -> int:  # length - d at each distance d
+        return sum(length - d for d in range(low + 1, min(high + 1, window)))
+
+    counts = [[pairs(*group, window or length) for group in groups] for window in windows]
+    return torch.tensor(counts, dtype=torch.float64)
+
+
+def signs(A: Tensor) -> Tensor:
+    """The signs of weights, in a byte each."""
+    return A.sign().to(torch.int8)
+
+
+def counts(sign: Tensor, pairs: Tensor) -> Tensor:
+    """The shares of one window, [H, distances + 2], from the signs of its weights [H, L, L].
+
+    `pairs` are its `visible_pairs`; where there are none, the share is NaN.
+    """
+    length = sign.shape[-1]
+    position = torch.arange(length, device=sign.device)
+    distance = position[:, None] - position
+    positive = [
+        (sign[:, (low < distance) & (distance <= high)] > 0).sum(-1)
+        for low, high in pairwise([-1, *distances(length)])
+    ]
+    shares = torch.stack(positive, dim=-1).cpu() / pairs
+    used = sign != 0
+    dead_rows = (~used.any(-1)).double().mean(-1)
+    later = used & (distance > 0)
+    dead_keys = (~later.any(-2))[:, : length // 2].double().mean(-1)
+    return torch.cat((shares, torch.stack((dead_rows, dead_keys), dim=-1).cpu()), dim=-1)
+
+
+def positive_shares(result: dict) -> Tensor:
+    """`positive` of a measurement as [layers, H, distances], NaN where it is null."""
+    return torch.from_numpy(np.array(result["parts"][BY_DISTANCE]["positive"], dtype=np.float64))
+
+
+def mean_shares(result: dict) -> dict[str, float]:
+    """Means over layers and heads, and for distances over all visible pairs of query and key.
+
+    NaN where there is no such pair.
+    """
+    part = result["parts"][BY_DISTANCE]
+    length, ends = part["length"], [-1, *part["distances"]]
+    pairs = visible_pairs(length, result["head_windows"])
+    positive = positive_shares(result).mean(0).nan_to_num() * pairs
+    low, high = torch.tensor(ends[:-1]) + 1, torch.tensor(ends[1:])
+    near, far = high < max(1, NEAR * length), low >= length / 2
+
+    def share(chosen: Tensor) -> float:
+        return (positive[:, chosen].sum() / pairs[:, chosen].sum()).item()
+
+    return {
+        "near": share(near),
+        "far": share(far),
+        "all": share(near | True),
+        "dead rows": torch.tensor(part["dead_rows"]).mean().item(),
+        "dead keys": torch.tensor(part["dead_keys"]).mean().item(),
+    }
+
+
+# ---- the tables and the pictures ----
+
+
+def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print a table of every part; draw the rows of the last length and the distances."""
+    names, results = [name for name, _ in runs], [result for _, result in runs]
     layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
-    text = results[0]["text"]
-    what = "validation tokens" if text is None else ascii(text[:40])
-    return f"layer {layers}, {what}"
+    trained = {result["trained_length"] for result in results}
+    pictures = {}
+    # the lengths of runs with other training lengths differ
+    for of_runs in zip(*(result["parts"].items() for result in results), strict=True):
+        name, parts = of_runs[0][0], [part for _, part in of_runs]
+        if name == BY_DISTANCE:
+            print_shares(names, results)
+            pictures["weights_by_distance"] = plot_positive(names, results)
+            continue
+        what = ascii(name[6:46]) if name.startswith("text: ") else "validation tokens"
+        print_numbers(f"layer {layers}, {what}", names, parts)
+        figure = plot_rows(f"layer {layers}, {what}", names, parts, trained)
+        pictures["attention_by_row"] = figure
+    return pictures
 
 
-def print_numbers(names: list[str], results: Sequence[dict]) -> None:
-    """A row for every run, of the same text or validation tokens, and one for equal weights."""
-    print(f"\n{subject(results)}; means over heads and rows;")
+def print_numbers(title: str, names: Sequence[str], parts: Sequence[dict]) -> None:
+    """A line for every run, of the same text or validation tokens, and one for equal weights."""
+    print(f"\n{title}; means over heads and rows;")
     print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
     table = [["", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum"]]
-    for name, result in zip(names, results, strict=True):
-        first = [value or 0.0 for value in result["heads"]["first_token"]]
-        share, *rest = (f"{mean_over_heads(result, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
+    for name, part in zip(names, parts, strict=True):
+        first = [value or 0.0 for value in part["heads"]["first_token"]]
+        share, *rest = (f"{mean_over_heads(part, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
         sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
-        table.append([name, f"{result['length']}", share, f"{max(first):.4f}", sinks, *rest])
-    for length in sorted({result["length"] for result in results}):
+        table.append([name, f"{part['length']}", share, f"{max(first):.4f}", sinks, *rest])
+    for length in sorted({part["length"] for part in parts}):
         n = torch.arange(2, length + 1, dtype=torch.float64)
         first_token, log = (1 / n).mean().item(), n.log().mean().item()
         share, *rest = (f"{value:.4f}" for value in (first_token, log, 1, 0, 0, 1))
@@ -305,10 +411,9 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     unseen = (distance < 0) | (distance >= keys_seen(run.config, L)[..., None])
     figure = Figure(figsize=(2.6 * columns + 0.8, 2.6 * lines + 0.6), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False)
-    for head, axes in enumerate(panels.flat):
-        if head >= H:
-            axes.axis("off")
-            continue
+    for spare in panels.flat[H:]:
+        spare.axis("off")
+    for head, axes in enumerate(panels.flat[:H]):
         image = axes.imshow(
             A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
             interpolation="nearest" if L <= 256 else "antialiased",
@@ -329,43 +434,73 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     return figure
 
 
-def plot_rows(names: list[str], results: list[dict]) -> Figure:
+def plot_rows(
+    title: str, names: Sequence[str], parts: Sequence[dict], trained: Iterable[int]
+) -> Figure:
     """Sink, entropy and zeros over a row's position: mean, minimum and maximum of heads."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
     for name, axes in panels.items():
-        for i, (run, result) in enumerate(zip(names, results, strict=True)):
-            groups = torch.tensor(  # [H, groups]
-                [[math.nan if v is None else v for v in row] for row in result["groups"][name]]
+        for i, (run, part) in enumerate(zip(names, parts, strict=True)):
+            heads = torch.tensor(  # [H, groups]
+                [[math.nan if v is None else v for v in head] for head in part["groups"][name]]
             )
-            keys, colour = result["keys"], f"C{i % 10}"
-            axes.plot(keys, groups.nanmean(0).numpy(), marker="o", label=run, color=colour)
-            least = groups.nan_to_num(math.inf).amin(0).numpy()
-            most = groups.nan_to_num(-math.inf).amax(0).numpy()
+            keys, colour = part["keys"], f"C{i % 10}"
+            axes.plot(keys, heads.nanmean(0).numpy(), marker="o", label=run, color=colour)
+            least = heads.nan_to_num(math.inf).amin(0).numpy()
+            most = heads.nan_to_num(-math.inf).amax(0).numpy()
             axes.fill_between(keys, least, most, alpha=0.12, linewidth=0, color=colour)
-        length_axis(axes, "keys up to the row's own", {r["trained_length"] for r in results})
+        length_axis(axes, "keys up to the row's own", trained)
         axes.tick_params(labelsize="small")
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(DRAWN[name], fontsize="medium")
         show_equal_curves(axes)
     # a sink stays of order 1 while equal weights decrease as 1 / n
-    longest = max(results, key=lambda result: result["length"])
-    shares = 1 / torch.arange(1, longest["length"] + 1)
-    ends = [1, *longest["keys"]]
+    ends = [1, *max((part["keys"] for part in parts), key=max)]
+    shares = 1 / torch.arange(1, ends[-1] + 1)
     equal = [shares[i:j].mean().item() for i, j in zip(ends, ends[1:], strict=False)]
     axes = panels["first_token"]
     axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights, no window")
     axes.set_yscale("log", nonpositive="clip")
     axes.set_ylim(equal[-1] / 10, 1.3)
     add_legend(figure)
-    lengths = " and ".join(f"{n:,}" for n in sorted({result["length"] for result in results}))
+    lengths = " and ".join(f"{n:,}" for n in sorted({part["length"] for part in parts}))
     figure.suptitle(
-        f"{subject(results)} in windows of {lengths}; mean over heads, shaded from the least head "
-        "to the greatest".replace("$", r"\$"),
+        f"{title} in windows of {lengths}; mean over heads, shaded from the least head to the "
+        "greatest".replace("$", r"\$"),
         fontsize="medium",
     )
     return figure
 
+
+def print_shares(names: list[str], results: Sequence[dict]) -> None:
+    length = results[0]["parts"][BY_DISTANCE]["length"]
+    print(
+        f"\nshare of positive weights, validation tokens in windows of {length}; near: closer than "
+        f"{max(1, round(NEAR * length))} keys, far: at least half the window"
+    )
+    shares = [mean_shares(result) for result in results]
+    table = [["", *shares[0]]]
+    for name, one in zip(names, shares, strict=True):
+        cells = ("no pairs" if math.isnan(share) else f"{share:.4f}" for share in one.values())
+        table.append([name, *cells])
+    print_table(table, width=11)
+
+
+def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
+    """The share of positive weights over the distance, a curve for each run."""
+    figure, axes = one_panel()
+    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+        positive = positive_shares(result).mean(0).nanmean(0).tolist()  # over the heads that see
+        keys = [distance + 1 for distance in result["parts"][BY_DISTANCE]["distances"]]
+        axes.plot(keys, positive, label=name, **row_style(i))
+    trained = {result["trained_length"] for result in results}
+    length_axis(axes, "distance from the diagonal + 1, up to", trained)
+    axes.set_ylim(-0.03, 1.03)
+    return finish(figure, "share of weights above 0", "mean over layers and heads")
+
+
+main = as_command(AttentionMaps, show)
 
 if __name__ == "__main__":
     main()

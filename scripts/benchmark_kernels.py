@@ -46,17 +46,18 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--part", choices=("attention", "decoding", "all"), default="all")
-    parser.add_argument("--lengths", default=LENGTHS, help="of attention alone (%(default)s)")
+    parser.add_argument(
+        "--lengths", type=lengths_of, default=LENGTHS, help="of attention alone (%(default)s)"
+    )
     default = "results/benchmark_gpu.json"
     parser.add_argument("--out", metavar="FILE", default=default, help="default: %(default)s")
     arguments = parser.parse_args()
-    lengths = lengths_of("lengths", arguments.lengths)
     check_writable(Path(arguments.out).parent)
     if not torch.cuda.is_available():
         raise UserError("this needs an NVIDIA GPU, and this machine has none")
     device = torch.device("cuda", torch.cuda.current_device())
     parts: dict[str, Iterable[dict]] = {
-        "attention": attention_alone(device, torch.bfloat16, lengths),
+        "attention": attention_alone(device, torch.bfloat16, arguments.lengths),
         "decoding": decoding(device, torch.bfloat16, CACHES),
     }
     result = read_json(arguments.out) or {}

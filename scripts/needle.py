@@ -14,7 +14,7 @@ same sum, but not a share.
 
 Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
 (Fig. 8), the latter two once for several runs, as needle_heads_RUN_RUN.png and so on in the folder
-that contains them; with --out FILE.png as FILE_heads.png and FILE_scores.png. Nothing is measured
+that contains them; with --out FILE.png as FILE.png and FILE_needle_scores.png. Nothing is measured
 twice.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
@@ -31,7 +31,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
@@ -46,17 +45,9 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.plots import (
-    add_legend,
-    heat_maps,
-    one_panel,
-    row_style,
-    save_picture,
-    show_equal_curves,
-)
-from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number
-from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
-from scripts.common.tables import print_table
+from scripts.common.plots import finish, heat_maps, one_panel, row_style
+from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number, print_found
+from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths, validation_id
 
 CITIES = (
@@ -175,13 +166,14 @@ class Needles(Evaluation):
     def haystack(self, config: Config) -> Haystack:
         return open_haystack(self.data_dir or config.data_dir, config.tokenizer, config.n_vocab)
 
-    def cells(self, config: Config) -> list[tuple[int, float]]:
-        """The lengths and depths of the accuracies."""
-        return [(length, depth) for length in self.lengths_of(config) for depth in DEPTHS]
+    def cells(self, config: Config) -> dict[str, tuple[int, float]]:
+        """The lengths and depths of the accuracies, by the name of their part."""
+        return {cell(n, depth): (n, depth) for n in self.lengths_of(config) for depth in DEPTHS}
 
     @property
     def scores(self) -> str:
-        return scores_name(self.score_length, self.score_trials)
+        """The name of the part with the needle scores."""
+        return f"scores of {self.score_trials} needles in {self.score_length} tokens"
 
     def facts(self, config: Config) -> dict:
         lengths, data_dir = self.lengths_of(config), self.data_dir or config.data_dir
@@ -194,42 +186,29 @@ class Needles(Evaluation):
             "sample_seed": self.seed,
         }
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        names = [cell(*length_and_depth) for length_and_depth in self.cells(config)]
-        return select_parts(measurement, "parts", [*names, self.scores])
+    def parts(self, config: Config) -> dict[str, int]:
+        cells = {name: length * self.samples for name, (length, _) in self.cells(config).items()}
+        return cells | {self.scores: (self.score_trials + 1) * self.score_length}
 
-    def amount(self, config: Config) -> int:
-        in_cells = self.samples * sum(length for length, _ in self.cells(config))
-        return in_cells + (self.score_trials + 1) * self.score_length
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        haystack = self.haystack(run.config)
+        if name == self.scores:
+            return score(run, self, haystack, bar)
+        length, depth = self.cells(run.config)[name]
+        grades: list[str] = []
+        rng = random.Random(f"needle {self.seed} {length} {depth}")
+        for batch in batches(haystack.draws(self.samples, rng, length, depth), length, bar):
+            grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
+        shares = {name: grades.count(name) / len(grades) for name in GRADES}
+        return {"length": length, "depth": depth} | shares
 
-    def measure(self, run: Run, store: Store) -> None:
-        haystack, known = self.haystack(run.config), store.parts
-        todo = [(n, d) for n, d in self.cells(run.config) if cell(n, d) not in known]
-        scored = self.scores in known
-        total = sum(length for length, _ in todo) * self.samples
-        total += 0 if scored else self.score_length * (self.score_trials + 1)
-        with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
-            for length, depth in todo:
-                bar.set_postfix(length=length, depth=depth)
-                rng = random.Random(f"needle {self.seed} {length} {depth}")
-                grades: list[str] = []
-                for batch in batches(haystack.draws(self.samples, rng, length, depth), length):
-                    grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
-                    bar.update(length * len(batch))
-                shares = {name: grades.count(name) / len(grades) for name in GRADES}
-                store.add(cell(length, depth), {"length": length, "depth": depth} | shares)
-            if not scored:
-                store.add(self.scores, score(run, self, haystack, bar))
-        title = f"{run.facts['variant']}, needles, RoPE scaling {run.facts['rope']}"
-        save_picture(plot_found({title: store.parts}), store.path.with_suffix(".png"))
+    def picture(self, path: str | Path, measurement: dict) -> Figure:
+        title = f"{measurement['variant']}, needles, RoPE scaling {measurement['rope']}"
+        return plot_found({title: measurement["parts"]})
 
 
 def cell(length: int, depth: float) -> str:
     return f"{length} tokens, depth {depth:.0%}"
-
-
-def scores_name(length: int, trials: int) -> str:
-    return f"scores of {trials} needles in {length} tokens"
 
 
 def ask(run: Run, needles: list[Needle]) -> list[str]:
@@ -253,8 +232,8 @@ def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
     last, idx = idx.shape[1] - 1, F.pad(idx, (0, ANSWER_TOKENS))
     inside = torch.zeros(idx.shape, device=run.device)
-    for row, needle in zip(inside, needles, strict=True):
-        row[needle.span] = 1
+    for in_prompt, needle in zip(inside, needles, strict=True):
+        in_prompt[needle.span] = 1
 
     def mass(A: Tensor) -> Tensor:  # [B, H, 1, L] -> [B, H, 1]
         return (A * inside[:, None, None]).sum(-1)
@@ -267,49 +246,36 @@ def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
 def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
     length = evaluation.score_length
-    bar.set_postfix(length=length, depth="random")
     rng = random.Random(f"needle scores {evaluation.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
     scores = needle_scores(run, [fixed])[0]
     best = scores.flatten().topk(min(HEADS, scores.numel()))
-    text = ask(run, [fixed])[0]
-    one_needle = {
-        "answer": text,
-        "grade": grade(fixed, text),
-        "heads": [
-            {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
-            for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ],
-    }
+    heads = [
+        {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
+        for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+    one_needle = graded(fixed, ask(run, [fixed])[0]) | {"heads": heads}
     bar.update(length)
     trials = []
-    for batch in batches(haystack.draws(evaluation.score_trials, rng, length), length):
+    for batch in batches(haystack.draws(evaluation.score_trials, rng, length), length, bar):
         tops = needle_scores(run, batch).flatten(1).amax(-1).tolist()
         for needle, text, top in zip(batch, ask(run, batch), tops, strict=True):
-            trials.append(
-                {
-                    "city": needle.city,
-                    "number": needle.number,
-                    "depth": round(needle.depth, 4),
-                    "answer": text,
-                    "grade": grade(needle, text),
-                    "top_score": top,
-                }
-            )
-        bar.update(length * len(batch))
+            trials.append(graded(needle, text) | {"top_score": top})
     return {"length": length, "one needle": one_needle, "trials": trials}
+
+
+def graded(needle: Needle, text: str) -> dict:
+    """A needle and the answer to it."""
+    return {
+        "city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
+        "answer": text, "grade": grade(needle, text),
+    }  # fmt: skip
 
 
 def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print every run's accuracy by length and depth and its scores."""
     for _, result in runs:
-        lengths, depths, shares = found(result["parts"])
-        print(f"\n{result['variant']}: needles found (%), RoPE scaling {result['rope']}")
-        table = [["length", *map(str, lengths)]]
-        for depth, of_depth in zip(depths, shares, strict=True):
-            cells = ("" if share is None else f"{100 * share:.1f}" for share in of_depth)
-            table.append([depth, *cells])
-        print_table(table)
+        print_found(result, "needles", *found(result["parts"]))
         tops = [trial["top_score"] for trial in result["parts"][evaluation.scores]["trials"]]
         mean = sum(tops) / len(tops)
         print(f"{evaluation.scores}: mean of each needle's highest {mean:.4f}")
@@ -317,38 +283,39 @@ def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]
     return {"needle_heads": plot_heads(names, scores), "needle_scores": plot_scores(names, scores)}
 
 
-def found(parts: dict[str, dict]) -> tuple[list[int], list[str], list[list[float | None]]]:
-    """Lengths, depths, and the share found [depths][lengths], None where it was not measured."""
+def found(parts: dict[str, dict]) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Lengths, and the share found at each depth and length, None where it was not measured."""
     lengths = sorted({part["length"] for part in parts.values() if "depth" in part})
-    shares = [[parts.get(cell(n, d), {}).get("correct") for n in lengths] for d in DEPTHS]
-    return lengths, [f"{depth:.0%}" for depth in DEPTHS], shares
+    return lengths, {
+        f"{depth:.0%}": [parts.get(cell(n, depth), {}).get("correct") for n in lengths]
+        for depth in DEPTHS
+    }
 
 
 def plot_found(runs: dict[str, dict[str, dict]]) -> Figure:
     """Fig. 6: the share of needles found by length and depth, from each run's parts."""
-    lengths, depths, _ = found(next(iter(runs.values())))
-    maps = {name: found(parts)[-1] for name, parts in runs.items()}
-    return heat_maps(maps, lengths, depths, "needles found (%)")
+    lengths, depths = found(next(iter(runs.values())))
+    maps = {name: list(found(parts)[1].values()) for name, parts in runs.items()}
+    return heat_maps(maps, lengths, list(depths), "needles found (%)")
 
 
 def plot_heads(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 7: the highest needle scores of all heads at one needle."""
-    figure, axes = score_panel("attention head, by needle score", "needle score")
+    figure, axes = one_panel()
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         single = scores["one needle"]
         values = [head["score"] for head in single["heads"]]
         label = f"{name} ({single['grade']})"
         axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
-    length = f"{runs[0]['length']:,}"
-    axes.set_title(f"one needle, {FIXED[2]:.0%} deep in {length} tokens", fontsize="medium")
-    show_equal_curves(axes)
-    add_legend(figure)
-    return figure
+    axes.set_xlabel("attention head, by needle score")
+    axes.locator_params("x", integer=True)
+    title = f"one needle, {FIXED[2]:.0%} deep in {runs[0]['length']:,} tokens"
+    return finish(figure, "needle score", title)
 
 
 def plot_scores(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
-    figure, axes = score_panel("trial, by top needle score", "top needle score")
+    figure, axes = one_panel()
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
         axes.plot([], [], color=f"C{i}", label=name)
@@ -358,19 +325,10 @@ def plot_scores(names: list[str], runs: list[dict]) -> Figure:
             axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker)
     for grade_name, marker in GRADES.items():
         axes.scatter([], [], color="0.3", marker=marker, label=grade_name)
-    length = f"{runs[0]['length']:,}"
-    axes.set_title(f"needles at random depths of {length} tokens", fontsize="medium")
-    add_legend(figure)
-    return figure
-
-
-def score_panel(x: str, y: str) -> tuple[Figure, Axes]:
-    figure, axes = one_panel()
+    title = f"needles at random depths of {runs[0]['length']:,} tokens"
+    axes.set_xlabel("trial, by top needle score")
     axes.locator_params("x", integer=True)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    return figure, axes
+    return finish(figure, "top needle score", title)
 
 
 main = as_command(Needles, show)

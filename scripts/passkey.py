@@ -5,9 +5,9 @@ python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --tri
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
-Prints accuracy by length and by depth, writes RUN/passkey.json and RUN/passkey.png, and for several
-runs passkey_by_length_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
-twice.
+Prints accuracy by length and by depth, writes RUN/passkey.json with every answer, RUN/passkey.png
+by depth, and passkey_by_length.png by length, for several runs passkey_by_length_RUN_RUN.png in the
+folder that contains them (or --out). Nothing is measured twice.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
@@ -29,17 +29,9 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
-from scripts.common.plots import (
-    add_legend,
-    heat_maps,
-    length_axis,
-    one_panel,
-    save_picture,
-    show_equal_curves,
-)
-from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number
-from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
-from scripts.common.tables import print_table
+from scripts.common.plots import finish, heat_maps, length_axis, one_panel
+from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number, print_found
+from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths
 
 TASK = (
@@ -73,44 +65,34 @@ class Passkeys(Evaluation):
     )
     trials: int = option(100, "per length", at_least=1)
     seed: int = option(1337, "of keys and depths")
-    show: int = option(0, "print so many trials per length", at_least=0)
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return self.lengths or default_lengths([config], (1, 1.5, 2, 4, 8))
 
-    def trials_of(self, config: Config) -> dict[int, list[Trial]]:
-        """The trials of each length. Raises UserError where a length is too short."""
-        tokenizer = get_tokenizer(config.tokenizer)
-        lengths = self.lengths_of(config)
-        return {n: make_trials(tokenizer, n, self.trials, self.seed) for n in lengths}
+    def trials_of(self, config: Config, length: int) -> list[Trial]:
+        """The trials of a length. Raises UserError where the length is too short."""
+        return make_trials(get_tokenizer(config.tokenizer), length, self.trials, self.seed)
 
     def facts(self, config: Config) -> dict:
         check_lengths(config, self.lengths_of(config))
-        self.trials_of(config)
+        for length in self.lengths_of(config):
+            self.trials_of(config, length)
         return {"trials": self.trials, "trial_seed": self.seed}
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        return select_parts(measurement, "parts", [str(n) for n in self.lengths_of(config)])
+    def parts(self, config: Config) -> dict[str, int]:
+        return {str(length): length * self.trials for length in self.lengths_of(config)}
 
-    def amount(self, config: Config) -> int:
-        return self.trials * sum(self.lengths_of(config))
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        answers: list[str] = []
+        trials = self.trials_of(run.config, int(name))
+        for batch in batches(trials, int(name), bar):
+            answers += answer(run, [trial.prompt for trial in batch])
+        return judge(trials, answers)
 
-    def measure(self, run: Run, store: Store) -> None:
-        trials = self.trials_of(run.config)
-        todo = {length: trials[length] for length in trials if str(length) not in store.parts}
-        total = sum(length * len(todo[length]) for length in todo)
-        with tqdm(total=total, unit="tok", unit_scale=True, desc=str(run.path)) as bar:
-            for length in todo:
-                bar.set_postfix(length=length)
-                answers: list[str] = []
-                for batch in batches(todo[length], length):
-                    answers += answer(run, [trial.prompt for trial in batch])
-                    bar.update(length * len(batch))
-                store.add(str(length), judge(todo[length], answers))
-        title = f"{run.facts['variant']}, passkeys, RoPE scaling {run.facts['rope']}"
-        lengths, rows = by_depth(store.parts)
-        figure = heat_maps({title: rows}, lengths, TENTHS, "passkeys found (%)")
-        save_picture(figure, store.path.with_suffix(".png"))
+    def picture(self, path: str | Path, measurement: dict) -> Figure:
+        title = f"{measurement['variant']}, passkeys, RoPE scaling {measurement['rope']}"
+        lengths, shares = by_depth(measurement["parts"])
+        return heat_maps({title: shares}, lengths, TENTHS, "passkeys found (%)")
 
 
 @functools.cache
@@ -149,12 +131,12 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     right = [
         first_number(text) == str(trial.key) for trial, text in zip(trials, answers, strict=True)
     ]
-    rows: list[list[bool]] = [[] for _ in range(DEPTHS)]
+    tenths: list[list[bool]] = [[] for _ in range(DEPTHS)]
     for trial, correct in zip(trials, right, strict=True):
-        rows[min(DEPTHS - 1, int(trial.depth * DEPTHS))].append(correct)
+        tenths[min(DEPTHS - 1, int(trial.depth * DEPTHS))].append(correct)
     return {
         "accuracy": sum(right) / len(right),
-        "accuracy_by_depth": [sum(row) / len(row) if row else None for row in rows],
+        "accuracy_by_depth": [sum(one) / len(one) if one else None for one in tenths],
         "trials": [
             {"key": trial.key, "depth": round(trial.depth, 4), "answer": text, "correct": correct}
             for trial, text, correct in zip(trials, answers, right, strict=True)
@@ -170,39 +152,26 @@ def by_depth(parts: dict[str, dict]) -> tuple[list[int], list[list[float | None]
 
 
 def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print every run's accuracy by length and depth, and `--show` trials of each length."""
+    """Print every run's accuracy by length and depth."""
     for _, result in runs:
-        for length, part in result["parts"].items():
-            for trial in part["trials"][: evaluation.show]:
-                mark = "right" if trial["correct"] else "wrong"
-                print(f"{length}: key {trial['key']}, answer {trial['answer']!r} ({mark})")
-        lengths, rows = by_depth(result["parts"])
+        lengths, shares = by_depth(result["parts"])
         accuracy = [result["parts"][str(length)]["accuracy"] for length in lengths]
-        print(f"\n{result['variant']}: passkeys found (%), RoPE scaling {result['rope']}")
-        table = [["length", *map(str, lengths)]]
-        for name, shares in (("all", accuracy), *zip(TENTHS, rows, strict=True)):
-            cells = ("" if share is None else f"{100 * share:.0f}" for share in shares)
-            table.append([name, *cells])
-        print_table(table)
-    return {"passkey_by_length": plot([name for name, _ in runs], [result for _, result in runs])}
+        depths = dict(zip(TENTHS, shares, strict=True))
+        print_found(result, "passkeys", lengths, {"all": accuracy} | depths)
+    return {"passkey_by_length": plot(runs)}
 
 
-def plot(names: list[str], results: list[dict]) -> Figure:
+def plot(runs: list[tuple[str, dict]]) -> Figure:
     """LSSAR, Fig. 2: accuracy by length, one line for each run."""
     figure, axes = one_panel()
-    all_parts = [result["parts"] for result in results]
-    for name, parts in zip(names, all_parts, strict=True):
-        lengths = sorted(map(int, parts))
-        accuracy = [100 * parts[str(length)]["accuracy"] for length in lengths]
-        axes.plot(lengths, accuracy, marker="o", label=name)
-    lengths = sorted({int(length) for parts in all_parts for length in parts})
-    length_axis(axes, "length in tokens", {r["trained_length"] for r in results}, lengths)
+    for name, result in runs:
+        parts = {int(length): part for length, part in result["parts"].items()}
+        accuracy = [100 * parts[length]["accuracy"] for length in sorted(parts)]
+        axes.plot(sorted(parts), accuracy, marker="o", label=name)
+    lengths = sorted({int(length) for _, result in runs for length in result["parts"]})
+    length_axis(axes, "length in tokens", {r["trained_length"] for _, r in runs}, lengths)
     axes.set_ylim(-3, 103)
-    axes.set_ylabel("passkeys found (%)")
-    axes.set_title(f"RoPE scaling: {results[0]['rope']}", fontsize="medium")
-    show_equal_curves(axes)
-    add_legend(figure)
-    return figure
+    return finish(figure, "passkeys found (%)", f"RoPE scaling: {runs[0][1]['rope']}")
 
 
 main = as_command(Passkeys, show)

@@ -125,6 +125,15 @@ def stub_run(path, tokenizer: str, model=None) -> Run:
     return Run(path, config, model, torch.device("cpu"), torch.float32, facts)
 
 
+def measured_losses(run):
+    """The measurements of eval_length, each with the lists of its lengths and losses."""
+    measurements = json.loads((run / "eval_length.json").read_text())
+    for one in measurements:
+        parts = one["parts"].values()
+        one |= {"lengths": [p["length"] for p in parts], "loss": [p["loss"] for p in parts]}
+    return measurements
+
+
 def read_table(folder):
     return json.loads((folder / "table.json").read_text())
 

@@ -1,4 +1,4 @@
-"""Attention maps, and the numbers of the attention sink."""
+"""Attention maps, the numbers of the attention sink, and where weights are positive."""
 
 import json
 import math
@@ -14,19 +14,22 @@ from data.tokenizer import get_tokenizer
 from model import GPT
 from runtime import checkpoint
 from scripts import attention_maps
-from scripts.attention_maps import TEXT, group_sums, row_numbers, summary
-from scripts.common import runner
+from scripts.attention_maps import TEXT, group_sums, mean_shares, row_numbers, signs, summary
 from scripts.common.runner import load_run
-from tests.helpers import saved_run, small_config, small_model
+from tests.helpers import not_blank, saved_run, small_config, small_model
+from tests.runs import refused
 
 
 def read(run):
     """The run's measurements; what JSON has not, such as NaN, is an error."""
+    text = (run / "attention_maps.json").read_text()
+    return json.loads(text, parse_constant=pytest.fail)
 
-    def refuse(name):
-        raise ValueError(name)
 
-    return json.loads((run / "attention_maps.json").read_text(), parse_constant=refuse)
+def validation_ids(shards, length, count):
+    """The first windows of the validation tokens, [count, length]."""
+    tokens = read_shard(shards / "text_val_000000.bin")[: count * length].astype(np.int64)
+    return torch.from_numpy(tokens).view(count, length)
 
 
 def last_layer_softmax(run, ids):
@@ -75,75 +78,41 @@ def expected(maps):
     return rows
 
 
+# ---- rows, by the number of keys ----
+
+
 def test_numbers_of_softmax_against_the_formulas(train, call, shards, capsys):
     run = train("run", "configs/softmax.py")
     call(attention_maps, run, "--text", TEXT[:40], "--lengths", "48,16", "--tokens", "100")
-    results = read(run)
-    assert [(r["length"], r["tokens"], r["text"]) for r in results] == [
-        (40, 40, TEXT[:40]), (16, 96, None), (48, 96, None)
-    ]  # fmt: skip
-    assert [r["data_dir"] for r in results] == [None, str(shards), str(shards)]
-    tokens = read_shard(shards / "text_val_000000.bin").astype(int).tolist()
-    windows = (
-        [get_tokenizer("bytes").encode(TEXT[:40])],
-        [tokens[i : i + 16] for i in range(0, 96, 16)],
-        [tokens[:48], tokens[48:96]],
-    )
+    (result,) = read(run)
+    assert (result["layer"], result["variant"], result["tokens"]) == (1, "softmax", 96)
+    assert result["data_dir"] == str(shards)
+    windows = {
+        f"text: {TEXT[:40]}": [get_tokenizer("bytes").encode(TEXT[:40])],
+        "16 tokens": validation_ids(shards, 16, 6).tolist(),
+        "48 tokens": validation_ids(shards, 48, 2).tolist(),
+    }
+    assert result["parts"].keys() == windows.keys()
     printed = capsys.readouterr().out
-    for result, ids in zip(results, windows, strict=True):
-        assert result["layer"] == 1 and result["variant"] == "softmax"
-        rows = expected([last_layer_softmax(run, window) for window in ids])
-        L = result["length"]
-        assert result["keys"] == [2**i for i in range(1, 7) if 2**i <= L] + [L] * (L > 16)
-        assert result["rows"] == [len(group) for group in rows["sum"][0]]
-        for name, heads in rows.items():
+    for name, part in result["parts"].items():
+        rows = expected([last_layer_softmax(run, ids) for ids in windows[name]])
+        L = part["length"]
+        assert L == len(windows[name][0])
+        assert part["keys"] == [2**i for i in range(1, 7) if 2**i <= L] + [L] * (L > 16)
+        assert part["rows"] == [len(group) for group in rows["sum"][0]]
+        for number, heads in rows.items():
             means = [[np.mean(group) for group in groups] for groups in heads]
-            np.testing.assert_allclose(result["groups"][name], means, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(part["groups"][number], means, rtol=1e-4, atol=1e-7)
             means = [np.mean(sum(groups, [])) for groups in heads]
-            np.testing.assert_allclose(result["heads"][name], means, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(part["heads"][number], means, rtol=1e-4, atol=1e-7)
             assert f"{np.mean(means):.4f}" in printed
-        assert result["heads"]["dead"] == [0, 0]
-    for name in ("attention_maps.png", "attention_by_row.png"):
-        assert matplotlib.image.imread(run / name).std() > 0
+        assert part["heads"]["dead"] == [0, 0]
+    assert not_blank(run / "attention_maps.png") and not_blank(run / "attention_by_row.png")
 
 
 def all_keys(length):
     """The keys that the rows of heads without a window see."""
     return torch.arange(1, length + 1)[None]
-
-
-@pytest.mark.parametrize(
-    "settings, windows",
-    [
-        ("softmax.py --window=4", (4, 4)),
-        ("hybrid.py --local_window=1 --window=6", (6, 1)),
-    ],
-)
-def test_keys_that_a_window_hides_do_not_count(settings, windows, shards, call, tmp_path):
-    """An untrained model's weights are nearly equal over the keys that its rows see."""
-    model = GPT(small_config(settings, f"--data_dir={shards}"))
-    run = saved_run(tmp_path / "run", model)
-    call(attention_maps, run, "--lengths", "16", "--tokens", "16", "--text", TEXT[:20])
-    result = read(run)[1]
-    parts = [part for part, _ in model.attention_layers()[1].parts()]
-    assert result["head_windows"] == [part.window for part in parts for _ in range(part.n_head)]
-    ids = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:16].astype(np.int64))
-    A = evaluation.attention_weights(model, ids[None], slice(None))[1][0].double().numpy()
-    heads = [
-        [A[head, i, max(0, i + 1 - window) : i + 1] for i in range(1, 16)]
-        for head, window in enumerate(windows)
-    ]
-    shares = [
-        np.mean([-(a * np.log(a)).sum() / math.log(len(a)) if len(a) > 1 else 1 for a in rows])
-        for rows in heads
-    ]
-    assert min(shares) > 0.99
-    assert result["heads"]["entropy_share"] == pytest.approx(shares, rel=1e-5)
-    assert result["heads"]["zeros"] == [0, 0] and result["rows"] == [1, 2, 4, 8]
-    # what a head's window hides is white, as what comes after
-    panels = attention_maps.plot_maps(load_run(run), 1, ids.tolist(), torch.tensor(A))
-    drawn = [axes.images[0].get_array().count() for axes in panels.axes[:2]]
-    assert drawn == [1 + sum(map(len, rows)) for rows in heads]
 
 
 def test_rows_that_are_no_distributions():
@@ -182,12 +151,12 @@ def test_a_sink_is_seen(capsys):
     A[0, :, 0] = 1
     A[1] = torch.ones(L, L).tril() / torch.arange(1, L + 1)[:, None]
     A[2] = torch.eye(L)
-    result = summary(group_sums(row_numbers(A).double(), all_keys(L)), L)
-    assert result["groups"]["first_token"][0] == [1, 1, 1]
-    assert result["heads"]["entropy_share"] == pytest.approx([0, 1, 0])
+    part = summary(group_sums(row_numbers(A).double(), all_keys(L)), L)
+    assert part["groups"]["first_token"][0] == [1, 1, 1]
+    assert part["heads"]["entropy_share"] == pytest.approx([0, 1, 0])
     equal = sum(1 / n for n in range(2, L + 1)) / (L - 1)
-    assert result["heads"]["first_token"] == pytest.approx([1, equal, 0])
-    attention_maps.print_numbers(["run"], [result | {"text": None, "length": L, "layer": 0}])
+    assert part["heads"]["first_token"] == pytest.approx([1, equal, 0])
+    attention_maps.print_numbers("layer 0", ["run"], [part])
     lines = capsys.readouterr().out.splitlines()
     assert "1 of 3" in lines[-2] and f"{equal:.4f}" in lines[-1] and f"{equal:.4f}" not in lines[-2]
 
@@ -203,81 +172,132 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     torch.testing.assert_close(numbers, row_numbers(whole), rtol=1e-10, atol=1e-12)
 
 
+# ---- weights, by distance ----
+
+
+def test_counts_of_a_window():
+    A = torch.zeros(1, 4, 4)
+    for query, key in ((0, 0), (1, 0), (3, 3), (3, 1)):  # query 2 has none
+        A[0, query, key] = 0.5
+    # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
+    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None]))
+    assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
+    assert attention_maps.distances(4) == [0, 1, 3] and attention_maps.distances(6) == [0, 1, 3, 5]
+
+
+def test_negative_weights_are_neither_positive_nor_dead():
+    A = torch.zeros(1, 4, 4)
+    A[0, 1, 0], A[0, 2, 2], A[0, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
+    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None]))
+    assert shares[0].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
+
+
+@pytest.mark.parametrize(
+    "settings, windows, far",
+    [
+        ("softmax.py --window=1", (1, 1), "no pairs"),
+        ("hybrid.py --local_window=1 --window=6", (6, 1), "no pairs"),
+        ("hybrid.py --local_window=6", (None, 6), "1.0000"),
+        ("relu_li.py", (None, None), None),
+    ],
+)
+def test_what_a_window_hides_does_not_count(settings, windows, far, shards, call, tmp_path, capsys):
+    model = GPT(small_config(settings, f"--data_dir={shards}"))
+    run = saved_run(tmp_path / "run", model)
+    more = ("--lengths", "16", "--tokens", "32", "--text", TEXT[:20], "--rope", "none")
+    call(attention_maps, run, *more, "--distances")
+    (result,) = read(run)
+    assert result["head_windows"] == list(windows)
+    limits = [window or 16 for window in windows]
+    entropies, positive, dead_rows, dead_keys = [[], []], {}, [], []
+    for ids in validation_ids(shards, 16, 2):
+        layers = evaluation.attention_weights(model, ids[None], slice(None))
+        for layer, A in enumerate(layers):
+            for head, window in enumerate(limits):
+                rows = A[0, head].tolist()
+                dead_rows += [not any(row) for row in rows]
+                dead_keys += [not any(row[j] for row in rows[j + 1 :]) for j in range(8)]
+                for i, row in enumerate(rows):
+                    seen = row[max(0, i + 1 - window) : i + 1]
+                    for distance, weight in enumerate(reversed(seen)):
+                        group = positive.setdefault((layer, head, distance.bit_length()), [])
+                        group.append(weight > 0)
+                    if layer == 1 and i and any(seen):
+                        shares = np.array([w for w in seen if w]) / sum(seen)
+                        n, entropy = len(seen), -(shares * np.log(shares)).sum()
+                        entropies[head].append(entropy / math.log(n) if n > 1 else 1)
+    by_keys, by_distance = result["parts"]["16 tokens"], result["parts"]["by distance"]
+    shares = [np.mean(one) for one in entropies]
+    assert by_keys["heads"]["entropy_share"] == pytest.approx(shares, rel=1e-5)
+    for layer, heads in enumerate(by_distance["positive"]):
+        for head, shares in enumerate(heads):
+            groups = [positive.get((layer, head, group)) for group in range(5)]
+            assert shares == pytest.approx([group and np.mean(group) for group in groups])
+    means = mean_shares(result)
+    assert means["all"] == pytest.approx(np.mean(sum(positive.values(), [])))
+    assert means["dead rows"] == pytest.approx(np.mean(dead_rows))
+    assert means["dead keys"] == pytest.approx(np.mean(dead_keys))
+    assert (means["dead rows"] > 0) == settings.startswith("relu")
+    printed = capsys.readouterr().out.splitlines()
+    line = [line for line in printed if line.startswith(model.config.variant_name)][-1]
+    cells = [cell.strip() for cell in line.split("  ") if cell]
+    assert far is None or cells[2] == far
+    assert not_blank(run / "weights_by_distance.png")
+    # what a head's window hides is white, as what comes after
+    panels = attention_maps.plot_maps(load_run(run), 1, ids.tolist(), layers[1][0])
+    drawn = [axes.images[0].get_array().count() for axes in panels.axes[:2]]
+    assert drawn == [sum(min(i + 1, window) for i in range(16)) for window in limits]
+
+
+# ---- the command ----
+
+
 def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
     """Signed, unnormalised and sparse variants, with dead rows."""
     names = ("relu_wortsman", "sigmoid", "lssar_p15", "ablations/softmax_inverse")
     runs = [train(name.split("/")[-1], f"configs/{name}.py", "--max_iters=1") for name in names]
     capsys.readouterr()
-    call(attention_maps, *runs, "--layer", "0", "--lengths", "16,32", "--tokens", "64")
-    picture = tmp_path / f"attention_by_row_{'_'.join(run.name for run in runs)}.png"
-    assert matplotlib.image.imread(picture).std() > 0
+    asked = (*runs, "--layer", "0", "--lengths", "16,32", "--tokens", "64")
+    call(attention_maps, *asked)
+    assert not_blank(tmp_path / f"attention_by_row_{'_'.join(run.name for run in runs)}.png")
     printed = capsys.readouterr().out
+    by_name = {}
     for run in runs:
         assert sum(line.startswith(run.name) for line in printed.splitlines()) == 3
-        results = read(run)
-        assert [(r["length"], r["layer"]) for r in results] == [(len(TEXT), 0), (16, 0), (32, 0)]
+        (result,) = read(run)
+        assert result["layer"] == 0
+        assert [part["length"] for part in result["parts"].values()] == [len(TEXT), 16, 32]
+        by_name[run.name] = result["parts"]["32 tokens"]["heads"]
         # the maps differ from head to head, and the keys that a row may not see are white
         picture = matplotlib.image.imread(run / "attention_maps.png")[..., :3]
-        assert (picture == 1).all(-1).mean() > 0.3 and len(
-            np.unique(picture.reshape(-1, 3), 0)
-        ) > 20
-    by_name = {run.name: read(run)[2]["heads"] for run in runs}
+        assert (picture == 1).all(-1).mean() > 0.3
+        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
     assert by_name["softmax_inverse"]["sum"] == pytest.approx([1, 1])
     assert min(by_name["lssar_p15"]["zeros"]) > 0.2 and by_name["sigmoid"]["zeros"] == [0, 0]
     assert min(by_name["relu_wortsman"]["dead"]) > 0 and by_name["lssar_p15"]["dead"] == [0, 0]
-
-    # validation tokens are not measured again; another layer is added
-    before = [read(run)[1:] for run in runs]
+    # validation tokens are not measured again with another text, but for another layer they are
     monkeypatch.setattr(attention_maps, "validation_batches", None)
-    call(attention_maps, *runs, "--layer", "0", "--lengths", "16,32", "--tokens", "64")
-    for run, results in zip(runs, before, strict=True):
-        assert read(run)[1:] == results and len(read(run)) == 3
+    call(attention_maps, *asked, "--text", "It costs $5, café.\n")
+    assert len(read(runs[0])) == 1 and len(read(runs[0])[0]["parts"]) == 4
     with pytest.raises(TypeError):
-        call(attention_maps, *runs, "--lengths", "16,32", "--tokens", "64")
-    # the other layer's maps were drawn over the first one's
-    drawn = [(r["layer"], r["picture"]) for r in read(runs[0]) if "picture" in r]
-    assert drawn == [(1, "attention_maps.png")]
-    paths = []
-    for module in (attention_maps, runner):
-        monkeypatch.setattr(module, "save_picture", lambda figure, path: paths.append(path))
-    call(attention_maps, runs[0], "--tokens", "0", f"--out={tmp_path / 'mine.png'}")
-    assert paths == [tmp_path / "mine.png"]
+        call(attention_maps, *asked, "--layer", "1")
+    monkeypatch.undo()
+    call(attention_maps, runs[0], "--tokens", "0", "--data_dir=nowhere", f"--out={tmp_path}/a.png")
+    assert (read(runs[0])[-1]["tokens"], read(runs[0])[-1]["layer"]) == (0, 1)
+    assert not_blank(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--layer", "2"], "layers 0 to 1"),
-        (["--layer", "-3"], "--layer -3"),
-        (["--text", ""], "0 tokens"),
-        (["--text", "a"], "1 tokens"),
+def test_refuses_before_anything_is_written(train, call, tmp_path, capsys):
+    run = train("run", "--max_iters=1")
+    for arguments, message in (
+        (["--layer=2"], "layers 0 to 1"),
+        (["--layer=-3"], "--layer -3"),
+        (["--text=a"], "1 tokens"),
         (["--text", "a" * 2049], "2049 tokens"),
-        (["--file", "nowhere.txt"], "nowhere.txt"),
-        (["--lengths", "16,1024"], "1024"),
-        (["--lengths", "1"], "at least 2"),
-        (["--rope", "none,yarn"], "'none,yarn'"),
-    ],
-)
-def test_refuses_before_anything_is_written(train, call, capsys, arguments, message):
-    run = train("run", "--max_iters=1")
-    with pytest.raises(SystemExit) as stop:
-        call(attention_maps, run, *arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+        (["--lengths=16,1024"], "1024"),
+        (["--lengths=1"], "at least 2"),
+        (["--rope=none,yarn"], "'none,yarn'"),
+        ([tmp_path], "no config.json"),
+    ):
+        refused(capsys, lambda more=arguments: call(attention_maps, run, *more), message)
     assert not list(run.glob("attention_*"))
-
-
-def test_refuses_for_all_runs_before_the_first(train, call, tmp_path, capsys):
-    run = train("run", "--max_iters=1")
-    with pytest.raises(SystemExit) as stop:
-        call(attention_maps, run, tmp_path)
-    assert stop.value.code == 2 and "no config.json" in capsys.readouterr().err
-    assert not list(run.glob("attention_*"))
-
-
-def test_text_of_a_file(train, call, tmp_path):
-    run, file = train("run", "--max_iters=1"), tmp_path / "text.txt"
-    file.write_text("It costs $5, café.\n", encoding="utf-8")
-    call(attention_maps, run, "--file", file, "--tokens", "0", "--data_dir", "nowhere")
-    (result,) = read(run)
-    assert result["text"] == "It costs $5, café.\n" and result["length"] == 20
-    assert matplotlib.image.imread(run / "attention_by_row.png").std() > 0

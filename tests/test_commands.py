@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from runtime import checkpoint
-from scripts import attention_maps, eval_length, needle, passkey, sample, sparsity
+from scripts import attention_maps, eval_length, needle, passkey, sample
 from tests.runs import ROOT
 
 
@@ -37,8 +37,7 @@ def test_what_cannot_be_written_is_not_measured(train, call, module, monkeypatch
     "module, arguments",
     [
         (eval_length, ["--lengths=16,32", "--per_position"]),
-        (attention_maps, ["--lengths=16", "--tokens=32"]),
-        (sparsity, ["--tokens=32"]),
+        (attention_maps, ["--lengths=16", "--tokens=32", "--distances"]),
         (passkey, ["--lengths=300", "--trials=2"]),
         (needle, "--lengths=240 --samples=1 --score_length=240 --score_trials=1".split()),
     ],
@@ -58,14 +57,11 @@ def test_a_measurement_of_other_weights_is_not_taken(
     measured = json.loads((run / name).read_text())
     own = checkpoint.checkpoint_id(run)["sha256"]
     assert [one["sha256"] for one in measured[len(copied) :]] == [own] * len(copied)
-    # the other's stay, but for the picture of attention_maps, which has been drawn over
-    kept = [{key: one[key] for key in one if key != "picture"} for one in copied]
-    assert measured[: len(copied)] == kept
+    assert measured[: len(copied)] == copied  # the other's stay
     (run / name).unlink()
     call(module, run, *arguments)
     assert json.loads((run / name).read_text()) == measured[len(copied) :]
-    losses = [one.get("loss") for one in measured]
-    assert module is not eval_length or losses[0] != losses[1]
+    assert module is not eval_length or measured[0]["parts"] != measured[2]["parts"]
 
 
 def test_a_folder_that_is_no_run_is_refused(call, tmp_path, capsys):

@@ -44,7 +44,7 @@ def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
                       "ms": 1000 * seconds, "tokens_per_s": tokens / seconds})  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "squad.json").write_text("{}")
-    assert [row["tokens"] for row in curves.read_metrics(run)] == [300, 500, 577]
+    assert [row["tokens"] for row in curves.read_steps(run)] == [300, 500, 577]
 
 
 def test_several_runs(run, call, tmp_path, monkeypatch):

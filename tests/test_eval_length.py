@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -15,8 +14,20 @@ from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.reproduce.tables import EXPERIMENTS
-from tests.helpers import saved_run, set_meta, small_config
+from tests.helpers import measured_losses, not_blank, saved_run, set_meta, small_config
 from tests.runs import refused
+
+
+@pytest.fixture(scope="module")
+def module_run(shards, tmp_path_factory):
+    """A saved model of a config with a training length of 16, not trained."""
+
+    def save(case, *more):
+        torch.manual_seed(0)
+        config = small_config(case, f"--data_dir={shards}", "--val_tokens=256", *more)
+        return saved_run(tmp_path_factory.mktemp("runs") / case.split(".")[0], GPT(config))
+
+    return save
 
 
 def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
@@ -25,23 +36,23 @@ def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     model = GPT(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
     tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:257].astype(np.int64))
-    rows = []
+    windows = []
     for start in range(0, 256 // length * length, length):
         logits = model(tokens[None, start : start + length])[0].detach().double()
         targets = tokens[start + 1 : start + length + 1]
-        rows.append(-logits.log_softmax(-1)[range(length), targets])
-    return torch.stack(rows)
+        windows.append(-logits.log_softmax(-1)[range(length), targets])
+    return torch.stack(windows)
 
 
-def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, capsys):
-    run = train("run", "configs/lssar_p15.py")
-    call(eval_length, run, "--lengths", "16,32,128", "--rope", "dynamic_ntk")
-    result, control = json.loads((run / "eval_length.json").read_text())
+def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, shards, capsys):
+    run = module_run("lssar_p15.py")
+    call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk")
+    result, control = measured_losses(run)
     assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
     assert result["window"] is None and result["p"] == 15
     assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
-        base = 10000 * max(1, length / 16) ** (16 / 14)
+        base = 10000 * max(1, length / 16) ** (8 / 6)
         direct = direct_losses(run, shards, length, theta=base)
         assert direct.numel() == 256
         assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
@@ -52,241 +63,187 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(train, call, shards, 
         assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
     printed = capsys.readouterr().out
     assert all(f"{loss:.4f}" in printed for loss in result["loss"] + control["loss"])
-    assert f"{control['loss'][-1] - result['loss'][-1]:+.4f}" in printed
-    assert f"latest checkpoint, step 6, {result['sha256'][:8]}; trained at 16; 256 tok" in printed
-    assert matplotlib.image.imread(run / "eval_length.png").std() > 0
+    gain = min(control["loss"][0], control["loss"][-1]) - result["loss"][-1]
+    assert f"{gain:+.4f}" in printed
+    assert f"latest checkpoint, step 7, {result['sha256'][:8]}; trained at 16; 256 tok" in printed
+    assert not_blank(run / "eval_length.png")
 
 
-def test_eval_length_of_several_runs_draws_one_picture(train, call, tmp_path, monkeypatch, capsys):
-    runs = [train(name, f"configs/{name}.py", "--max_iters=1") for name in ("softmax", "lssa")]
-    call(eval_length, *runs, "--lengths", "16,64")
-    assert (tmp_path / "loss_by_length_softmax_lssa.png").exists()
+def test_several_runs_scalings_and_lengths(module_run, call, shards, monkeypatch, capsys):
+    runs = [module_run(name) for name in ("ssmax.py", "lssa.py")]
+    asked = (*runs, "--rope", "none,ntk:2,ntk,yarn")
+    call(eval_length, *asked, "--lengths", "32")
+    (picture,) = runs[0].parent.parent.glob("loss_by_length_*.png")
+    assert not_blank(picture)
     printed = capsys.readouterr().out
-    assert "softmax" in printed and "lssa" in printed
-    # the same question again is answered from the file, another one is not
-    monkeypatch.setattr(eval_length, "position_losses", None)
-    call(eval_length, *runs, "--lengths", "64")
-    with pytest.raises(TypeError):
-        call(eval_length, *runs, "--lengths", "16,64", "--rope", "yarn")
-
-
-def test_eval_length_adds_scalings_and_lengths(train, call, shards, monkeypatch, capsys):
-    run = train("run", "configs/ssmax.py")
-    file, asked = run / "eval_length.json", ("--rope", "none,ntk:2,ntk,yarn")
-    call(eval_length, run, *asked, "--lengths", "32")
-    results = json.loads(file.read_text())
-    assert [(r["rope"], r["rope_factor"], r["window"]) for r in results] == [
-        ("none", None, None), ("ntk", 2, None), ("ntk", None, None), ("yarn", None, None),
-        ("none", None, 16),
-    ]  # fmt: skip
-    *results, _ = results
-    for result in results:
-        direct = direct_losses(run, shards, 32, result["rope"], factor=result["rope_factor"])
-        assert result["loss"] == [pytest.approx(direct.mean().item(), rel=1e-5)]
-    assert len({result["loss"][0] for result in results[1:]}) == 2  # ntk is ntk:2 at 32
-    printed = capsys.readouterr().out
-    for result, name in zip(results, ("none", "ntk:2", "ntk", "yarn"), strict=True):
-        assert f"ssmax  {name} " in printed and f"{result['loss'][0]:.4f}" in printed
-
+    for run in runs:
+        results = measured_losses(run)
+        assert [(r["rope"], r["rope_factor"], r["window"]) for r in results] == [
+            ("none", None, None), ("none", None, 16), ("ntk", 2, None), ("ntk", None, None),
+            ("yarn", None, None),
+        ]  # fmt: skip
+        results.pop(1)
+        for result, name in zip(results, ("none", "ntk:2", "ntk", "yarn"), strict=True):
+            direct = direct_losses(run, shards, 32, result["rope"], factor=result["rope_factor"])
+            assert result["loss"] == [pytest.approx(direct.mean().item(), rel=1e-5)]
+            assert f"{result['variant']}  {name} " in printed
+            assert f"{result['loss'][0]:.4f}" in printed
+        assert len({result["loss"][0] for result in results[1:]}) == 2  # ntk is ntk:2 at 32
+    assert printed.count("  sliding window of 16 ") == 2  # once for all scalings of a run
     # another length is added to the same measurement, and only it is measured; a stopped command
-    # has kept what it had
+    # has stored what it had
     measure, lengths = eval_length.position_losses, []
 
-    def stops(run, batches, restart):
-        means = measure(run, batches, restart)
+    def stops(run, batches):
+        means = measure(run, batches)
         if len(means) == 128:
             raise KeyboardInterrupt
         lengths.append(len(means))
         return means
 
     monkeypatch.setattr(eval_length, "position_losses", stops)
+    before = measured_losses(runs[0])
     with pytest.raises(SystemExit):
-        call(eval_length, run, "--rope", "yarn", "--lengths", "64,32,16,128")
-    again = json.loads(file.read_text())
-    assert lengths == [16, 64] and again[:3] == results[:3] and len(again) == 5
-    assert again[3]["lengths"] == [16, 32, 64] and again[3]["loss"][1] == results[3]["loss"][0]
-    direct = direct_losses(run, shards, 16, "yarn").mean().item()
-    assert again[3]["loss"][0] == pytest.approx(direct, rel=1e-5)
+        call(eval_length, runs[0], "--rope", "yarn", "--lengths", "64,32,16,128")
+    *again, last = measured_losses(runs[0])[:5]
+    assert lengths == [16, 64] and again == before[:4]
+    assert sorted(last["lengths"]) == [16, 32, 64] and last["loss"][0] == before[4]["loss"][0]
+    monkeypatch.setattr(eval_length, "position_losses", None)
+    call(eval_length, runs[0], "--rope", "ntk,yarn", "--lengths", "32")
     # other tokens are another measurement
-    call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
-    assert [r["tokens"] for r in json.loads(file.read_text())] == [256] * 5 + [32] * 2
-    # lengths may be given in any order: the gain is that of the longest
-    capsys.readouterr()
-    for order in ("16,64", "64,16"):
-        call(eval_length, run, "--lengths", order)
-    first, second = capsys.readouterr().out.split("gain from context, at")[:2]
-    assert first.split("\n")[-3:-1] == second.split("\n")[-3:-1]
+    monkeypatch.undo()
+    call(eval_length, runs[0], "--rope", "yarn", "--lengths", "32", "--tokens", "32")
+    assert [r["tokens"] for r in measured_losses(runs[0])] == [256] * 5 + [32] * 2
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
 def test_the_gain_is_over_the_better_of_two_controls(window, gain):
-    """Without positions a sliding window may harm a model; independent windows never do."""
-    row = {"trained_length": 16, "lengths": [16, 64], "loss": [2.2, 2.5]}
-    control = {"lengths": [16, 64], "loss": window, "trained_length": 16}
-    run = eval_length.MeasuredRun("softmax", [row], control)
-    assert run.gain(row) == pytest.approx(gain)
-    values = EXPERIMENTS["p_sweep"].measurement.values
+    """Without positions a window may harm a model; reading T tokens at a time never does."""
+    control = {"lengths": [16, 64], "loss": window}
+    result = {"trained_length": 16, "loss": [2.2, 2.5], "control": control}
+    assert eval_length.gain(result) == pytest.approx(gain)
+    assert eval_length.gain({"loss": [2.2]}) is None
     config = small_config("softmax.py", "--block_size=16")
     lengths = [16, 32, 64, 128, 256]
     losses = {"lengths": lengths, "loss": [2.2, 2.3, 2.3, 2.4, 2.5]}
     other = {"lengths": lengths, "loss": [window[0], 2.2, 2.2, 2.2, window[1]]}
+    values = EXPERIMENTS["p_sweep"].measurement.values
     assert values(losses | {"control": other}, config)[-1] == pytest.approx(gain)
 
 
-def test_other_text_in_the_same_folder_is_measured_anew(train, call, shards, tmp_path):
+def test_other_text_in_the_same_folder_is_measured_anew(module_run, call, shards, tmp_path):
     shards = shutil.copytree(shards, tmp_path / "shards")
-    run = train("run", "--max_iters=1", f"--data_dir={shards}")
+    run = module_run("softmax.py", f"--data_dir={shards}")
     call(eval_length, run, "--lengths", "16")
     (path,) = shards.glob("*_val_*.bin")
     write_shard(path, read_shard(path)[::-1].copy())
     call(eval_length, run, "--lengths", "16")
-    old, new = json.loads((run / "eval_length.json").read_text())
+    old, new = measured_losses(run)
     assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]
     assert new["loss"] == [pytest.approx(direct_losses(run, shards, 16).mean().item(), rel=1e-5)]
 
 
-def test_eval_length_by_position(train, call, shards, capsys):
-    run = train("run", "configs/sigmoid.py")
-    call(eval_length, run, "--lengths", "16,64", "--rope", "linear,none", "--rope_theta", "5e5")
-    before = json.loads((run / "eval_length.json").read_text())
-    assert before[0]["loss_by_position"] == {}
-    call(
-        eval_length,
-        run,
-        "--lengths",
-        "16,64",
-        "--rope",
-        "none",
-        "--rope_theta",
-        "5e5",
-        "--per_position",
-    )
-    results = json.loads((run / "eval_length.json").read_text())
-    assert results[0] == before[0] and results[1]["loss"] == before[1]["loss"]
-    assert list(results[1]["loss_by_position"]) == ["64"]
-    windowed = results[2]["loss_by_position"]["64"]
-    direct = direct_losses(run, shards, 64, changes={"window": 16}).mean(0)
-    assert results[2]["window"] == 16 and windowed == pytest.approx(direct.tolist(), rel=1e-5)
-    means = results[1]["loss_by_position"]["64"]
-    direct = direct_losses(run, shards, 64, theta=5e5).mean(0)
-    assert means == pytest.approx(direct.tolist(), rel=1e-5)
-    assert sum(means) / 64 == pytest.approx(results[1]["loss"][1], rel=1e-12)
-    assert matplotlib.image.imread(run / "loss_by_position.png").std() > 0
+def test_eval_length_by_position(module_run, call, shards):
+    run = module_run("sigmoid.py")
+    asked = ("--lengths", "16,64", "--rope", "linear,none", "--rope_theta", "5e5")
+    call(eval_length, run, *asked, "--per_position")
+    linear, windowed, plain = json.loads((run / "eval_length.json").read_text())
+    assert windowed["window"] == 16 and linear["rope"] == "linear"
+    for result, scale in ((windowed, {"changes": {"window": 16}}), (plain, {"theta": 5e5})):
+        short, long = result["parts"].values()
+        direct = direct_losses(run, shards, 64, **scale).mean(0)
+        assert long["loss_by_position"] == pytest.approx(direct.tolist(), rel=1e-5)
+        assert sum(long["loss_by_position"]) / 64 == pytest.approx(long["loss"], rel=1e-12)
+        assert "loss_by_position" not in short
+    assert not_blank(run / "loss_by_position.png")
 
 
-def test_other_attention_than_in_training(train, call, shards, capsys):
-    run = train("run", "configs/lssa.py")
-    call(eval_length, run, "--lengths", "16,64", "--window", "8", "--p", "15", "--restart")
-    result, control, restarted = json.loads((run / "eval_length.json").read_text())
+def test_other_attention_than_in_training(module_run, call, shards, capsys):
+    run = module_run("lssa.py")
+    call(eval_length, run, "--lengths", "16,64", "--window", "8", "--p", "15")
+    result, control = measured_losses(run)
     assert (result["variant"], result["p"], result["window"]) == ("lssa", 15, 8)
     for one, changes in ((result, {"window": 8, "p": 15.0}), (control, {"window": 16, "p": 15.0})):
         for i, length in enumerate((16, 64)):
             ntk = {"scaling": one["rope"]}
             direct = direct_losses(run, shards, length, changes=changes, **ntk).mean().item()
             assert one["loss"][i] == pytest.approx(direct, rel=1e-5)
-    # independent windows of the training length: the same at every length
-    direct = direct_losses(run, shards, 16, changes={"p": 15.0}).mean().item()
-    assert restarted["restart"] and restarted["loss"] == pytest.approx([direct] * 2, rel=1e-5)
-    printed = capsys.readouterr().out
-    assert "independent windows of 16" in printed and "dynamic_ntk, window 8, p 15" in printed
-    # the window of a run that was trained with a shorter one stays
-    run = train("windowed", "--window=4")
+    assert "dynamic_ntk, window 8, p 15" in capsys.readouterr().out
+    # the control of a run that was trained with a shorter window has that window
+    run = module_run("softmax.py", "--window=4")
     call(eval_length, run, "--lengths", "16")
-    (result, control) = json.loads((run / "eval_length.json").read_text())
+    result, control = measured_losses(run)
     assert (result["window"], control["window"], control["rope"]) == (4, 4, "none")
-    # another row of the table, and a run without RoPE, which has none to scale
-    run = train("nope", "--positions=none")
-    with pytest.raises(SystemExit):  # at once, not when its turn comes
-        call(eval_length, run, "--lengths", "16,64", "--rope", "none,yarn")
+    # another variant, and a run without RoPE, which has none to scale
+    run = module_run("softmax.py", "--positions=none")
+    say = "positions = 'none', and no RoPE"  # at once, not when its turn comes
+    refused(capsys, lambda: call(eval_length, run, "--lengths=16", "--rope=none,yarn"), say)
     assert not (run / "eval_length.json").exists()
     call(eval_length, run, "--lengths", "16,64", "--attention", "adaptive_temperature")
-    result, *_ = json.loads((run / "eval_length.json").read_text())
+    result, *_ = measured_losses(run)
     assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
     changes = {"attention": "adaptive_temperature"}
     direct = [direct_losses(run, shards, n, changes=changes).mean().item() for n in (16, 64)]
     assert result["loss"] == pytest.approx(direct, rel=1e-5)
     call(eval_length, run, "--lengths", "16,64")  # the run's own is another measurement
-    assert len(json.loads((run / "eval_length.json").read_text())) > 2
+    assert len(measured_losses(run)) == 4
 
 
-def test_runs_that_cannot_be_compared(train, call, shards, tmp_path, capsys):
-    run = train("run", "--max_iters=1")
-    longer = train(
-        "longer", "--max_iters=1", "--block_size=32", "--batch_size=4", "--val_tokens=128"
-    )
-    copy = shutil.copytree(shards, tmp_path / "copy")
-    other = train("other", "--max_iters=1", f"--data_dir={copy}")
-    with pytest.raises(SystemExit) as stop:
-        call(eval_length, run, other)
-    message = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert f"was trained on {copy}" in message and "--data_dir" in message
+def test_runs_of_a_table_have_the_same_text(module_run, call, text, shards, tmp_path, capsys):
+    run = module_run("softmax.py")
+    longer = module_run("lssa.py", "--block_size=32", "--total_batch_size=32", "--val_tokens=128")
+    other = module_run("softmax.py", f"--data_dir={shutil.copytree(shards, tmp_path / 'copy')}")
+    say = f"was trained on {tmp_path / 'copy'}", "--data_dir"
+    refused(capsys, lambda: call(eval_length, run, other), *say)
     # the same tokens for all, and no multiples where the training lengths differ
     call(eval_length, run, longer, "--lengths", "16,64")
-    results = [json.loads((path / "eval_length.json").read_text())[0] for path in (run, longer)]
-    assert [one["tokens"] for one in results] == [128, 128]
+    assert [measured_losses(path)[0]["tokens"] for path in (run, longer)] == [128, 128]
     assert "of the training length  " not in capsys.readouterr().out
+    gpt2 = module_run("softmax.py", "--tokenizer=gpt2", f"--data_dir={text['gpt2']}")
+    both = (run, gpt2, f"--data_dir={shards}", "--lengths=16")
+    refused(capsys, lambda: call(eval_length, *both), "tokenizer")
 
 
-def test_different_tokenizers_are_refused(text, call, tmp_path, capsys):
-    paths = []
-    for name, shared in text.items():
-        config = small_config("softmax.py", f"--tokenizer={name}", f"--data_dir={shared}")
-        paths.append(saved_run(tmp_path / name, GPT(config)))
-    say = "losses per token of different tokenizers cannot be compared"
-    refused(capsys, lambda: call(eval_length, *paths, "--lengths=4"), say)
-
-
-def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_path, capsys):
+def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_path):
     """Each run has its own copy."""
-    folders = [tmp_path / name for name in ("shards", "others")]
-    for folder in folders:
-        folder.mkdir()
-        write_shard(folder / "text_val_000000.bin", np.resize(np.arange(5, dtype=np.uint16), 99))
-        write_meta(folder, set_meta(identify(str(words_file))))
-    paths = []
-    for name, folder in (("one", folders[0]), ("two", folders[0]), ("other", folders[1])):
-        config = small_config("softmax.py", f"--tokenizer={words_file}", f"--data_dir={folder}")
-        paths.append(saved_run(tmp_path / name, GPT(config.replace(val_tokens=8))))
-    one, two, other = paths
-    call(eval_length, one, two, "--lengths=4")
-    call(eval_length, one, two, "--lengths=4", "--samples=3")
-    printed = capsys.readouterr().out
-    assert printed.count("nats per token") == 2
-    refused(capsys, lambda: call(eval_length, one, other, "--lengths=4"), "different text cannot")
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    write_shard(folder / "text_val_000000.bin", np.resize(np.arange(5, dtype=np.uint16), 99))
+    write_meta(folder, set_meta(identify(str(words_file))))
+    config = small_config("softmax.py", f"--tokenizer={words_file}", f"--data_dir={folder}")
+    runs = [saved_run(tmp_path / name, GPT(config.replace(val_tokens=8))) for name in ("a", "b")]
+    call(eval_length, *runs, "--lengths=4")
+    assert measured_losses(runs[1])[0]["tokens"] == 8
 
 
-def test_learned_positions_are_not_exceeded(shards, call, tmp_path, capsys):
-    paths = []
-    for name, case in (("learned", "softmax.py --positions=learned"), ("rope", "softmax.py")):
-        paths.append(saved_run(tmp_path / name, GPT(small_config(case, f"--data_dir={shards}"))))
+def test_learned_positions_are_not_exceeded(module_run, call, capsys):
+    runs = [module_run("softmax.py"), module_run("softmax.py", "--positions=learned")]
     for more in ("--lengths=16,32", "--lengths=32 --samples=2"):
         say = "a length of 32 is beyond its learned positions, which end at block_size = 16"
-        refused(capsys, lambda more=more: call(eval_length, *paths[::-1], *more.split()), say)
-    assert not [*tmp_path.glob("*/eval_length.json")]
-    call(eval_length, *paths)
-    for path in paths:
-        (result,) = json.loads((path / "eval_length.json").read_text())
-        assert result["lengths"] == [16]
+        refused(capsys, lambda more=more: call(eval_length, *runs, *more.split()), say)
+    assert not [file for run in runs for file in run.glob("eval_length.json")]
+    call(eval_length, *runs)
+    assert [measured_losses(run)[0]["lengths"] for run in runs] == [[16], [16]]
 
 
-def test_eval_length_of_random_sequences(train, call, shards, monkeypatch, capsys):
-    run = train("run", "configs/softmax.py")
+def test_eval_length_of_random_sequences(module_run, call, shards, monkeypatch):
+    run = module_run("softmax.py")
     asked = ("--lengths", "48", "--rope", "none")
     call(eval_length, run, *asked)
     call(eval_length, run, *asked, "--samples", "7", "--sample_seed", "3", "--per_position")
-    in_order, _, sampled, windowed = json.loads((run / "eval_length.json").read_text())
+    in_order, _, sampled, windowed = measured_losses(run)
     assert (in_order["samples"], in_order["tokens"]) == (None, 240)
     assert (sampled["samples"], sampled["sample_seed"], sampled["tokens"]) == (7, 3, 7 * 48)
     model = GPT(checkpoint.read_config(run)).eval()
     checkpoint.load_weights(model, run)
     x, y = next(sampled_batches(shards, 48, 7, seed=3, batch_size=7))
     means = model.token_losses(x, y).mean(0)
-    assert sampled["loss_by_position"]["48"] == pytest.approx(means.tolist(), rel=1e-5)
+    (part,) = sampled["parts"].values()
+    assert part["loss_by_position"] == pytest.approx(means.tolist(), rel=1e-5)
     assert (windowed["samples"], windowed["window"]) == (7, 16)
     # as many as the 600 tokens have side by side; the same again is not measured
     call(eval_length, run, *asked, "--samples", "100000")
-    assert json.loads((run / "eval_length.json").read_text())[4]["samples"] == 12
+    assert measured_losses(run)[4]["samples"] == 12
     monkeypatch.setattr(eval_length, "position_losses", None)
     call(eval_length, run, *asked, "--samples", "100001")
 
@@ -301,56 +258,33 @@ def test_smoothed_is_a_mean_over_neighbours():
     assert smooth[0] == values[0] and len(smooth) == 400
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--lengths", "16,x"], "16,x"),
-        (["--lengths", "0"], "positive"),
-        (["--lengths", "16,1024"], "1024"),
-        (["--tokens", "0"], "--tokens 0"),
-        (["--samples", "9"], "one length, not 16,32,64,128,256"),
-        (["--data_dir", "nowhere"], "nowhere"),
-        (["--checkpoint", "best", "--device", "gpu"], "gpu"),
-        (["--rope", "none,yern"], "'yern'"),
-        (["--rope", "ntk:x"], "'x'"),
-        (["--rope", "ntk:0.5"], "0.5"),
-        (["--rope", "linear:inf"], "factor = inf must be"),
-        (["--rope", "ntk:1e300"], "factor = 1e+300 must be"),
-        (["--rope_theta", "inf"], "theta = inf must be"),
-        (["--rope_theta", "nan"], "theta = nan must be"),
-        (["--rope", "none,yarn,none"], "distinct"),
-        (["--tokens", "9", "--samples", "8"], "--samples 8 and --tokens 9 exclude each other"),
-        (["--window", "0"], "--window 0 must be at least 1"),
-        (["--p", "0.5"], "p = 0.5 must be at least 1"),
-        (["--attention", "lsar"], "attention = 'lsar'; did you mean 'lssar'?"),
-    ],
-)
-def test_eval_length_refuses(train, call, capsys, arguments, message):
-    run = train("run", "--max_iters=1")
-    with pytest.raises(SystemExit) as stop:
-        call(eval_length, run, *arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-    assert not (run / "eval_length.json").exists()
-
-
-def test_eval_length_refuses_before_it_measures(train, call, shards, tmp_path, capsys):
-    """What is wrong with any of the runs, before the first of them is measured."""
-    run, bad = train("run", "--max_iters=1"), tmp_path / "bad"
+def test_refusals_before_anything_is_measured(module_run, call, shards, tmp_path, capsys):
+    run, bad = module_run("softmax.py"), tmp_path / "bad"
+    for arguments, message in (
+        ("--lengths=16,1024", "1024"),
+        ("--samples=9", "one length, not 16,32,64,128,256"),
+        ("--data_dir=nowhere", "nowhere"),
+        ("--device=gpu", "gpu"),
+        ("--rope=none,yern", "'yern'"),
+        ("--rope=ntk:x", "'x'"),
+        ("--rope=linear:inf", "factor = inf must be"),
+        ("--rope_theta=nan", "theta = nan must be"),
+        ("--p=0.5", "p = 0.5 must be at least 1"),
+        ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
+    ):
+        refused(capsys, lambda one=arguments: call(eval_length, run, one), message)
+    # what is wrong with any of the runs, before the first of them is measured
     bad.mkdir()
-
-    def refused(message, *arguments):
-        with pytest.raises(SystemExit) as stop:
-            call(eval_length, run, *arguments, "--lengths", "16")
-        assert stop.value.code == 2 and message in capsys.readouterr().err
-        assert not (run / "eval_length.json").exists()
-
     shutil.copy(run / "config.json", bad)
-    refused(f"{bad}: no checkpoint in it", bad)
+    both = (run, bad, "--lengths=16")
+    refused(capsys, lambda: call(eval_length, *both), f"{bad}: no checkpoint in it")
     for path in (run / "checkpoints.json", *run.glob("*.pt")):
         shutil.copy(path, bad)
     (bad / "eval_length.json").write_text('{"loss": 1}')
-    refused("no list of measurements", bad)
+    refused(capsys, lambda: call(eval_length, *both), "no list of measurements")
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
     other = shutil.copytree(shards, tmp_path / "other")
     write_meta(other, read_meta(other) | {"tokenizer": "gpt2"})
-    refused("made with tokenizer 'gpt2'", "--data_dir", other)
+    say = "made with tokenizer 'gpt2'"
+    refused(capsys, lambda: call(eval_length, run, "--data_dir", other, "--lengths=16"), say)
+    assert not (run / "eval_length.json").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import SMALL
+from tests.helpers import SMALL, measured_losses
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
@@ -90,7 +90,7 @@ def test_trains(run):
 
 def test_is_evaluated_beyond_the_training_length(printed, run):
     output = printed["eval_length"].result()
-    result, control = json.loads((run / "eval_length.json").read_text())
+    result, control = measured_losses(run)
     assert control["window"] == 16
     assert result["variant"] == "elu1_p15" and result["step"] == 40
     assert result["lengths"] == [16, 64] and result["trained_length"] == 16

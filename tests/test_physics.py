@@ -10,7 +10,7 @@ from config import load_config
 from errors import UserError
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
-from scripts.curves import read_metrics
+from scripts.curves import read_steps
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tasks.orbits import PAIRS, G, draw_pair, simulated
 from tests.helpers import CONFIGS, SMALL, not_blank
@@ -230,7 +230,7 @@ def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
     by_row = {name: row["runs"][0] for name, row in table["rows"].items()}
     assert by_row["untrained"]["step"] == 0 and by_row["softmax"]["step"] == 6
     assert by_row["oracle"]["run"] == by_row["untrained"]["run"]
-    steps = read_metrics(tmp_path / "out/orbits/small/softmax/seed1337")
+    steps = read_steps(tmp_path / "out/orbits/small/softmax/seed1337")
     loss = next(one["val_loss"] for one in steps if one["step"] == 6 and "val_loss" in one)
     assert f"(nats per coordinate), by seed: `softmax` {loss:.3f}; `lssar_p15` " in text
     assert json.loads((tmp_path / "out/orbits/small/softmax_window/seed1337/config.json")

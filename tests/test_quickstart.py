@@ -1,12 +1,13 @@
 """The quickstart itself."""
 
-import json
 import math
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import measured_losses
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +28,7 @@ def test_quickstart(tmp_path):
     picture = out / "loss_by_length_softmax_lssar_p15.png"
     assert picture.exists() and f"picture: {picture.relative_to(copy)}\n" in done.stdout
     for name in ("softmax", "lssar_p15"):
-        result, control = json.loads((out / name / "eval_length.json").read_text())
+        result, control = measured_losses(out / name)
         assert result["variant"] == name and control["window"] == 128
         assert result["lengths"] == [128, 256, 512, 1024, 2048, 4096]
         assert all(3 < loss < 1.1 * math.log(257) for loss in result["loss"])

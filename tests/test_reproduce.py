@@ -1,6 +1,5 @@
 """The papers' tables from nothing: what is trained and measured, and what is written."""
 
-import json
 import math
 import os
 import shutil
@@ -19,7 +18,7 @@ from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import rows, tables
-from tests.helpers import not_blank, read_table, small_config
+from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, refused, wait_for
 
 
@@ -38,7 +37,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, capsys):
         for seed in (1337, 1338):
             saved = tmp_path / f"out/small/{name}/seed{seed}"
             assert checkpoint.read_config(saved).seed == seed
-            measured = json.loads((saved / "eval_length.json").read_text())
+            measured = measured_losses(saved)
             loss, control = (one["loss"] for one in measured)
             assert (measured[1]["window"], measured[1]["rope"]) == (16, "none")
             losses.append([*loss, control[-1]])

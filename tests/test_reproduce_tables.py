@@ -20,7 +20,7 @@ from scripts.common.papers import PAPERS, SSMAX
 from scripts.common.planned import PlannedRun
 from scripts.common.tables import summarise
 from scripts.reproduce import formulas, pictures, rows, tables
-from tests.helpers import not_blank, read_table, saved_run, small_config
+from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import refused
 
 
@@ -32,7 +32,7 @@ def folder_of(tmp_path, name="softmax"):
     "name, key, other",
     [
         ("table_a4", "sha256", "0" * 64),  # of other weights
-        ("attention_maps", "text", "Another text."),
+        ("attention_maps", "layer", 0),
     ],
 )
 def test_a_measurement_of_something_else_is_not_taken(reproduced, tmp_path, name, key, other):
@@ -42,7 +42,7 @@ def test_a_measurement_of_something_else_is_not_taken(reproduced, tmp_path, name
     measured = json.loads(file.read_text())
     for one in measured:
         one[key] = other
-        one["loss"] = [99.0]
+        one["parts"] = {name: part | {"loss": 99.0} for name, part in one["parts"].items()}
     file.write_text(json.dumps(measured))
     again = read_table(reproduced(name, "--only=softmax"))
     assert again["rows"]["softmax"]["mean"] == table["rows"]["softmax"]["mean"]
@@ -53,7 +53,7 @@ def test_a_measurement_of_something_else_is_not_taken(reproduced, tmp_path, name
 def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path):
     table = read_table(folder := reproduced("p_at_evaluation", "--only=lssa,lssa:p15"))
     assert list(table["rows"]) == ["lssa", "lssa:p15"] and len(commands) == 1
-    measured = json.loads((folder_of(tmp_path, "lssa") / "eval_length.json").read_text())
+    measured = measured_losses(folder_of(tmp_path, "lssa"))
     assert [(one["p"], one["window"]) for one in measured] == [
         (None, None), (None, 16), (15, None), (15, 16)
     ]  # fmt: skip

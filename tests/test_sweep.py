@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from runtime import checkpoint
 from scripts import sweep
 from scripts.common import planned
 from scripts.common.planned import PlannedRun
-from tests.helpers import SMALL, not_blank
+from tests.helpers import SMALL, measured_losses, not_blank
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_grid_end_to_end(swept, commands, capsys):
             config = checkpoint.read_config(run["run"])
             assert (config.p, config.seed, run["seed"], run["tokens"]) == (p, seed, seed, 768)
             assert run["run"].startswith(str(folder))
-            (measured,) = json.loads(open(f"{run['run']}/eval_length.json").read())
+            (measured,) = measured_losses(Path(run["run"]))
             assert measured["lengths"] == [16, 64] and measured["loss"] == run["values"]
             losses.append(measured["loss"])
         assert row["mean"] == [pytest.approx(sum(both) / 2) for both in zip(*losses, strict=True)]

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from runtime.files import atomic_write
 
 CURVE_MARKERS = "osD^v<>pPX*hd8H"
-# Curves less than so many pixels apart look like one; of several, the first is so much wider, in
-# points.
+# Curves less than EQUAL pixels apart look like one; the first of them is up to WIDEST points wider.
 EQUAL, WIDEST = 1.5, 9
 
 
@@ -33,7 +32,7 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def row_style(i: int) -> dict[str, Any]:
-    """Line style of the i-th row of a table; 20 styles are distinct."""
+    """Line style of the i-th curve; 20 styles are distinct."""
     return {"color": f"C{i % 10}", "marker": CURVE_MARKERS[i % len(CURVE_MARKERS)],
             "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
 
@@ -43,16 +42,24 @@ def one_panel() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def add_legend(figure: Figure) -> None:
-    """A legend beside all axes, or where they have curves of their own, one below each.
+def finish(figure: Figure, ylabel: str, title: str) -> Figure:
+    """Label the one panel of a figure, and add the grid and the legend."""
+    (axes,) = figure.axes
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    show_equal_curves(axes)
+    add_legend(figure)
+    return figure
 
-    It covers no curve.
-    """
-    legends = {axes: axes.get_legend_handles_labels() for axes in figure.axes}
-    legends = {axes: entries for axes, entries in legends.items() if entries[1]}
+
+def add_legend(figure: Figure) -> None:
+    """A legend beside all axes, or one below each if their curves differ; it covers no curve."""
+    entries = {axes: axes.get_legend_handles_labels() for axes in figure.axes}
+    legends = {axes: entry for axes, entry in entries.items() if entry[1]}
     first, *others = legends.values()
     if all(labels == first[1] for _, labels in others):
-        # some 0.075 inches a character, and the handle
+        # about 0.075 inches a character, and the handle
         figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, first[1])))
         figure.legend(*first, loc="outside right center", fontsize="small")
         return
@@ -100,7 +107,7 @@ def length_axis(
 ) -> None:
     """Make x a log2 axis of lengths in tokens, with a dotted line at each training length.
 
-    Its ticks are at `lengths` where given.
+    The ticks are at `lengths`, if any.
     """
     for length in trained:
         axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
@@ -126,17 +133,16 @@ def heat_maps(
     width = max(4.8, 1.2 + columns * (1.2 + 0.8 * len(lengths)))
     figure = Figure(figsize=(width, lines * (1.6 + 0.32 * len(depths))), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False)
-    for axes in panels.flat[len(maps) :]:
-        axes.axis("off")
+    for spare in panels.flat[len(maps) :]:
+        spare.axis("off")
     for (title, shares), axes in zip(maps.items(), panels.flat, strict=False):
-        values = [[math.nan if share is None else 100 * share for share in row] for row in shares]
+        values = 100 * np.array(shares, dtype=float)  # None becomes NaN
         axes.set_facecolor("0.85")
         image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        for y, row in enumerate(values):
-            for x, value in enumerate(row):
-                if not math.isnan(value):
-                    colour = "black" if value > 60 else "white"
-                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
+        for (y, x), value in np.ndenumerate(values):
+            if not math.isnan(value):
+                colour = "black" if value > 60 else "white"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), depths)
         axes.set_title(title, fontsize="medium")

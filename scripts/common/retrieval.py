@@ -1,29 +1,33 @@
-"""Shared by passkey and needle retrieval: prompt lengths, batches, answers."""
+"""Shared by passkey and needle retrieval: prompts in batches, answers, accuracy by depth."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 from data.tokenizer import get_tokenizer
 from generation import generate
 from runtime.device import autocast
 from scripts.common.runner import BATCH_TOKENS, Run
+from scripts.common.tables import print_table
 
-T = TypeVar("T")
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
 # A question after its context, as in fine-tuning on SQuAD; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
 
+T = TypeVar("T")
 
-def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
+
+def batches(trials: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
     """Trials of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
-    items = iter(items)
-    while batch := list(islice(items, max(1, BATCH_TOKENS // length))):
+    trials = iter(trials)
+    while batch := list(islice(trials, max(1, BATCH_TOKENS // length))):
         yield batch
+        bar.update(length * len(batch))
 
 
 def answer(run: Run, prompts: list[list[int]], never: int | None = None) -> list[str]:
@@ -40,3 +44,15 @@ def first_number(text: str) -> str:
     """The first run of digits, or ''."""
     found = re.search("[0-9]+", text)
     return found[0] if found else ""
+
+
+def print_found(
+    result: dict, what: str, lengths: Sequence[int], shares: dict[str, list[float | None]]
+) -> None:
+    """Print the shares found in percent, {depth: [lengths]}; None is not measured."""
+    print(f"\n{result['variant']}: {what} found (%), RoPE scaling {result['rope']}")
+    table = [["length", *map(str, lengths)]]
+    for depth, of_depth in shares.items():
+        cells = ("" if share is None else f"{100 * share:.1f}" for share in of_depth)
+        table.append([depth, *cells])
+    print_table(table)

@@ -4,32 +4,38 @@ An evaluation is a frozen dataclass whose fields are its options, on the command
 scripts.reproduce alike:
 
     @dataclass(frozen=True, kw_only=True)
-    class MeanLength(Evaluation):
-        \"\"\"Mean length of the validation documents.\"\"\"
+    class LikeliestToken(Evaluation):
+        \"\"\"Mean probability of the likeliest token.\"\"\"
 
-        name = "mean_length"                         # measurements go to RUN/mean_length.json
+        name = "likeliest_token"                     # measurements go to RUN/likeliest_token.json
         tokens: int = option(1000, "validation tokens", at_least=1)
 
-        def measure(self, run: Run, store: Store) -> None:
-            store.save(mean=...)
+        def parts(self, config: Config) -> dict[str, int]:
+            return {f"{self.tokens} tokens": self.tokens}  # the cost of each part
 
-`measured(MeanLength(tokens=50), "out/softmax")` measures a run, once: a measurement is stored with
-the facts that identify it, and found again by them.
+        def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+            return {"probability": ...}
+
+`measured(LikeliestToken(tokens=50), "out/softmax")` measures a run once: a measurement is stored
+with the facts that identify it, and found again by them.
 """
 
 import argparse
+import functools
 import hashlib
 import math
 import os
 import re
+import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from attention import VARIANTS
 from config import Config, choices
@@ -47,7 +53,7 @@ BATCH_TOKENS = 16384
 # The longest list of runs in a picture's file name, in characters; a longer one is cut.
 LONGEST_LABEL = 100
 PICTURES = (".png", ".pdf", ".svg")
-# What lies beside the runs that it was made from.
+# Suffixes of files that lie beside the runs that they were made from.
 PRODUCTS = (*PICTURES, ".csv", ".json", ".log", ".md")
 
 
@@ -57,7 +63,7 @@ PRODUCTS = (*PICTURES, ".csv", ".json", ".log", ".md")
 def option(
     default: Any, help: str, *, at_least: int | None = None, choices: Sequence[str] | None = None
 ) -> Any:
-    """A field of an evaluation that is an option of its command, or without help is not."""
+    """A field that is an option of the command."""
     limits = {"help": help, "at_least": at_least, "choices": choices}
     return field(default=default, metadata=limits)
 
@@ -72,7 +78,7 @@ class Options:
     rope: str = option("dynamic_ntk", f"RoPE scaling: {', '.join(Rope.SCALINGS)}")
     rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base (SSMax: 500000)")
-    window: int | None = option(None, "each row sees its last keys only: how many", at_least=1)
+    window: int | None = option(None, "each query sees so many last keys only", at_least=1)
     attention: str | None = option(None, "another variant; it re-weights only with --p")
     p: float | None = option(None, "another power of the re-weighting")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
@@ -88,8 +94,8 @@ class Options:
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the variant, the window and the p of the options.
 
-        The path it was trained with was chosen for that machine. Another variant does not re-weight
-        unless it needs p, which is then the run's, or p is given. Raises UserError for a run of
+        The run's own attention path was chosen for the machine that trained it. Another variant
+        re-weights with --p, or with the run's p if it needs p. Raises UserError for a run of
         another task.
         """
         if config.task != self.task:
@@ -107,7 +113,7 @@ class Options:
     def rope_for(self, config: Config) -> str:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
-        Raises UserError where such a run was to have another than the default.
+        Raises UserError where a scaling other than the default is asked of a run without RoPE.
         """
         if config.positions == "rope":
             return self.rope
@@ -181,8 +187,8 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
 class Store:
     """One measurement in a results file, a JSON list of measurements; `facts` identify it.
 
-    It is read again whenever it is needed, since another process may be adding to it. Saving after
-    each part lets an interrupted command continue from there.
+    The file is read again for every use, since another process may be adding to it. Each part is
+    saved when it is measured, so that an interrupted command continues from there.
     """
 
     def __init__(self, path: Path, facts: dict):
@@ -190,38 +196,21 @@ class Store:
 
     @property
     def values(self) -> dict:
-        """The measurement as far as it has been saved, empty at first."""
+        """All values saved so far."""
         return next((m for m in read_measurements(self.path) if self._is(m)), {})
 
     @property
     def parts(self) -> dict[str, dict]:
-        """The named parts saved so far."""
+        """The parts saved so far."""
         return self.values.get("parts", {})
 
-    def save(self, **values: Any) -> None:
-        """Save the measurement in place of the one before."""
-        self.update(lambda _: values)
-
     def add(self, part: str, value: dict) -> None:
-        self.update(lambda values: {"parts": values.get("parts", {}) | {part: value}})
-
-    def update(self, change: Callable[[dict], dict]) -> None:
-        """Save `change(values)` in place of the values."""
         with locked(self.path.parent):
             measurements = read_measurements(self.path)
             known = (i for i, m in enumerate(measurements) if self._is(m))
             i = next(known, len(measurements))
-            values = change(measurements[i] if i < len(measurements) else {})
-            measurements[i : i + 1] = [self.facts | values | {"environment": environment()}]
-            write_json(self.path, measurements)
-
-    def discard(self, key: str) -> None:
-        """Remove `key` from all other measurements of the file."""
-        with locked(self.path.parent):
-            measurements = [
-                m if self._is(m) else {k: v for k, v in m.items() if k != key}
-                for m in read_measurements(self.path)
-            ]
+            parts = {"parts": self.parts | {part: value}, "environment": environment()}
+            measurements[i : i + 1] = [self.facts | parts]
             write_json(self.path, measurements)
 
     def _is(self, measurement: dict) -> bool:
@@ -230,10 +219,10 @@ class Store:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Options):
-    """A measurement of finished runs: its options as fields, and how it is made."""
+    """A measurement of finished runs: its options as fields, and how its parts are measured."""
 
     name: ClassVar[str]  # of its results file
-    unit: ClassVar[str] = "tokens"  # of `amount`
+    unit: ClassVar[str] = "tokens"  # of the cost
 
     def facts(self, config: Config) -> dict:
         """What identifies the measurement of a run with this config, along with `run_facts`.
@@ -246,17 +235,43 @@ class Evaluation(Options):
         """Raise UserError, before a run with this config is trained, if it cannot be measured."""
         self.facts(config)
 
-    def amount(self, config: Config) -> int:
-        """The cost of measuring one run, in `unit`."""
+    def parts(self, config: Config) -> dict[str, int]:
+        """The names of the parts that are measured one after the other, and the cost of each."""
         raise NotImplementedError
+
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        """The values of a part; `facts` are the facts of the measurement."""
+        raise NotImplementedError
+
+    def measure(self, run: Run, store: Store) -> None:
+        """Measure and store the parts that are missing."""
+        parts = self.parts(run.config)
+        todo = {name: cost for name, cost in parts.items() if name not in store.parts}
+        total = sum(todo.values())
+        with tqdm(total=total, unit=self.unit, unit_scale=True, desc=str(run.path)) as bar:
+            for name in todo:
+                bar.set_postfix_str(name[:40])
+                store.add(name, self.measure_part(run, store.facts, name, bar))
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement, reduced to the requested parts; None if one of them is missing."""
-        return measurement
+        return select_parts(measurement, "parts", list(self.parts(config)))
 
-    def measure(self, run: Run, store: Store) -> None:
-        """Measure what `select` misses, and store it."""
-        raise NotImplementedError
+    def amount(self, config: Config) -> int:
+        """The cost of measuring one run, in `unit`."""
+        return sum(self.parts(config).values())
+
+    def control(self, config: Config) -> "Evaluation | None":
+        """Another measurement of a run, which its own is compared with."""
+        return None
+
+    def for_runs(self, paths: Sequence[str]) -> "dict[str, Evaluation]":
+        """The evaluations of a command for these runs, by what is added to the runs' names."""
+        return {"": self}
+
+    def picture(self, path: str | Path, measurement: dict) -> Figure | None:
+        """A picture of one run's measurement, for RUN/NAME.png."""
+        return None
 
     def results_file(self, path: str | Path) -> Path:
         """The results file of a run."""
@@ -264,7 +279,7 @@ class Evaluation(Options):
 
 
 def measured(evaluation: Evaluation, path: str | Path) -> dict:
-    """A run's measurement: the stored one, or made and stored now."""
+    """A run's measurement, which is made and stored if there is none."""
     found = stored(evaluation, path)
     if found is None:
         run = load_run(path, evaluation)
@@ -276,12 +291,19 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
 
 
 def stored(evaluation: Evaluation, path: str | Path) -> dict | None:
-    """A run's stored measurement, reduced to what the evaluation asks for; None without one."""
+    """A run's stored measurement, reduced to what the evaluation asks for; None if incomplete."""
     trained = checkpoint.read_config(path)
     facts = run_facts(trained, checkpoint.find(path, evaluation.checkpoint, quiet=True), evaluation)
     config = evaluation.applied(trained)
     values = Store(evaluation.results_file(path), facts | evaluation.facts(config)).values
     return evaluation.select(values, config) if values else None
+
+
+def with_control(evaluation: Evaluation, path: str | Path) -> dict:
+    """A run's measurement, with the measurement of its control, if there is one, as `control`."""
+    control = evaluation.control(checkpoint.read_config(path))
+    own = measured(evaluation, path)
+    return own if control is None else own | {"control": measured(control, path)}
 
 
 def read_measurements(path: Path) -> list[dict]:
@@ -309,72 +331,78 @@ def without_nan(value: Any) -> Any:
 # ---- commands ----
 
 
-def parse(kind: type[Options], arguments: Sequence[str] | None = None) -> tuple[Any, Any]:
-    """An evaluation from the command line, and the arguments, which have `runs` and `out`."""
-    summary = (kind.__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=summary)
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+def parse(kind: type[Any], arguments: Sequence[str] | None = None) -> tuple[Any, Any]:
+    """A dataclass of options from the command line, and the arguments with `runs` and `out`."""
+    parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a .pt in it")
-    parser.add_argument(
-        "--out", metavar="FILE", help=f"the picture of all runs: {', '.join(PICTURES)}"
-    )
+    picture = f"the picture of all runs: {', '.join(PICTURES)}"
+    parser.add_argument("--out", metavar="FILE", type=picture_file, help=picture)
     add_options(parser, kind)
     given = parser.parse_args(arguments)
     given.runs = in_natural_order(given.runs)
-    given.out = picture_file(given.out) if given.out else None
+    if given.out:
+        check_writable(given.out.parent)
     return from_arguments(kind, given), given
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
+def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """An option for every field of the class."""
-    hints = typing.get_type_hints(kind)
-    for one in (one for one in fields(kind) if one.metadata["help"]):
-        settings: dict[str, Any] = {"help": one.metadata["help"]}
-        if hints[one.name] is bool:
-            settings["action"] = "store_true"
-        else:
-            settings |= {"default": one.default, "choices": one.metadata["choices"]}
-            if one.default is not None:
-                settings["help"] += " (%(default)s)"
-        parser.add_argument(f"--{one.name}", **settings)
+    for one in fields(kind):
+        about = one.metadata
+        settings: dict[str, Any] = {"action": "store_true"}
+        if (hint := typing.get_type_hints(kind)[one.name]) is not bool:
+            settings = {"default": one.default, "choices": about["choices"]}
+            settings["type"] = functools.partial(value_of, hint, about["at_least"])
+        default = "" if one.default in (None, False) else " (%(default)s)"
+        parser.add_argument(f"--{one.name}", help=about["help"] + default, **settings)
 
 
-def from_arguments(kind: type[Options], given: argparse.Namespace) -> Any:
-    """An instance of the class, from a parser with `add_options`; UserError for a wrong value."""
-    hints, texts = typing.get_type_hints(kind), vars(given)
-    asked = [one for one in fields(kind) if one.name in texts]
-    return kind(**{one.name: value_of(one, hints[one.name], texts[one.name]) for one in asked})
+def from_arguments(kind: type[Any], given: argparse.Namespace) -> Any:
+    """An instance of the class, from a parser with `add_options`."""
+    return kind(**{one.name: getattr(given, one.name) for one in fields(kind)})
 
 
-def value_of(one: Field, hint: Any, text: Any) -> Any:
-    """The value of an option's text, of the type of its field."""
-    if not isinstance(text, str):
-        return text
-    kinds, value = typing.get_args(hint) or (hint,), None
-    if tuple[int, ...] in kinds or hint == tuple[int, ...]:
-        return lengths_of(one.name, text)
+def value_of(hint: Any, at_least: int | None, text: str) -> Any:
+    """An option's value, of the type of its field. Raises ArgumentTypeError if it is wrong."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if tuple[int, ...] in kinds:
+        return lengths_of(text)
     if str in kinds:
         return text
     try:
         value = int(text) if int in kinds else float(text)
     except ValueError:
         what = "a whole number" if int in kinds else "a number"
-        raise UserError(f"--{one.name} {text!r} must be {what}") from None
-    least = one.metadata["at_least"]
-    if least is not None and value < least:
-        raise UserError(f"--{one.name} {text} must be at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
+    if at_least is not None and value < at_least:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {at_least}")
     return value
 
 
-def lengths_of(name: str, text: str) -> tuple[int, ...]:
+def lengths_of(text: str) -> tuple[int, ...]:
     """Lengths in tokens, such as 1024,2048, in ascending order."""
     try:
-        lengths = tuple(int(part) for part in text.split(","))
+        lengths = tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
-        message = f"--{name} {text!r} must be whole numbers, such as 1024,2048"
-        raise UserError(message) from None
-    if min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise UserError(f"--{name} {text!r} must be positive and distinct")
-    return tuple(sorted(lengths))
+        message = f"{text!r} must be whole numbers, such as 1024,2048"
+        raise argparse.ArgumentTypeError(message) from None
+    if lengths[0] < 1 or len(set(lengths)) < len(lengths):
+        raise argparse.ArgumentTypeError(f"{text!r} must be positive and distinct")
+    return lengths
+
+
+def picture_file(text: str) -> Path:
+    """A file for a picture, in a format that its suffix names."""
+    if Path(text).suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(PICTURES)}")
+    return Path(text)
 
 
 Show = Callable[[Any, list[tuple[str, dict]]], dict[str, Figure]]
@@ -389,21 +417,23 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
     @command
     def main() -> None:
         evaluation, given = parse(kind)
-        refuse_early(given.runs, evaluation)
-        results = [measured(evaluation, path) for path in given.runs]
-        named = list(zip(run_names(given.runs), results, strict=True))
-        save_pictures(show(evaluation, named), given.runs, given.out)
+        several = evaluation.for_runs(given.runs)
+        for one in several.values():
+            refuse_early(given.runs, one)
+        named: list[tuple[str, dict]] = []
+        own: dict[Path, Figure] = {}
+        for name, path in zip(run_names(given.runs), given.runs, strict=True):
+            named += [(name + more, with_control(one, path)) for more, one in several.items()]
+            if figure := evaluation.picture(path, named[-1][1]):
+                own[picture_path([path], evaluation.name)] = figure
+        pictures = show(evaluation, named)
+        for file, figure in own.items():
+            save_picture(figure, file)
+        for i, (name, figure) in enumerate(pictures.items()):
+            file = given.out or picture_path(given.runs, name)
+            save_picture(figure, file.with_stem(f"{file.stem}_{name}") if given.out and i else file)
 
     return main
-
-
-def save_pictures(pictures: dict[str, Figure], paths: Sequence[str], out: Path | None) -> None:
-    """Save pictures of these runs beside them, or in FILE, the further ones as FILE_name."""
-    for i, (name, figure) in enumerate(pictures.items()):
-        path = out or picture_path(paths, name)
-        if out and i:
-            path = out.with_stem(f"{out.stem}_{name}")
-        save_picture(figure, path)
 
 
 def refuse_early(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
@@ -423,30 +453,18 @@ def refuse_early(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
         evaluation.facts(config)
 
 
-def natural_key(name: str) -> list[tuple[str, int]]:
-    """A sorting key under which p3 comes before p10."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
-
-
 def in_natural_order(runs: list[str]) -> list[str]:
-    """Runs as they are, but what a shell's glob has put into alphabetical order: in natural order.
+    """Runs in alphabetical order, as from a shell's glob, in natural order; others as they are.
 
-    So `out/sweep/*` gives p1, p3, p10, without the pictures and tables beside them.
+    `out/sweep/*` gives p1, p3, p10, without the pictures and tables beside them.
     """
+
+    def natural(name: str) -> list[tuple[str, int]]:
+        return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
     if runs != sorted(runs):
         return runs
-    return sorted(
-        [run for run in runs if Path(run).suffix not in PRODUCTS] or runs, key=natural_key
-    )
-
-
-def picture_file(text: str) -> Path:
-    """A file for a picture, in a format that its suffix names."""
-    path = Path(text)
-    if path.suffix not in PICTURES:
-        raise UserError(f"--out {text!r} must end in {', '.join(PICTURES)}")
-    check_writable(path.parent)
-    return path
+    return sorted([run for run in runs if Path(run).suffix not in PRODUCTS] or runs, key=natural)
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
@@ -468,8 +486,8 @@ def common_folder(paths: Sequence[str | Path]) -> Path:
 def picture_path(paths: Sequence[str | Path], name: str) -> Path:
     """The file of a picture of these runs, in `common_folder`.
 
-    A picture of several runs, or of a checkpoint's file, has their paths in its name: other runs
-    have other pictures.
+    The name of a picture of several runs, or of a checkpoint's file, contains their paths, so that
+    other runs have other pictures.
     """
     folder = common_folder(paths)
     if len(paths) == 1 and not checkpoint.is_checkpoint(paths[0]):

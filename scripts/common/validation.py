@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from runtime.files import sha256_of
 def default_lengths(
     configs: Sequence[Config], multiples: Sequence[float] = (1, 2, 4, 8, 16)
 ) -> tuple[int, ...]:
-    """These multiples of the training lengths, without those beyond any run's learned positions."""
+    """These multiples of the training lengths, up to the end of any run's learned positions."""
     ends = [config.block_size for config in configs if config.positions == "learned"]
     lengths = {int(multiple * config.block_size) for config in configs for multiple in multiples}
     return tuple(sorted(n for n in lengths if n <= min(ends, default=n)))
@@ -35,20 +36,44 @@ def check_lengths(config: Config, lengths: Iterable[int]) -> None:
         )
 
 
+def data_facts(data_dir: str, lengths: Sequence[int], wanted: int, config: Config) -> dict:
+    """The validation tokens of a measurement at these lengths, as facts: see `shared_tokens`."""
+    tokens = shared_tokens(data_dir, tuple(lengths), wanted, config)
+    return {"data_dir": data_dir, "val_sha256": validation_id(data_dir), "tokens": tokens}
+
+
 @functools.cache
 def shared_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
     """The most validation tokens, up to `wanted`, that fill whole windows of every length."""
-    check_lengths(config, lengths)
-    check_tokenizer(data_dir, config.tokenizer)
-    tokens = validation_tokens(data_dir, wanted)
-    check_ids(data_dir, tokens, config.n_vocab)
-    unit, available = math.lcm(*lengths), len(tokens) - 1
+    available = count_tokens(data_dir, lengths, wanted, config) - 1
+    unit = math.lcm(*lengths)
     if available < unit:
         raise UserError(
             f"{data_dir}: {available} validation tokens, but lengths {list(lengths)} need a "
             f"multiple of {unit} to predict the same tokens in whole windows"
         )
     return available // unit * unit
+
+
+@functools.cache
+def sampled_sequences(data_dir: str, length: int, wanted: int, config: Config) -> int:
+    """The number of random sequences to measure: `wanted`, or as many as lie side by side."""
+    tokens = count_tokens(data_dir, (length,), sys.maxsize - 1, config)
+    available = (tokens - 1) // length
+    if not available:
+        raise UserError(
+            f"{data_dir}: {tokens} validation tokens have no sequence of {length} and a target"
+        )
+    return min(wanted, available)
+
+
+def count_tokens(data_dir: str, lengths: tuple[int, ...], wanted: int, config: Config) -> int:
+    """The number of the first `wanted` validation tokens and a last target, checked for the run."""
+    check_lengths(config, lengths)
+    check_tokenizer(data_dir, config.tokenizer)
+    tokens = validation_tokens(data_dir, wanted)
+    check_ids(data_dir, tokens, config.n_vocab)
+    return len(tokens)
 
 
 def validation_id(data_dir: str) -> str:
@@ -61,24 +86,6 @@ def validation_id(data_dir: str) -> str:
 def _hash(shards: tuple[tuple[Path, int, int], ...]) -> str:
     """SHA-256 of the files' SHA-256; their sizes and times are there for the cache."""
     return hashlib.sha256("".join(sha256_of(path) for path, *_ in shards).encode()).hexdigest()
-
-
-@functools.cache
-def sampled_sequences(data_dir: str, length: int, wanted: int, config: Config) -> int:
-    """The number of random sequences of a length to measure: `wanted`, or fewer.
-
-    That is at most as many as lie side by side in the validation text.
-    """
-    check_lengths(config, [length])
-    check_tokenizer(data_dir, config.tokenizer)
-    tokens = validation_tokens(data_dir)
-    check_ids(data_dir, tokens, config.n_vocab)
-    available = (len(tokens) - 1) // length
-    if not available:
-        raise UserError(
-            f"{data_dir}: {len(tokens)} validation tokens have no sequence of {length} and a target"
-        )
-    return min(wanted, available)
 
 
 def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from attention import VARIANTS
 from scripts import eval_length, needle
+from scripts.attention_maps import AttentionMaps
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
@@ -229,18 +230,18 @@ def lines(
 
 
 def maps(table: dict) -> Pictures:
-    """The maps that scripts.attention_maps drew for the first seed of each table row."""
-    return {
-        f"{name}.png": Path(measured["folder"]) / measured["picture"]
-        for name, measured in first_seeds(table).items()
-    }
+    """LSSAR Fig. A1: the attention maps of the first seed of each table row."""
+    pictures: Pictures = {}
+    for name, measured in first_seeds(table).items():
+        evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
+        if figure := evaluation.picture(measured["folder"], measured):
+            pictures[f"{name}.png"] = figure
+    return pictures
 
 
 def positions(table: dict) -> Figure:
     """SSMax Fig. 5: loss over positions."""
-    measured = first_seeds(table).items()
-    runs = [eval_length.MeasuredRun(name, [one], one.get("control")) for name, one in measured]
-    figure = eval_length.plot_positions(runs)
+    figure = eval_length.plot(list(first_seeds(table).items()), by_position=True)
     figure.suptitle(title_of(table), fontsize="medium")
     return figure
 

@@ -18,7 +18,13 @@ from layers.rope import Rope
 from model import GPT
 from runtime.device import autocast, pick_device, pick_dtype
 from scripts import needle, passkey
-from scripts.attention_maps import DRAWN, AttentionMaps, mean_over_heads
+from scripts.attention_maps import (
+    DRAWN,
+    AttentionMaps,
+    mean_over_heads,
+    mean_shares,
+    positive_shares,
+)
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain_from_context, smoothed
@@ -28,7 +34,6 @@ from scripts.physics import ARROWS, SOLAR_SYSTEM, Physics
 from scripts.reproduce import formulas, pictures
 from scripts.reproduce.measure import Costs, OfFormulas, OfRuns, at
 from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
-from scripts.sparsity import Sparsity, mean_shares, positive_shares
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ def loss(*multiples: float, costs: Costs | None = None) -> OfRuns:
     )  # fmt: skip
 
 
+def only_part(measured: dict) -> dict:
+    (part,) = measured["parts"].values()
+    return part
+
+
 def loss_by_position(multiple: float, samples: int | None = None, **rope: Any) -> OfRuns:
     """Loss at every position of windows of one length; columns are the loss around positions.
 
@@ -93,8 +103,7 @@ def loss_by_position(multiple: float, samples: int | None = None, **rope: Any) -
         )  # fmt: skip
 
     def values(measured: dict, config: Config) -> list[float]:
-        (losses,) = measured["loss_by_position"].values()
-        curve = smoothed(losses)
+        curve = smoothed(only_part(measured)["loss_by_position"])
         return [curve[at(position, config) - 1] for position in shown]
 
     return OfRuns(columns=shown, evaluation=evaluation, values=values, better="lower")
@@ -197,10 +206,10 @@ def entropy() -> OfRuns:
 
     def evaluation(config: Config) -> AttentionMaps:
         length = at(16, config)
-        return AttentionMaps(lengths=(length,), **options(config)).at(length)
+        return AttentionMaps(text="", lengths=(length,), **options(config))
 
     def values(measured: dict, config: Config) -> list[float]:
-        keys, means = formulas.entropies(measured)
+        keys, means = formulas.entropies(only_part(measured))
         shown = [means[(at(m, config) - 1).bit_length() - 1] for m in multiples]
         beyond = [i for i, n in enumerate(keys) if n >= config.block_size]
         slope = formulas.log_slope([keys[i] for i in beyond], [means[i] for i in beyond])
@@ -208,7 +217,7 @@ def entropy() -> OfRuns:
 
     return OfRuns(
         columns=(*multiples, "slope"), values=values, evaluation=evaluation,
-        curves=lambda measured: {"": formulas.entropies(measured)},
+        curves=lambda measured: {"": formulas.entropies(only_part(measured))},
     )  # fmt: skip
 
 
@@ -218,11 +227,14 @@ def sparsity() -> OfRuns:
 
     def curves(measured: dict) -> dict:
         shares = positive_shares(measured).mean(0).nanmean(0).tolist()
-        return {"": ([distance + 1 for distance in measured["distances"]], shares)}
+        distances = only_part(measured)["distances"]
+        return {"": ([distance + 1 for distance in distances], shares)}
 
     return OfRuns(
         columns=columns, curves=curves,
-        evaluation=lambda config: Sparsity(**options(config, "none")),
+        evaluation=lambda config: AttentionMaps(
+            text="", lengths=(), distances=True, **options(config, "none")
+        ),
         values=lambda measured, config: [mean_shares(measured)[name] for name in columns],
     )  # fmt: skip
 
@@ -472,8 +484,8 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
         OfRuns(
             columns=tuple(DRAWN.values()),
-            evaluation=lambda config: AttentionMaps(**options(config)),
-            values=lambda measured, config: [mean_over_heads(measured, name) for name in DRAWN],
+            evaluation=lambda config: AttentionMaps(tokens=0, **options(config)),
+            values=lambda measured, config: [mean_over_heads(only_part(measured), name) for name in DRAWN],
         ),
         pictures.maps,
     ),

@@ -1,0 +1,296 @@
+"""Passkeys and needles in a haystack, and the attention that needles get."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data.tokenizer import get_tokenizer
+from errors import UserError
+from generation import generate
+from model import GPT
+from runtime import checkpoint
+from scripts import needle, passkey
+from scripts.common import retrieval, runner
+from scripts.common.runner import Store
+from tests.helpers import Reader, first_layer, not_blank, small_config, small_model, stub_run
+from tests.runs import refused
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Measure with a Reader as the model; returns it and the parts."""
+
+    def measure(evaluation, name, pattern, change):
+        reader = Reader(get_tokenizer(name), pattern, change)
+        monkeypatch.setattr(retrieval, "generate", reader)
+        store = Store(tmp_path / "results.json", {"number": len(list(tmp_path.iterdir()))})
+        store.path.unlink(missing_ok=True)
+        evaluation.measure(stub_run(tmp_path, name), store)
+        return reader, store.parts
+
+    return measure
+
+
+def haystack_of(text, name):
+    n_vocab = small_config(f"softmax.py --tokenizer={name}").n_vocab
+    return needle.Haystack(str(text[name]), name, n_vocab)
+
+
+# ---- passkeys ----
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
+    evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=40, seed=1)
+    pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
+    for change, accuracy in (
+        (str, 1),
+        (lambda key: int(key) + 1, 0),
+        (lambda key: key + "0", 0),
+        (lambda key: "no idea", 0),
+    ):
+        reader, parts = answers(evaluation, name, pattern, change)
+        # prompt and answer together have the length
+        assert reader.lengths == {320 - 16, 400 - 16} and reader.never == {None}
+        for part in parts.values():
+            assert part["accuracy"] == accuracy and len(part["trials"]) == 40
+            assert set(part["accuracy_by_depth"]) - {None} == {accuracy}
+
+
+def test_passkey_prompts():
+    tokenizer = get_tokenizer("gpt2")
+    trials = passkey.make_trials(tokenizer, 1024, 200, seed=1)
+    for trial in trials:
+        assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
+        text = tokenizer.decode(trial.prompt)
+        task, before, told, after, question = text.split("\n")
+        assert task.startswith("<|endoftext|>There is an important info")
+        assert told == f"The pass key is {trial.key}. Remember it. {trial.key} is the pass key."
+        assert question == "What is the pass key? The pass key is"
+        whole = " ".join([passkey.FILLER] * 100)
+        assert whole.startswith(before) and whole.startswith(after)
+        share = len(before) / (len(before) + len(after))
+        assert share == pytest.approx(trial.depth, abs=0.02)
+        # the pieces are tokens of the text as a whole, too
+        assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
+    depths, keys = [t.depth for t in trials], [t.key for t in trials]
+    assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
+    assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
+    assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
+    assert passkey.make_trials(tokenizer, 1024, 3, seed=2) != trials[:3]
+
+
+def test_passkey_depths_are_counted_in_tenths():
+    trials = [passkey.Trial([], 7, depth) for depth in (0.0, 0.05, 0.1, 0.95, 1.0)]
+    part = passkey.judge(trials, [" 7.", "7", "is 7 or 8", " 77", "seven"])
+    assert part["accuracy"] == 0.6
+    assert part["accuracy_by_depth"] == [1.0, 1.0] + [None] * 7 + [0.0]
+    assert [trial["correct"] for trial in part["trials"]] == [True] * 3 + [False] * 2
+
+
+def test_passkey_of_trained_runs(run, call, tmp_path, monkeypatch):
+    arguments = (run, "--trials", 5)
+    call(passkey, *arguments, "--lengths", "320,300")
+    (result,) = json.loads((run / "passkey.json").read_text())
+    assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
+    assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
+    assert not_blank(run / "passkey.png") and not_blank(run / "passkey_by_length.png")
+    # an answer is what the model itself writes after that prompt
+    model = GPT(checkpoint.read_config(run)).eval()
+    checkpoint.load_weights(model, run)
+    model.scale_rope("dynamic_ntk")
+    trials = passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337)
+    for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
+        out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
+        assert trial.key == judged["key"]
+        assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
+    # what is there is not measured again; other lengths, seeds and options are
+    monkeypatch.setattr(passkey, "answer", None)
+    call(passkey, *arguments, "--lengths", "300")
+    for more in ("--lengths=310", "--lengths=300 --seed=5", "--lengths=300 --rope=none"):
+        with pytest.raises(TypeError):
+            call(passkey, *arguments, *more.split())
+    assert json.loads((run / "passkey.json").read_text()) == [result]
+    # two runs have one more picture, or the picture of --out
+    other = shutil.copytree(run, tmp_path / "other")
+    call(passkey, run, other, *arguments[1:], "--lengths", "300")
+    assert not_blank(tmp_path / "passkey_by_length_run_other.png")
+    drawn = []
+    monkeypatch.setattr(runner, "save_picture", lambda figure, path: drawn.append(path))
+    call(passkey, *arguments, "--lengths", "300", f"--out={tmp_path}/new/mine.pdf")
+    assert drawn == [run / "passkey.png", tmp_path / "new/mine.pdf"]
+
+
+# ---- needles ----
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_needle_prompts(text, name):
+    tokenizer, haystack = get_tokenizer(name), haystack_of(text, name)
+    for city in needle.CITIES:
+        hidden = haystack.hide(city, 8106422, 0.3, 1000, 0.5)
+        assert len(hidden.prompt) == 1000 - retrieval.ANSWER_TOKENS
+        assert tokenizer.decode(hidden.prompt[hidden.span]) == " 8106422."
+        before = tokenizer.decode(hidden.prompt[: hidden.span.start])
+        after = tokenizer.decode(hidden.prompt[hidden.span.stop :])
+        assert before.endswith(f"\nThe special magic {city} number is:")
+        asked = f"\nQuestion: What is the special magic {city} number?\nAnswer:"
+        assert after.startswith("\n") and after.endswith(asked)
+        # only the first token is end-of-text
+        assert hidden.prompt.index(tokenizer.eot) == 0 and tokenizer.eot not in hidden.prompt[1:]
+        hay = len(hidden.prompt) - 1 - len(tokenizer.encode(asked))
+        told = len(tokenizer.encode(f"\nThe special magic {city} number is: 8106422.\n"))
+        start = hidden.span.start - len(tokenizer.encode(f"\nThe special magic {city} number is:"))
+        assert (start - 1) / (hay - told) == pytest.approx(0.3, abs=1e-2)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_the_shortest_length_fits_every_needle(text, name):
+    """For GPT-2 Nairobi takes more tokens than San Francisco, and 9069069 more than 8888888."""
+    haystack = haystack_of(text, name)
+    length = needle.shortest(haystack.tokenizer)
+    bare = [needle.bare_length(haystack.tokenizer, city, 8888888) for city in needle.CITIES]
+    assert 0 <= length - max(bare) < len(" 8888888.")
+    for city in needle.CITIES:
+        for number in (8888888, 9069069):
+            hidden = haystack.hide(city, number, 0.5, length, 0.5)
+            assert len(hidden.prompt) == length - retrieval.ANSWER_TOKENS
+    config = small_config(f"softmax.py --tokenizer={name}")
+    evaluation = needle.Needles(lengths=(length,), score_length=99, data_dir=str(text[name]))
+    replace(evaluation, score_length=length).facts(config)
+    for short in (replace(evaluation, lengths=(length - 1,)), replace(evaluation, score_length=47)):
+        with pytest.raises(UserError, match=f"too short.* take up to {length} tokens"):
+            short.facts(config)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_needle_tells_readers_apart(text, monkeypatch, answers, name):
+    pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
+    evaluation = needle.Needles(
+        rope="none", lengths=(200, 300), samples=6, score_length=250, score_trials=7, seed=1,
+        data_dir=str(text[name]),
+    )  # fmt: skip
+    zeros = torch.zeros(1, 1, 1)
+    monkeypatch.setattr(needle, "needle_scores", lambda run, batch: zeros.expand(len(batch), 1, 1))
+    for change, grade in (
+        (str, "correct"),
+        (lambda number: number + "3", "correct"),  # it cannot end its answer
+        (lambda number: f"{number[0]}{(int(number[1]) + 1) % 10}{number[2:]}", "first digit"),
+        (lambda number: number[:6], "first digit"),
+        (lambda number: f"{10 - int(number[0]) if number[0] != '5' else 1}{number[1:]}", "wrong"),
+        (lambda number: "none", "wrong"),
+    ):
+        reader, parts = answers(evaluation, name, pattern, change)
+        assert reader.never == {get_tokenizer(name).eot} and reader.lengths == {184, 284, 234}
+        for length in (200, 300):
+            for depth in ("10%", "30%", "50%", "70%", "90%"):
+                assert parts[f"{length} tokens, depth {depth}"][grade] == 1
+        scores = parts["scores of 7 needles in 250 tokens"]
+        assert scores["one needle"]["grade"] == grade
+        assert {trial["grade"] for trial in scores["trials"]} == {grade}
+        assert len({trial["number"] for trial in scores["trials"]}) == 7
+
+
+def test_needle_scores_against_the_softmax_formula(text):
+    model = small_model("softmax.py")
+    haystack = haystack_of(text, "bytes")
+    hidden = [haystack.hide("Oslo", 1234567, d, 220, 0.2) for d in (0.1, 0.8)]
+    scores = needle.needle_scores(stub_run(None, "bytes", model), hidden)
+    assert scores.shape == (2, 2, 2)
+    for one, found in zip(hidden, scores, strict=True):
+        # bytes: a character is a token, save end-of-text, which decodes to 13 characters
+        decoded = get_tokenizer("bytes").decode(one.prompt)
+        start = decoded.index("number is: 1234567.") + len("number is:") - 12
+        model.trunk.rope(0, 1, len(one.prompt))
+        q, k, _ = first_layer(model, torch.tensor([one.prompt]))
+        weights = (q[:, :, -1:] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        expected = weights[0, :, 0, start : start + len(" 1234567.")].sum(-1)
+        torch.testing.assert_close(found[0], expected, rtol=1e-9, atol=1e-12, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py", "sigmoid.py", "softmax.py"]
+)
+def test_needle_scores_are_of_the_generation_itself(text, case):
+    """Where RoPE depends on the current length, that is the length at the answer's end."""
+    model = small_model(case)
+    model.scale_rope("dynamic_ntk")
+    hidden = haystack_of(text, "bytes").hide("Rome", 7654321, 0.5, 200, 0)
+    scores = needle.needle_scores(stub_run(None, "bytes", model), [hidden])[0]
+    seen = []
+
+    def look(module, inputs, output):
+        q, k, v, context = inputs
+        if q.shape[2] > 1:  # the prompt, whose last output is the answer's first token
+            A = module.weights(q, k, context)
+            torch.testing.assert_close(A @ v, output, rtol=1e-9, atol=1e-12)
+            seen.append(A[0, :, -1, hidden.span].sum(-1))
+
+    for block in model.trunk.blocks:
+        block.attn.attention.register_forward_hook(look)
+    generate(model, torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
+    torch.testing.assert_close(scores, torch.stack(seen), rtol=1e-9, atol=1e-12)
+
+
+def test_needle_continues_where_it_was_stopped(run, text, call, tmp_path, monkeypatch):
+    other = shutil.copytree(run, tmp_path / "other")
+    few = ("--samples", 2, "--score_length", 240, "--score_trials", 2, "--data_dir", text["bytes"])
+    few = ("--lengths", 200, *few)
+    call(needle, run, *few)
+    whole = json.loads((run / "needle.json").read_text())
+    asked = []
+
+    def stops(*arguments, ask=needle.ask):
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return ask(*arguments)
+
+    monkeypatch.setattr(needle, "ask", stops)
+    with pytest.raises(SystemExit):
+        call(needle, other, *few)
+    assert len(json.loads((other / "needle.json").read_text())[0]["parts"]) == 3
+    call(needle, other, *few)
+    assert len(asked) == 4 + 2 + 2  # two depths, one needle, two needles in one batch
+    assert json.loads((other / "needle.json").read_text()) == whole
+    call(needle, run, other, *few)
+    assert len(asked) == 8
+    for name in ("heads", "scores"):
+        assert not_blank(tmp_path / f"needle_{name}_run_other.png")
+    drawn = []
+    monkeypatch.setattr(runner, "save_picture", lambda figure, path: drawn.append(path.name))
+    call(needle, run, *few, f"--out={tmp_path / 'mine.svg'}")
+    assert drawn == ["needle.png", "mine.svg", "mine_needle_scores.svg"]
+
+
+# ---- refusals ----
+
+
+def test_learned_positions_are_not_exceeded():
+    config, learned = small_config("softmax.py"), small_config("softmax.py --positions=learned")
+    assert passkey.Passkeys().lengths_of(config) == (16, 24, 32, 64, 128)
+    assert passkey.Passkeys().lengths_of(learned) == needle.Needles().lengths_of(learned) == (16,)
+    with pytest.raises(UserError, match="a length of 400 is beyond its learned positions"):
+        passkey.Passkeys(lengths=(400,)).facts(learned)
+    with pytest.raises(UserError, match="a length of 8000 is beyond its learned positions"):
+        needle.Needles(data_dir="nowhere").facts(learned)
+
+
+def test_refusals(run, call, text, capsys):
+    before = sorted(path.name for path in run.iterdir())
+    for module, arguments, message in (
+        (passkey, "--lengths=200", "too short"),
+        (passkey, "--lengths=300 --trials=0", "--trials: 0 must be at least 1"),
+        (needle, "--lengths=100", "too short"),
+        (needle, "--lengths=200,4096 --score_length=200", "600 validation tokens"),
+        (needle, "--lengths=200", "8000"),
+        (needle, "--lengths=200 --data_dir=nowhere", "nowhere"),
+        (needle, f"--lengths=200 --data_dir={text['gpt2']}", "made with another tokenizer"),
+    ):
+        refused(capsys, lambda m=module, a=arguments: call(m, run, *a.split()), message)
+    assert sorted(path.name for path in run.iterdir()) == before
