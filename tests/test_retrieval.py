@@ -285,7 +285,7 @@ def test_refusals(run, call, text, capsys):
     before = sorted(path.name for path in run.iterdir())
     for module, arguments, message in (
         (passkey, "--lengths=200", "too short"),
-        (passkey, "--lengths=300 --trials=0", "--trials: 0 must be at least 1"),
+        (passkey, "--lengths=300 --trials=0", "--trials 0 must be at least 1"),
         (needle, "--lengths=100", "too short"),
         (needle, "--lengths=200,4096 --score_length=200", "600 validation tokens"),
         (needle, "--lengths=200", "8000"),

@@ -58,14 +58,14 @@ def test_every_option_comes_from_the_command_line(evaluation):
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--samples=0", "--samples: 0 must be at least 1"),
-        ("--tokens=x", "--tokens: 'x' must be a whole number"),
-        ("--p=x", "--p: 'x' must be a number"),
-        ("--lengths=1,x", "--lengths: '1,x' must be whole numbers, such as 1024,2048"),
-        ("--lengths=1,0", "--lengths: '1,0' must be positive and distinct"),
-        ("--lengths=8,8", "--lengths: '8,8' must be positive and distinct"),
-        ("--out=one.jpg", "--out: 'one.jpg' must end in .png, .pdf, .svg"),
-        ("--checkpoint=first", "--checkpoint: invalid choice: 'first'"),
+        ("--samples=0", "--samples 0 must be at least 1"),
+        ("--tokens=x", "--tokens 'x' must be a whole number"),
+        ("--p=x", "--p 'x' must be a number"),
+        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
+        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
+        ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
+        ("--out=one.jpg", "--out 'one.jpg' must end in .png, .pdf, .svg"),
+        ("--checkpoint=first", "--checkpoint invalid choice: 'first'"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
     ],
 )

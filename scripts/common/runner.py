@@ -335,7 +335,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a mistake as one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message.removeprefix("argument "))
+        raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
 def parse(kind: type[Any], arguments: Sequence[str] | None = None) -> tuple[Any, Any]:

@@ -485,7 +485,7 @@ EXPERIMENTS = {
         OfRuns(
             columns=tuple(DRAWN.values()),
             evaluation=lambda config: AttentionMaps(tokens=0, **options(config)),
-            values=lambda measured, config: [mean_over_heads(only_part(measured), name) for name in DRAWN],
+            values=lambda m, config: [mean_over_heads(only_part(m), name) for name in DRAWN],
         ),
         pictures.maps,
     ),
