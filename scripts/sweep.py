@@ -69,7 +69,11 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--lengths", help="to evaluate at, in tokens (default: 1x to 8x training)")
+    add(
+        "--lengths",
+        type=runner.lengths_of,
+        help="to evaluate at, in tokens (default: 1x to 8x training)",
+    )
     add("--plan", action="store_true", help="print what it would cost, and stop")
     options, settings = parser.parse_known_args()
     fixed, grid = parse_grid(settings)
@@ -163,7 +167,7 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def lengths_of(runs: Sequence[PlannedRun], wanted: str | None) -> tuple[int, ...]:
+def lengths_of(runs: Sequence[PlannedRun], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
     """The lengths to evaluate at. Raises UserError where a run cannot be evaluated there."""
     configs = [run.config for run in runs]
     orbits = any(config.task == "orbits" for config in configs)
@@ -171,9 +175,7 @@ def lengths_of(runs: Sequence[PlannedRun], wanted: str | None) -> tuple[int, ...
         raise UserError("--lengths: runs of orbits are validated at the training length alone")
     ends = orbits or any(config.positions == "learned" for config in configs)
     shortest = min(config.block_size for config in configs)
-    lengths = tuple(n * shortest for n in ((1,) if ends else MULTIPLES))
-    if wanted:
-        lengths = runner.lengths_of("lengths", wanted)
+    lengths = wanted or tuple(n * shortest for n in ((1,) if ends else MULTIPLES))
     for config in configs if not orbits else ():
         LossByLength(lengths=lengths).facts(config)
     return lengths

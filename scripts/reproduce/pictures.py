@@ -231,7 +231,7 @@ def lines(
 
 def maps(table: dict) -> Pictures:
     """LSSAR Fig. A1: the attention maps of the first seed of each table row."""
-    pictures: Pictures = {}
+    pictures: dict[str, Figure | Path] = {}
     for name, measured in first_seeds(table).items():
         evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
         if figure := evaluation.picture(measured["folder"], measured):
