@@ -21,7 +21,7 @@ Settings of a layer combine with any variant, in this order:
 
 The papers are LSSAR ("Softplus Attention with Re-weighting Boosts Length Extrapolation in Large
 Language Models", Gao et al. 2026) and SSMax ("Scalable-Softmax Is Superior for Attention",
-Nakanishi 2025); the entries of others name theirs.
+Nakanishi 2025); an entry from another paper names it.
 
 To add a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. The package
 attention_paths computes the same weights fast. What does not fit an entry (scores mixed across
@@ -204,7 +204,7 @@ def recentre_l1(A: Tensor, rows: Rows, p: float | None) -> Tensor:
 def threshold(A: Tensor, rows: Rows, p: float | None) -> Tensor:
     """The weights above their row's mean, then l1: what relu_power keeps, without the power.
 
-    Rows with n <= 3 and tied ones are left as they are.
+    Rows with n <= 3 and tied rows are left as they are.
     """
     x = rows.n * A
     return l1_normalise(A * ((x > 1) | (rows.n <= 3) | tied(x)))
@@ -396,7 +396,7 @@ def of_queries(x: Tensor, rows: Rows) -> Tensor:
 
 
 def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """The scores z [.., Lq, Lk] with those of hidden keys replaced; z may be overwritten."""
+    """z [.., Lq, Lk] with the scores of hidden keys replaced; z may be overwritten."""
     Lq, Lk = z.shape[-2:]
     hidden = ~rows.sees(Lk)
     value = variant.phi.zero if variant.row_weights is None else -math.inf

@@ -256,7 +256,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def names(*groups: str, fixed: bool | None = None) -> tuple[str, ...]:
-    """The settings of these groups, or of all without one; only the fixed ones, or the others."""
+    """The settings of these groups, by default of all; only the fixed ones, or the others."""
     begins = {first: group for group, first in GROUPS.items()}
     found, group = [], ""
     for name, meta in SETTINGS.items():

@@ -12,7 +12,7 @@ from model import GPT
 
 
 def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
-    """Logits [B, n_vocab], in float32, of the token after those in the cache and new [B, L]."""
+    """Logits [B, n_vocab], float32, of the token that follows the cache and then new [B, L]."""
     return model.logits(model.trunk(model.wte(new), cache)[:, -1]).float()
 
 

@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
         return Context(1.0 if rotation is None else rotation.score_scale, numbers, gates)
 
     def of_heads(self, context: Context, heads: slice) -> Context:
-        """The context of some heads; YaRN scales no scores of heads without RoPE."""
+        """The context of these heads; YaRN scales no scores of heads without RoPE."""
         own = context.part((slice(None), heads), slice(None), slice(None))
         return replace(own, score_scale=1.0) if heads.stop <= self.nope_heads else own
 
@@ -262,7 +262,7 @@ class GPT(nn.Module):
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
         A model without RoPE stays as it is. Raises UserError if it was to be scaled, and for YaRN,
-        which scales the scores too, where some heads of one attention have no positions.
+        which scales the scores too, where heads with and without positions share one attention.
         """
         table = self.trunk.rope
         if table is None:
@@ -272,14 +272,14 @@ class GPT(nn.Module):
         if scaling == "yarn" and self.config.nope_heads and self.config.local_window is None:
             raise UserError(
                 "rope scaling = 'yarn' scales the scores of all heads of a layer, but nope_share = "
-                f"{self.config.nope_share} leaves some of them without RoPE"
+                f"{self.config.nope_share} leaves heads without RoPE"
             )
         theta = self.config.rope_theta if theta is None else theta
         table.set(replace(table.rope, scaling=scaling, factor=factor, theta=theta), table.length)
         return self
 
     def parameter_groups(self) -> list[dict]:
-        """Parameters with weight decay (two or more dimensions) and those without."""
+        """Parameters with weight decay (two or more dimensions), then parameters without it."""
         return [
             {"params": [p for p in self.parameters() if p.dim() >= 2]},
             {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0},

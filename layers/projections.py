@@ -19,7 +19,7 @@ class LinearProjections:
     def __init__(self, config: Config) -> None:
         self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k and v
         self.columns = sum(self.heads) * config.d_head
-        self.products = 0  # multiplications per token beyond those with weights
+        self.products = 0  # multiplications per token besides products with weights
 
     def split(
         self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
@@ -30,7 +30,7 @@ class LinearProjections:
         return to_q(q), [to_k(k), v]
 
     def of_heads(self, cached: list[Tensor], heads: slice) -> list[Tensor]:
-        """The keys and values that serve some heads of q."""
+        """The keys and values that serve these heads of q."""
         group = self.heads[0] // self.heads[1]
         return [x[:, heads.start // group : heads.stop // group] for x in cached]
 

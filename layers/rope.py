@@ -56,9 +56,9 @@ class Rope:
     def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
         """YaRN (Peng et al. 2023).
 
-        Over the training length, pairs that turn more than 32 times (beta_fast) are kept, those
-        that turn less than once (beta_slow) are interpolated, and a ramp lies between. Its factor
-        0.1 ln s + 1 on q and k is squared on the scores.
+        Over the training length, pairs that turn more than 32 times (beta_fast) keep their
+        frequency, pairs that turn less than once (beta_slow) are interpolated, and a ramp lies
+        between. The factor 0.1 ln s + 1 on q and k is squared on the scores.
         """
 
         def pair_that_turns(times: int) -> float:
@@ -86,7 +86,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The turns of some positions, and the factor that goes with them on every score."""
+    """The rotations of consecutive positions, and their factor on every score."""
 
     cos: Tensor  # [L, d/2]
     sin: Tensor  # [L, d/2]

@@ -7,4 +7,5 @@ setup requirements-dev.txt
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+# one thread a worker: small matrices gain nothing from two
+OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadgroup "$@"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from config import Config, accumulation_steps, help_text, load_config, names
-from errors import UserError, command
+from errors import UserError
 from layers.heads import check_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
@@ -106,49 +106,24 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
     "arguments, key, value",
     [
         (["--attention=lssa"], "attention", "lssa"),
-        (["--attention", "lssa"], "attention", "lssa"),
-        (["--max_iters", "7"], "max_iters", 7),
         (["--max_iters", "1e3"], "max_iters", 1000),
-        (["--vocab_size=6e4"], "vocab_size", 60000),
         (["--learning_rate=1e-3"], "learning_rate", 0.001),
         (["--p", "3", "--attention=lssar"], "p", 3.0),
         (["--p=None"], "p", None),
-        (["--p", "None"], "p", None),
-        (["--vocab_size=50304"], "vocab_size", 50304),
-        (["--window=1024"], "window", 1024),
-        (["--window=None"], "window", None),
-        (["--s_init=-2"], "s_init", -2.0),
         (["--b_init", "-2"], "b_init", -2.0),
         (["--resume"], "resume", True),
         (["--resume", "--seed=1"], "resume", True),
-        (["--resume=true"], "resume", True),
-        (["--bias=False"], "bias", False),
         (["--bias", "False"], "bias", False),
         (["--bias", "false", "--seed=1"], "bias", False),
         (["--compile"], "compile", True),
-        (["--compile=False"], "compile", False),
-        (["--compile=None"], "compile", None),
         (["--compile", "None"], "compile", None),
         (["--init_from=123"], "init_from", "123"),
         (["--data_dir=a=b"], "data_dir", "a=b"),
-        (["--wandb_project=None"], "wandb_project", "None"),
     ],
 )
 def test_command_line_values(arguments, key, value):
     found = getattr(load_config(arguments), key)
     assert found == value and type(found) is type(value)
-
-
-def test_a_bare_bool_leaves_the_config_file_behind_it(tmp_path):
-    path = write(tmp_path / "mine.py", "seed = 3\n")
-    config = load_config(["--resume", path])
-    assert config.resume and config.seed == 3
-
-
-def test_an_int_is_a_float(tmp_path):
-    config = load_config([write(tmp_path / "mine.py", "grad_clip = 2\np = 3\n")])
-    assert (config.grad_clip, config.p) == (2.0, 3.0)
-    assert type(config.grad_clip) is type(config.p) is float
 
 
 def test_config_files_may_compute(tmp_path):
@@ -172,11 +147,6 @@ def test_config_files_may_compute(tmp_path):
 )
 def test_out_dir(arguments, out_dir):
     assert load_config(arguments).out_dir == out_dir
-
-
-def test_out_dir_of_a_config_file(tmp_path):
-    path = write(tmp_path / "mine.py", "out_dir = 'runs/{seed}'\n")
-    assert load_config([path, "--seed=4"]).out_dir == "runs/4"
 
 
 def saved(folder, **changes):
@@ -284,27 +254,19 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "did you mean learning_rate?"),
         ("--n-layer=1", "did you mean n_layer?"),
         ("--resum", "did you mean resume?"),
-        ("--zzzzz=1", "'zzzzz', which is not a setting; python train.py --help lists them"),
         ("--replace=1", "'replace', which is not a setting"),
-        ("--n_vocab=1", "'n_vocab', which is not a setting"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'? it is one of softmax,"),
         # types
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
-        ("--n_layer=two", "n_layer = 'two' is str; it must be int"),
         ("--n_layer=True", "n_layer = True is bool; it must be int"),
-        ("--learning_rate=fast", "learning_rate = 'fast' is str; it must be float"),
         ("--p=[3]", "p = [3] is list; it must be float or None"),
         ("--vocab_size=60000.5", "vocab_size = 60000.5 is float; it must be int or None"),
         ("--bias=1", "bias = 1 is int; it must be bool"),
-        ("--compile=yes", "compile = 'yes' is str; it must be bool or None"),
         ("--p={[]:1}", "p = '{[]:1}' is str; it must be float or None"),
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--p=0.99 --attention=lssar", "p = 0.99 must be at least 1"),
-        ("--batch_size=-1", "batch_size = -1 must be at least 1"),
-        ("--learning_rate=-1e-3", "learning_rate = -0.001 must be at least 0"),
         ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
-        ("--window=0", "window = 0 must be at least 1"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
         ("--gamma=0 --attention=relu_shen", "gamma = 0 must be above 0"),
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
@@ -316,25 +278,17 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # choices
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
         ("--mlp=relu", "mlp = 'relu'; did you mean 'gelu'? it is one of gelu, swiglu"),
-        ("--optimizer=sgd", "optimizer = 'sgd'; it is one of adamw, muon"),
-        ("--dtype=bf16", "it is one of auto, float32, bfloat16, float16"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: --p=3"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3): re-weighting "
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
-        ("--attention=relu_wortsman --p=3", "takes no p"),
         ("--attention=phi_gelu --p=3", "takes no p"),
         ("--attention=softmax_inverse --p=3", "takes no p"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--n_head=256", "n_embd / n_head = 3 must be even: RoPE rotates pairs"),
-        ("--head_size=63", "head_size = 63 must be even: RoPE rotates pairs"),
         ("--n_kv_head=5", "n_head = 12 is not divisible by n_kv_head = 5"),
-        ("--n_kv_head=24", "n_head = 12 is not divisible by n_kv_head = 24"),
         ("--nope_every=4 --positions=none", "nope_every is for positions = 'rope', not 'none'"),
         ("--projections=tpa --n_kv_head=2", "n_kv_head = 2 is for projections = 'linear'"),
-        ("--projections=tpa --qk_norm=True", "qk_norm = True is for projections = 'linear'"),
-        ("--projections=tpa --nope_share=0.5", "nope_share = 0.5 is for projections = 'linear'"),
-        ("--positions=rotary", "positions = 'rotary'; it is one of rope, alibi, none, learned"),
         ("--nope_share=0.5 --positions=none", "nope_share is for positions = 'rope' or 'alibi'"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be below 1 and a multiple of n_head / n_kv_h"),
@@ -343,22 +297,17 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--softcap=0", "softcap = 0 must be above 0"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--sink=learned --attention=relu_li", "attention = 'relu_li' takes no sink"),
-        ("--sink=learned --attention=entmax15", "attention = 'entmax15' takes no sink"),
         ("--attention=sparsemax --p=3", "attention = 'sparsemax' takes no p"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
         ("--cooldown_iters=9", "cooldown_iters is for schedule = 'trapezoidal', not 'cosine'"),
         ("--resume --init_from=out/a", "resume and init_from exclude each other"),
         # the command line itself
         ("zzzzz", "config file or run zzzzz does not exist; settings are written --key=value"),
-        ("-p=3", "config file or run -p=3 does not exist; settings are written --key=value"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
         ("softmax", "config file or run softmax does not exist; did you mean configs/softmax.py?"),
         ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--p", "--p needs a value: --p=None"),
-        ("--n_layer", "--n_layer needs a value: --n_layer=12"),
-        ("--", "the command line sets '', which is not a setting"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
-        ("--out_dir=out/{p", "out_dir = 'out/{p' may name settings"),
         ("--out_dir=out/{p:g}", "out_dir = 'out/{p:g}' may name settings"),
     ],
 )  # fmt: skip
@@ -379,13 +328,8 @@ def test_numbers_are_finite(value, tmp_path):
     "text, message",
     [
         ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
-        ("from math import pi", "{path} sets 'pi', which is not a setting"),
-        ("n_layer = '3'", "n_layer = '3' is str; it must be int"),
-        ("out_dir = None", "out_dir = None is NoneType; it must be str"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
-        ("n_layer = undefined", "config file {path} fails: NameError"),
         ("n_layer == = 3", "config file {path} fails: SyntaxError"),
-        ("attention: lssar", "config file {path} fails: NameError"),
         ("\0\x07", "config file {path} fails: "),
     ],
 )
@@ -394,20 +338,13 @@ def test_refused_files(text, message, tmp_path):
     assert message.format(path=path) in refusal(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    assert f"run {tmp_path}/none.py does not exist" in refusal(f"{tmp_path}/none.py")
-
-
 @pytest.mark.parametrize(
     "total, batch, block",
     [
         (524288, 48, 1024),
         (524288, 1024, 1024),
         (1000, 2, 100),
-        (1000, 3, 100),
-        (1000, 7, 100),
         (1000, 3, 64),
-        (1000, 64, 64),
         (1, 1, 2),
     ],
 )
@@ -425,25 +362,6 @@ def test_what_a_refused_batch_proposes_works(total, batch, block, world_size):
     for value in re.findall(r"\d+", values):
         better = SimpleNamespace(**vars(sizes) | {key: int(value)})
         assert accumulation_steps(better, world_size) >= 1
-
-
-def test_a_batch_that_does_not_divide_is_refused_at_once():
-    message = refusal("--batch_size=48")
-    assert "batch_size x block_size x processes = 48 x 1024 x 1 = 49152" in message
-    assert message.endswith("batch_size = 16, 32, 64, 128 would work")
-    for size in (16, 32, 64, 128):
-        assert load_config([f"--batch_size={size}"]).batch_size == size
-
-
-def test_a_refusal_is_one_sentence_and_exit_code_2(capsys):
-    @command
-    def main():
-        load_config(["--n_layer=0"])
-
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: n_layer = 0 must be at least 1\n"
 
 
 def test_the_sweep_over_p_is_made_of_settings():

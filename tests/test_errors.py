@@ -65,12 +65,3 @@ def test_the_rest_is_not_hidden(error):
     with pytest.raises(type(error)) as raised:
         main()
     assert raised.value is error
-
-
-def test_what_a_command_returns_and_takes():
-    @command
-    def main(a: int, *, b: int) -> int:
-        """Add."""
-        return a + b
-
-    assert main(1, b=2) == 3 and main.__doc__ == "Add."
