@@ -8,4 +8,4 @@ ruff check .
 ruff format --check .
 mypy
 # one thread a worker: small matrices gain nothing from two
-OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadgroup "$@"
+OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile "$@"

@@ -15,8 +15,6 @@ import pytest
 from tests.helpers import SMALL, measured_losses
 
 ROOT = Path(__file__).parent.parent
-# one worker of pytest-xdist: the tests share a copy of the repository and its run
-pytestmark = pytest.mark.xdist_group("own_variant")
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
 
 
