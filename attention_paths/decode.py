@@ -13,15 +13,9 @@ from attention_paths.phi import relu
 
 
 @triton.jit
-def number(X, bh, EACH: tl.constexpr):
-    """A number that is an argument, or has a tensor with one for EACH sequence and head."""
-    return tl.load(X + bh) if EACH else X
-
-
-@triton.jit
 def decode_scores(
     Q, K, scale, bias, Y, PARTS, H, GROUP, Lk, chunk, ADDED, F, C: tl.constexpr,
-    SCALES: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
     bh, split = tl.program_id(0), tl.program_id(1)
@@ -29,8 +23,8 @@ def decode_scores(
     k_head, Y = tiles.head_of(K, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = tiles.load(tiles.head_of(Q, b, h), 0, one, 1, C).to(tl.float32)  # [1, d]
-    alpha = C.ARGUMENT * number(scale, bh, SCALES)
-    beta = C.ARGUMENT * number(bias, bh, BIASES)
+    alpha = C.ARGUMENT * tl.load(scale + bh)
+    beta = C.ARGUMENT * tl.load(bias + bh) if C.BIASED else 0.0
     if C.UNIT:
         q = q * tiles.inverse_norm(q)[:, None]
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
@@ -42,11 +36,10 @@ def decode_scores(
         y = tl.sum(k * q, 1)
         if C.UNIT:
             y = y * tiles.inverse_norm(k)
-        key_bias = None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, C)
-        y, _ = tiles.argument(y, alpha, beta, key_bias, True, C)
-        visible = keys < Lk
-        tl.store(Y + keys, y, mask=visible)
-        y, visible = y[None, :], visible[None, :]
+        key_bias = tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+        y, _ = tiles.argument(y[None, :], alpha, beta, key_bias, C.BIASED, C)
+        visible = (keys < Lk)[None, :]
+        tl.store(Y + keys[None, :], y, mask=visible)
         if F.shift is not None:
             y, y_max, rescale = tiles.shifted(y, y_max, visible, F, True)
             total, a_max = total * rescale, a_max * rescale
@@ -64,7 +57,7 @@ def decode_scores(
 
 @triton.jit(do_not_specialize=["Lk"])
 def decode_values(
-    V, Y, PARTS, norm, SUMS, H, GROUP, Lk, chunk, ADDED, F, C: tl.constexpr, NORMS: tl.constexpr,
+    V, Y, PARTS, norm, SUMS, H, GROUP, Lk, chunk, ADDED, F, C: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
@@ -94,7 +87,7 @@ def decode_values(
         if C.L1:
             gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
         else:
-            gain = 1 / (C.VALUE * number(norm, bh, NORMS))
+            gain = 1 / (C.VALUE * tl.load(norm + bh))
     acc, total_w = tl.arange(0, C.BLOCK_D) * 0.0, 0.0
     if C.P and ADDED.sink is not None:  # in the first chunk's sum alone
         t_sink = tiles.reweighted(a_sink, gain, offset)

@@ -47,33 +47,25 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
 def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
-    variant = layer.variant
+    variant, cut = layer.variant, layer.window is not None and layer.window < k.shape[2]
     rows = layer.rows(q, k.shape[2], slice(None), context)
 
     def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
         x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-        sequences = x.shape[0] if x.ndim == 4 else 1
-        return x.expand(sequences, q.shape[1], q.shape[2], 1)[..., 0]
+        return x.expand(len(x) if x.ndim == 4 else 1, *q.shape[1:3], 1)[..., 0]
 
-    bias, key_bias, decay = (
-        None if variant.bias is None else per_row(variant.bias(rows)),
-        None,
-        None,
-    )
+    bias = None if variant.bias is None else per_row(variant.bias(rows))
+    key_bias, decay = None, rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        decay = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0][None]
-    if rows.decay is not None:
-        decay = rows.decay if decay is None else rows.decay + decay
+        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0][None]
+        decay = alibi if decay is None else decay + alibi
     if decay is not None:
         own, key_bias = of_queries(decay, rows), -decay
         # softmax is the same for all scores of a row shifted alike: no gradient to compute
         shifts = variant.is_softmax and layer.p is None and not layer.has_sink
         bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
-    cut = layer.window is not None and layer.window < k.shape[2]
     return launch.attend(
-        q.to(v.dtype),
-        k.to(v.dtype),
-        v,
+        q.to(v.dtype), k.to(v.dtype), v,
         scale=per_row(context.score_scale * variant.scale(rows)),
         bias=bias,
         norm=None if variant.norm is None else per_row(variant.norm(rows)),
@@ -86,4 +78,4 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         sink=None if rows.sink is None else rows.sink[:, 0, 0],
         key_bias=key_bias,
         softcap=layer.softcap,
-    )
+    )  # fmt: skip

@@ -48,7 +48,7 @@ import triton
 from torch import Tensor
 
 from attention_paths import backward, decode, forward
-from attention_paths.phi import PHIS, Function
+from attention_paths.phi import PHIS
 from attention_paths.tiles import Added, Constants, Functions, Strided
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
@@ -63,32 +63,25 @@ INTERPRETED = triton.knobs.runtime.interpret
 # the order of summation depends on them: all processes of a run, and a resumed run, must choose the
 # same. They were chosen by instructions for a score, spilled registers and shared memory
 # (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
-ONE_STAGE, TWO_STAGES = "forward, one stage", "forward, two stages"
-KEYS, QUERIES = "backward, keys", "backward, queries"
-ALL = ONE_STAGE, TWO_STAGES, KEYS, QUERIES
-Shape = tuple[int, int, int, int]
-SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
+FORWARD, KEYS, QUERIES = "forward", "backward, keys", "backward, queries"
+Shapes = dict[str, dict[int, tuple[int, int, int, int]]]
+AMPERE: Shapes = {
+    FORWARD: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+    KEYS: {128: (32, 128, 8, 2)},
+    QUERIES: {128: (64, 32, 4, 2)},
+}
+SHAPES: dict[str, Shapes] = {
     "hopper": {
-        ONE_STAGE: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
-        TWO_STAGES: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
+        FORWARD: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
         KEYS: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
         QUERIES: {64: (64, 64, 4, 2), 128: (64, 32, 4, 2)},
     },
-    "ampere": {
-        ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-        KEYS: {64: (32, 128, 8, 2), 128: (32, 128, 8, 2)},
-        QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
-    },
-    "small": {  # 99 KB of shared memory for a block: capabilities 8.6, 8.9 and 12.0
-        ONE_STAGE: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-        TWO_STAGES: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-        KEYS: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2)},
-        QUERIES: {64: (64, 32, 4, 2), 128: (64, 32, 4, 2)},
-    },
-    "tf32": dict.fromkeys(ALL, {64: (32, 32, 4, 2), 128: (32, 16, 4, 1)}),
-    "ieee": dict.fromkeys(ALL, {128: (32, 32, 8, 1)}),
-    "interpreter": dict.fromkeys(ALL, {128: (32, 16, 4, 1)}),
+    "ampere": AMPERE,
+    # 99 KB of shared memory for a block: capabilities 8.6, 8.9 and 12.0
+    "small": AMPERE | {KEYS: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2)}},
+    "tf32": dict.fromkeys(AMPERE, {64: (32, 32, 4, 2), 128: (32, 16, 4, 1)}),
+    "ieee": dict.fromkeys(AMPERE, {128: (32, 32, 8, 1)}),
+    "interpreter": dict.fromkeys(AMPERE, {128: (32, 16, 4, 1)}),
 }
 GENERATIONS = {80: "ampere", 87: "ampere", 90: "hopper", 100: "hopper", 103: "hopper"}
 
@@ -138,28 +131,22 @@ def _strided(x: Tensor | None) -> Strided | None:
     return Strided(x, x.stride()[:3])
 
 
-def _function(phi: str, dtype: torch.dtype) -> Function:
-    """The entry of PHIS for inputs of this dtype."""
-    return PHIS[phi] if dtype.itemsize > 2 else PHIS.get(f"{phi}16", PHIS[phi])
-
-
 def _compiled(
-    q: Tensor, phi: str, *, shifted: bool, p: float, unit: bool, biased: bool, l1: bool,
-    signed: bool = False, window: int | None = None, softcap: float | None = None,
+    q: Tensor, l1: bool, biased: bool, p: float, unit: bool, phi: str, shifted: bool, signed: bool,
+    window: int | None, softcap: float | None,
 ) -> tuple[Functions, Constants]:  # fmt: skip
-    """What the kernels of a call are compiled for."""
-    entry, d = _function(phi, q.dtype), q.shape[3]
-    functions = Functions(
-        entry.function, entry.slope, entry.shift if shifted else None, entry.total
-    )
-    constants = Constants(
+    """What the kernels of a call are compiled for; the last arguments are the call's `choices`."""
+    entry, d = PHIS[phi], q.shape[3]
+    if q.dtype.itemsize == 2:
+        entry = PHIS.get(f"{phi}16", entry)
+    shift = entry.shift if shifted else None
+    return Functions(entry.function, entry.slope, shift, entry.total), Constants(
         D=d, BLOCK_D=max(16, triton.next_power_of_2(d)), ARGUMENT=entry.argument,
         VALUE=entry.value, RECTIFIED=entry.rectified,
         CAP=None if softcap is None else entry.argument * softcap, P=int(p) if p % 1 == 0 else p,
         UNIT=unit, EXACT=not (unit or entry.smooth), BIASED=biased, L1=l1,
         SIGNED=signed or entry.rectified, WINDOW=window, PRECISION=_precision(),
     )  # fmt: skip
-    return functions, constants
 
 
 # ---- forward ----
@@ -169,7 +156,7 @@ def _compiled(
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _outputs(q: Tensor, k: Tensor, p: float, unit: bool, save: bool) -> Outputs:
+def _outputs(q: Tensor, k: Tensor, save: bool, p: float, unit: bool) -> Outputs:
     """Empty outputs of _forward."""
     u = _like(q) if save and p else q.new_empty(0)
     unit_k = _like(k) if unit else k.new_empty(0)
@@ -178,17 +165,15 @@ def _outputs(q: Tensor, k: Tensor, p: float, unit: bool, save: bool) -> Outputs:
 
 @torch.library.custom_op("fused_attention::forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
-    signed: bool, window: int | None, softcap: float | None, save: bool,
+    q: Tensor, k: Tensor, v: Tensor, save: bool, p: float, unit: bool, phi: str, shifted: bool,
+    signed: bool, window: int | None, softcap: float | None, scale: Tensor, bias: Tensor | None,
+    norm: Tensor | None, sink: Tensor | None, key_bias: Tensor | None,
 ) -> Outputs:  # fmt: skip
     (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
-    outputs = _outputs(q, k, p, unit, save)
+    outputs = _outputs(q, k, save, p, unit)
     out, u, scaled_q, unit_k, rows, inverse = outputs
-    F, C = _compiled(
-        q, phi, shifted=shifted, p=p, unit=unit, biased=bias is not None, l1=norm is None,
-        window=window, softcap=softcap,
-    )  # fmt: skip
+    choices = p, unit, phi, shifted, signed, window, softcap
+    F, C = _compiled(q, norm is None, bias is not None, *choices)
     with _device(q):
         forward.scale_queries[B * H, triton.cdiv(Lq, 64)](
             *map(_strided, (q, scale, bias, norm)), scaled_q, rows, H, Lq, C=C, M=64
@@ -198,7 +183,7 @@ def _forward(
                 _strided(k), unit_k, inverse, Hk, Lk, C=C, M=64
             )
             k = unit_k
-        shape = block_shape(TWO_STAGES if p else ONE_STAGE, q)
+        shape = block_shape(FORWARD, q)
         kernel = forward.forward_two_stages if p else forward.forward_one_stage
         results = (out, u, rows) if p else (out, rows)
         kernel[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
@@ -208,12 +193,7 @@ def _forward(
     return outputs
 
 
-@_forward.register_fake
-def _(
-    q, k, v, scale, bias, norm, sink, key_bias, phi, shifted, p, unit, signed, window, softcap,
-    save,
-):  # fmt: skip
-    return _outputs(q, k, p, unit, save)
+_forward.register_fake(lambda q, k, v, save, p, unit, *_: _outputs(q, k, save, p, unit))
 
 
 # ---- backward ----
@@ -236,10 +216,10 @@ def _gradients_like(q: Tensor, k: Tensor, learnt: list[bool]) -> Gradients:
 
 @torch.library.custom_op("fused_attention::backward", mutates_args=())
 def _backward(
-    dout: Tensor, original_q: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
-    key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor, inverse: Tensor, phi: str,
-    shifted: bool, p: float, unit: bool, signed: bool, window: int | None, softcap: float | None,
-    l1: bool, biased: bool, learnt: list[bool],
+    q: Tensor, k: Tensor, learnt: list[bool], dout: Tensor, original_q: Tensor | None, v: Tensor,
+    sink: Tensor | None, key_bias: Tensor | None, out: Tensor, u: Tensor, rows: Tensor,
+    inverse: Tensor, l1: bool, biased: bool, p: float, unit: bool, phi: str, shifted: bool,
+    signed: bool, window: int | None, softcap: float | None,
 ) -> Gradients:  # fmt: skip
     """The sink's gradient has a part for each row, dk and dv have one for each head of q.
 
@@ -252,10 +232,7 @@ def _backward(
     atomic = dbias is None and not torch.are_deterministic_algorithms_enabled()
     summed, scaled_dout, terms = _like(q, torch.float32), _like(dout), _numbers(q, 3)
     added = Added(sink, _strided(key_bias))
-    F, C = _compiled(
-        q, phi, shifted=shifted, p=p, unit=unit, biased=biased, l1=l1, signed=signed,
-        window=window, softcap=softcap,
-    )  # fmt: skip
+    F, C = _compiled(q, l1, biased, p, unit, phi, shifted, signed, window, softcap)
     with _device(q):
         backward.backward_rows[B * H, triton.cdiv(Lq, 64)](
             _strided(dout), out, u, scaled_dout, rows, terms, dsink, H, Lq, added, F, C=C, M=64
@@ -280,35 +257,30 @@ def _backward(
     return outputs
 
 
-@_backward.register_fake
-def _(
-    dout, original_q, q, k, v, sink, key_bias, out, u, rows, inverse, phi, shifted, p, unit,
-    signed, window, softcap, l1, biased, learnt,
-):  # fmt: skip
-    return _gradients_like(q, k, learnt)
+_backward.register_fake(lambda q, k, learnt, *_: _gradients_like(q, k, learnt))
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, bias, norm, sink, key_bias, *constants, _ = inputs
+    q, k, v, _, *choices, _, bias, norm, sink, key_bias = inputs
     out, u, scaled_q, unit_k, rows, inverse = output
-    phi, shifted, p, unit, *_ = constants
-    original_q = q if ctx.needs_input_grad[3] else None
+    p, unit, _, shifted, *_ = choices
+    original_q = q if ctx.needs_input_grad[11] else None
     k = unit_k if unit else k
-    ctx.save_for_backward(original_q, scaled_q, k, v, sink, key_bias, out, u, rows, inverse)
-    ctx.constants = *constants, norm is None, bias is not None or shifted
+    ctx.save_for_backward(scaled_q, k, original_q, v, sink, key_bias, out, u, rows, inverse)
+    ctx.choices = norm is None, bias is not None or shifted, *choices
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _call_backward(ctx, dout, *_):
-    learnt = [ctx.needs_input_grad[i] for i in (3, 4, 6, 7)]
-    dq, dk, dv, *gradients = _backward(dout, *ctx.saved_tensors, *ctx.constants, learnt)
-    heads = ctx.saved_tensors[3].shape[1]
-    if heads < dk.shape[1]:
-        dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
+    learnt = [ctx.needs_input_grad[i] for i in (11, 12, 14, 15)]  # scale, bias, sink, key_bias
+    q, k, *saved = ctx.saved_tensors
+    dq, dk, dv, *gradients = _backward(q, k, learnt, dout, *saved, *ctx.choices)
+    if k.shape[1] < dk.shape[1]:
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     dscale, dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
     dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq, dk, dv, dscale, dbias, None, dsink, dkey_bias, *(None,) * 8
+    return dq, dk, dv, *(None,) * 8, dscale, dbias, None, dsink, dkey_bias
 
 
 _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
@@ -319,58 +291,41 @@ _forward.register_autograd(_call_backward, setup_context=_save_for_backward)
 
 @torch.library.custom_op("fused_attention::decode", mutates_args=())
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    sink: Tensor | None, key_bias: Tensor | None, phi: str, shifted: bool, p: float, unit: bool,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, p: float, unit: bool, phi: str, shifted: bool, signed: bool,
+    window: int | None, softcap: float | None, scale: Tensor, bias: Tensor | None,
+    norm: Tensor | None, sink: Tensor | None, key_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The output of a single query, with the cache split over enough programs to fill the GPU."""
     (B, H), (Hk, Lk) = q.shape[:2], k.shape[1:3]
-    F, C = _compiled(
-        q, phi, shifted=shifted, p=p, unit=unit, biased=True, l1=norm is None, softcap=softcap
-    )
+    choices = p, unit, phi, shifted, signed, None, softcap
+    F, C = _compiled(q, norm is None, bias is not None, *choices)
     block_n = 16 if INTERPRETED else 64
-    programs = 4 * _processors(q.device)
-    wanted = max(1, min(triton.cdiv(programs, B * H), triton.cdiv(Lk, 2 * block_n), 256))
+    processors = 2
+    if q.is_cuda:
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    wanted = max(1, min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256))
     chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
     splits = triton.cdiv(Lk, chunk)
     y = q.new_empty(B, H, Lk, dtype=torch.float32)
     parts = q.new_empty(B, H, splits, 3, dtype=torch.float32)
     sums = q.new_empty(B, H, splits, C.BLOCK_D + 1, dtype=torch.float32)
     out = _like(q)
-    scales, biases, norms = (_of_one_row(x, q) for x in (scale, bias, norm))
+    scale, bias, norm = (x if x is None else x.contiguous() for x in (scale, bias, norm))
     sizes = H, H // Hk, Lk, chunk, Added(sink, _strided(key_bias)), F
     reduced = triton.next_power_of_2(splits)
     with _device(q):
         decode.decode_scores[B * H, splits](
-            _strided(q), _strided(k), scales, biases, y, parts, *sizes, C=C._replace(EXACT=True),
-            SCALES=isinstance(scales, Tensor), BIASES=isinstance(biases, Tensor), BLOCK_N=block_n,
+            _strided(q), _strided(k), scale, bias, y, parts, *sizes, C=C._replace(EXACT=True),
+            BLOCK_N=block_n,
         )  # fmt: skip
         decode.decode_values[B * H, splits](
-            _strided(v), y, parts, norms, sums, *sizes, C=C, NORMS=isinstance(norms, Tensor),
-            BLOCK_N=block_n, SPLITS=reduced,
-        )  # fmt: skip
+            _strided(v), y, parts, norm, sums, *sizes, C=C, BLOCK_N=block_n, SPLITS=reduced
+        )
         decode.decode_sum[(B * H,)](sums, out, splits, C=C, SPLITS=reduced)
     return out
 
 
-@_decode.register_fake
-def _(q, k, v, scale, bias, norm, sink, key_bias, phi, shifted, p, unit, softcap):
-    return _like(q)
-
-
-def _of_one_row(x: Tensor | None, q: Tensor) -> Tensor | float:
-    """[B, H] of x [B or 1, H, 1], or a number where x is on the CPU and has the same for all."""
-    if x is None:
-        return 0.0
-    if x.is_cpu and all(n == 1 or step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
-        return x[0, 0, 0].item()
-    return x[:, :, 0].expand(q.shape[:2]).to(q.device).contiguous()
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_decode.register_fake(lambda q, *_: _like(q))
 
 
 def attend(
@@ -383,8 +338,7 @@ def attend(
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
     positions. A single query for which no gradient is needed sees all keys, whatever the window.
 
-    scale, bias, norm: float32 [B or 1, H, Lq] of any strides; without norm it is l1. Of a single
-        query they may be on the CPU, with one number for all sequences and heads.
+    scale, bias, norm: float32 [B or 1, H, Lq] of any strides; without norm it is l1.
     phi: the name of an entry of PHIS; `shifted` applies its shift; `signed`: phi may be negative.
     p: the power of stage 2, or None.
     unit: q and k are normalised to length 1.
@@ -397,17 +351,14 @@ def attend(
     Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
     of 7 products. Where phi is exp, in one stage without a sink, its gradient is 0: detach it.
     """
-    shifted = shifted or PHIS[phi].rectified
-    p = float(p or 0)
+    rows = (x if x is None else x.expand(q.shape[:3]) for x in (scale, bias, norm))
     if key_bias is not None:
         key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
-    sink = None if sink is None else sink.contiguous()
-    rows, added = (scale, bias, norm), (sink, key_bias)
+    numbers = *rows, None if sink is None else sink.contiguous(), key_bias
+    choices = float(p or 0), unit, phi, shifted or PHIS[phi].rectified, signed, window, softcap
     save = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, *rows, *added)
+        x is not None and x.requires_grad for x in (q, k, v, *numbers)
     )
     if q.shape[2] == 1 and not save:
-        return _decode(q, k, v, *rows, *added, phi, shifted, p, unit, softcap)
-    expanded = (x if x is None else x.to(q.device).expand(q.shape[:3]) for x in rows)
-    constants = phi, shifted, p, unit, signed, window, softcap
-    return _forward(q, k, v, *expanded, *added, *constants, save)[0]
+        return _decode(q, k, v, *choices, *numbers)
+    return _forward(q, k, v, save, *choices, *numbers)[0]

@@ -32,9 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from attention import VARIANTS
-from attention_paths import launch
 from attention_paths.fused import fused, variant_obstacle
-from attention_paths.reference import PLAIN
+from attention_paths.reference import Context
 from tests.fused import build
 from tests.helpers import ATTENTIONS, small_config
 
@@ -42,14 +41,24 @@ TABLE = Path(__file__).parent.parent / "results/kernels.json"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
-# (capability, row, head size) of the table; the first is that of a quick run
+# (capability, config, head size) of the table
 COUNTED = [
     (capability, row, d)
     for row in ("lssar_p15.py", "lssa.py", "sigmoid.py", "relu_li.py")
     for d in (64, 128)
     for capability in (90, 80)
 ]
-QUICK = COUNTED[:1]
+QUICK = [(80, "relu_li.py", 64)]
+# what combines with any variant, alone and together
+SETTINGS = [
+    "softmax.py --sink=learned",
+    "softmax.py --forget=True",
+    "softmax.py --softcap=50",
+    "softpick.py",
+    "ablations/phi_softplus.py --p=2.5",
+    "softmax_p3.py --sink=learned --forget=True --softcap=50",
+    "softpick.py --forget=True --softcap=50 --window=100",
+]
 
 
 class Driver:
@@ -82,36 +91,30 @@ driver = Driver()
 
 
 def launches(
-    capability: int, row: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
+    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
 ) -> list[tuple[str, dict, CompiledKernel]]:
-    """What a row's forward and backward pass and its decoding launch."""
-    attn = build(row, d, *settings)
-    q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
+    """Each launch of a layer's forward and backward pass and of its decoding.
 
-    def calls() -> None:
-        fused(attn, q, k, v, PLAIN).sum().backward()
-        with torch.no_grad():
-            fused(attn, q, k, v, PLAIN)
-            fused(attn, q[:, :, -1:], k, v, PLAIN)
-
-    return launched(capability, calls)
-
-
-def launched(capability: int, calls: Callable[[], None]) -> list[tuple[str, dict, CompiledKernel]]:
-    """Each launch: a kernel's name, the options of its launch, and the compiled kernel."""
+    A kernel's name, the options of its launch, and the compiled kernel.
+    """
     driver.device = capability
     triton.runtime.driver.set_active(driver)
-    found = []
-    run = triton.JITFunction.run
+    layer, found, run = build(case, d, *settings), [], triton.JITFunction.run
+    q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
+    gates = torch.zeros(1, 2, 256, requires_grad=True) if "forget" in case else None
+    context = Context(log_forget=gates)
 
     def recorded(self, *arguments, **options):
         compiled = run(self, *arguments, **options)
-        found.append((self.__name__.lstrip("_"), options, compiled))
+        found.append((self.__name__, options, compiled))
         return compiled
 
     triton.JITFunction.run = recorded
     try:
-        calls()
+        fused(layer, q, k, v, context).sum().backward()
+        with torch.no_grad():
+            fused(layer, q, k, v, context)
+            fused(layer, q[:, :, -1:], k, v, context)
     finally:
         triton.JITFunction.run = run
     return found
@@ -120,14 +123,14 @@ def launched(capability: int, calls: Callable[[], None]) -> list[tuple[str, dict
 # ---- counts ----
 
 
-def count(compiled: CompiledKernel, scores: float, assembler: str | None = None) -> dict:
+def count(compiled: CompiledKernel, scores: float) -> dict:
     """What a kernel's machine code takes; a thread computes `scores` of each tile."""
     architecture = f"sm_{compiled.metadata.target.arch}".replace("sm_90", "sm_90a")
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(compiled.asm["ptx"])
         said = output(
-            assembler or TOOLS / "ptxas", "-v", "--regAllocOptLevel=2",
+            TOOLS / "ptxas", "-v", "--regAllocOptLevel=2",
             f"--gpu-name={architecture}", source, "-o", binary,
         )  # fmt: skip
         code, labels = parse(output(TOOLS / "nvdisasm", "-c", "-hex", binary))
@@ -229,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--variants", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="LSSAR of head size 64 alone")
+    parser.add_argument("--quick", action="store_true", help="ReLU of head size 64 alone")
     arguments = parser.parse_args()
     # the table is of Triton's own assembler
     os.environ["TRITON_PTXAS_PATH"] = str(TOOLS / "ptxas")
@@ -244,8 +247,7 @@ def main() -> None:
             print(f"{name}: {counts}", flush=True)
             found[name] = counts
     if arguments.update:
-        table[triton.__version__] = before | found
-        write(table)
+        write(table | {triton.__version__: before | found})
     elif not before:
         print(f"{TABLE.name} has nothing of Triton {triton.__version__}: nothing is compared")
     else:
@@ -269,57 +271,28 @@ def launch_everything() -> None:
     for case in ATTENTIONS:
         if variant_obstacle(VARIANTS[small_config(case).attention], 64) is None:
             for capability in (90, 80):
-                launch_variant(capability, case, 64)
+                show_launches(capability, case, 64)
     for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
         for dtype in (torch.float16, torch.float32):
-            launch_variant(86, case, 128, dtype)
-        launch_variant(90, case, 24, torch.bfloat16, "--window=100")
+            show_launches(86, case, 128, dtype)
+        show_launches(90, case, 24, torch.bfloat16, "--window=100")
         torch.use_deterministic_algorithms(True)
-        launch_variant(80, case, 128)
+        show_launches(80, case, 128)
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32 = True
         for capability in (86, 80, 90):
-            launch_variant(capability, case, 128, torch.float32)
+            show_launches(capability, case, 128, torch.float32)
         torch.backends.cuda.matmul.allow_tf32 = False
-    for choices in CHOICES:
+    for case in SETTINGS:
         for capability, dtype in ((90, torch.bfloat16), (80, torch.float16)):
-            launch_choices(capability, choices, dtype)
+            show_launches(capability, case, 64, dtype)
 
 
-# What no variant of the table has, alone and together.
-CHOICES = [
-    {"phi": "exp", "sink": True},
-    {"phi": "exp", "key_bias": True},
-    {"phi": "exp", "softcap": 50.0},
-    {"phi": "softpick"},
-    {"phi": "softplus", "p": 2.5},
-    {"phi": "exp", "p": 3.0, "sink": True, "key_bias": True, "softcap": 50.0},
-    {"phi": "softpick", "key_bias": True, "softcap": 50.0, "window": 100},
-]
-
-
-def launch_choices(capability: int, choices: dict, dtype: torch.dtype) -> None:
-    shapes = {"sink": (2,), "key_bias": (1, 2, 256)}
-    learnt = {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()
-              if name in choices}  # fmt: skip
-    q, k, v = (torch.zeros(1, 2, 256, 64, dtype=dtype, requires_grad=True) for _ in "qkv")
-    arguments = dict(bias=None, norm=None, p=None, unit=False, signed=False, shifted=True)
-    arguments |= {"window": None} | choices | learnt
-
-    def calls() -> None:
-        launch.attend(q, k, v, scale=torch.ones(1, 2, 256), **arguments).sum().backward()
-        with torch.no_grad():
-            launch.attend(q[:, :, -1:], k, v, scale=torch.ones(1, 2, 1), **arguments)
-
-    names = [name for name, _, _ in launched(capability, calls)]
-    print(f"sm_{capability}, {choices}, {dtype}: {len(names)} launches", flush=True)
-
-
-def launch_variant(
+def show_launches(
     capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
 ) -> None:
-    names = [name for name, _, _ in launches(capability, case, d, dtype, *settings)]
-    print(f"sm_{capability}, d {d}, {case}, {dtype}, {settings}: {len(names)} launches", flush=True)
+    count = len(launches(capability, case, d, dtype, *settings))
+    print(f"sm_{capability}, d {d}, {case}, {dtype}, {settings}: {count} launches", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Inputs for the fused kernels, and what they compute, a whole matrix at a time."""
+"""Layers and inputs for the fused kernels, and the comparison that their tests make."""
 
 import itertools
 import math
@@ -12,59 +12,6 @@ from tests.helpers import small_config
 
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
-
-# log phi(z): l1 of phi is then a softmax, in which nothing under- or overflows
-LOG_PHI = {
-    "exp": lambda z: z,
-    "sigmoid": F.logsigmoid,
-    "softplus": lambda z: torch.where(z < -30, z, F.softplus(z.clamp_min(-30)).log()),
-}
-PHI = {
-    "exp": torch.exp, "sigmoid": torch.sigmoid, "relu": torch.relu, "gelu": F.gelu,
-    "relu2": lambda z: torch.relu(z) ** 2, "relu6": F.relu6, "mish": F.mish,
-    "identity": lambda z: z,
-}  # fmt: skip
-
-
-def attended(
-    q, k, v, scale, bias=None, norm=None, sink=None, key_bias=None, *, phi, p=None, unit=False,
-    window=None, softcap=None, shifted=None, signed=None,
-):  # fmt: skip
-    """What launch.attend computes; `shifted` and `signed` change nothing."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    if unit:
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    z = scale[..., None] * (q @ k.mT)
-    past = z.shape[3] - z.shape[2]
-    seen = torch.ones_like(z[0, 0], dtype=torch.bool).tril(past)
-    seen = seen if window is None else seen.triu(past - window + 1)
-    n = seen.sum(-1, keepdim=True)
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    if bias is not None:
-        z = z + bias[..., None]
-    if key_bias is not None:
-        z = z + key_bias[:, :, None]
-    z = z.masked_fill(~seen, 0)
-    if norm is not None:
-        A = PHI[phi](z) * seen / norm[..., None]
-    elif phi == "softpick":
-        a = torch.expm1(z) * seen
-        A = torch.relu(a) / a.abs().sum(-1, keepdim=True)
-    elif phi in LOG_PHI:
-        log_phi = LOG_PHI[phi](z).masked_fill(~seen, -math.inf)
-        if sink is not None:
-            sinks = LOG_PHI[phi](sink)[:, None, None].expand(*z.shape[:3], 1)
-            log_phi = torch.cat((log_phi, sinks), dim=-1)
-        A = torch.softmax(log_phi, -1)
-    else:
-        A = F.normalize(PHI[phi](z) * seen, p=1, dim=-1)
-    if p is not None:
-        x = n * A
-        top = x.amax(-1, keepdim=True)
-        x = torch.relu(x - ((n > 3) & (top > 1 + 1e-5)).to(x.dtype))
-        A = F.normalize((x / x.detach().amax(-1, keepdim=True)) ** p, p=1, dim=-1)
-    return A[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def build(case, d, *more):
@@ -110,6 +57,18 @@ def draw_off_kinks(Lq, Lk, d, dtype, B=1, seed=0, window=None):
             return tensors
 
 
+def inputs_of(case, tensors, gates=None):
+    """A draw's tensors with as many heads of keys as a case's settings say, and its forget gates.
+
+    `gates` are the logits of the gates, [B, 2, Lk].
+    """
+    config, (q, k, v, gradient) = small_config(case), tensors
+    if gates is None:
+        gates = 2 + torch.randn(*k.shape[:3], generator=torch.Generator().manual_seed(0))
+    k, v = (x[:, : config.kv_heads].contiguous() for x in (k, v))
+    return [q, k, v, *([F.logsigmoid(gates)] if config.forget else []), gradient]
+
+
 def call(layer, q, k, v, log_forget=None):
     return layer(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget))
 
@@ -128,3 +87,37 @@ def evaluate(layer, tensors, formula=call):
     names = ["out", "dq", "dk", "dv", "dlog_forget"][: len(tensors)] + [f"d{n}" for n in learnt]
     values = [x.detach().double().flatten() for x in (out, *found)]
     return dict(zip(names, values, strict=True))
+
+
+def compare(case, tensors, device="cpu", formula=call, coarser=None):
+    """Asserts that the kernels' error is at most twice that of a formula in the same dtype, plus
+    roundings, which p multiplies. The last row is also computed by decoding.
+
+    The truth is the reference path in float64, and the formula that path too by default. `coarser`
+    is the dtype of products where it is not that of the inputs. Returns what the kernels computed.
+    """
+    d, dtype = tensors[0].shape[-1], tensors[0].dtype
+    tensors = [x.to(device) for x in tensors]
+    fused, reference = (build(case, d, impl).to(device) for impl in (TRITON, REFERENCE))
+    exactly = build(case, d, REFERENCE).to(device).double()
+    truth = evaluate(exactly, [x.double() for x in tensors])
+    ours, bar = evaluate(fused, tensors), evaluate(reference, tensors, formula)
+    if not all(x.isfinite().all() for x in bar.values()):  # the formula overflows in float16
+        bar = evaluate(reference, [x.bfloat16() for x in tensors], formula)
+        bar = {name: exact + (bar[name] - exact) / 8 for name, exact in truth.items()}
+    eps, p = torch.finfo(coarser or dtype).eps, fused.p or 0
+    roundings = (16 + 2 * p if dtype is torch.float32 else 1 + p / 4) * eps
+    # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
+    # incoming gradient. A learnt number's gradient is one sum of terms that cancel.
+    keys = min(tensors[1].shape[2], fused.window or math.inf)
+    size = tensors[-1].double().norm() * (1 if keys <= 5 else 1e-3)
+    for name, exact in truth.items():
+        scale = max(exact.norm(), size) * (1 if name in ("out", "dq", "dk", "dv") else 10)
+        error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
+        assert error <= allowed + roundings * scale, (name, error / scale, allowed / scale)
+    with torch.no_grad():
+        last = call(fused, tensors[0][:, :, -1:], *tensors[1:-1]).double()
+    exact = truth["out"].view(tensors[0].shape)[:, :, -1:]
+    tolerance = (2e-5 if dtype is torch.float32 else 2e-2) * max(1, exact.abs().max())
+    assert (last - exact).abs().max() <= tolerance
+    return ours
