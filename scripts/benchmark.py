@@ -1,21 +1,26 @@
-"""The cost of a training step, an evaluation step or a generated token, as ratios to softmax.
+"""The cost of a training step, an evaluation step, a token or attention alone, over softmax's.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused --lengths 1024,4096
-python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --set batch_size=1
+python -m scripts.benchmark configs/softmax.py --nanogpt PATH_TO_A_CHECKOUT --batch_size=1
 python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --lengths 1024,16384
+python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
+    --phases attention,attention_eval --lengths 1024,4096,16384
 
 The columns are those of the LSSAR paper's Table A7, whose figures are printed below each variant.
 The paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
 `reference` without torch.compile, and all logits at once. Each model is measured in a process of
 its own, so that its peak memory is known; the models take turns, round by round, so that a change
 in the machine's speed affects all of them equally. Times are medians over the rounds. The phase
-`decode` is one more token in each of batch_size sequences of which block_size - 1 are cached.
+`decode` is one more token in each of batch_size sequences of which block_size - 1 are cached;
+`attention` is ten calls of one layer's attention, forward and backward, and `attention_eval` ten
+without gradients.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import multiprocessing
 import statistics
 import sys
@@ -37,109 +42,96 @@ from config import Config, load_config
 from errors import UserError, command
 from generation import next_logits
 from layers.cache import KVCache
+from layers.heads import build_attention
 from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
 from scripts.common.papers import LSSAR
+from scripts.common.runner import lengths_of
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
-PHASES = ("train", "eval", "decode")
-COLUMNS = (*PAPER["columns"], "decode_ms", "decode_mb")
+PHASES = ("train", "eval", "decode", "attention", "attention_eval")
+# Calls of attention in a step: the host prepares one while the GPU computes another.
+CALLS = 10
 UNFUSED = ["--attention_impl=reference", "--compile=False"]
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("configs", nargs="+", metavar="CONFIG.py", help="the first is the baseline")
-    parser.add_argument(
-        "--scale", metavar="CONFIG.py", help="a scale for all models, e.g. configs/scales/45m.py"
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="--setting=value sets a setting of all models",
+        allow_abbrev=False,
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for all models"
-    )
-    parser.add_argument(
-        "--impls",
-        default="auto",
-        help="attention paths: auto,triton,blocked,reference, or unfused, which is the paper's",
-    )
-    parser.add_argument(
-        "--phases", default="train,eval", help="what to measure, of train,eval,decode (%(default)s)"
-    )
-    parser.add_argument("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
-    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", metavar="FILE", help="write the figures to this JSON file")
-    arguments = parser.parse_args()
-    check(arguments)
-    models, baselines = parse_models(arguments)
-    phases = tuple(arguments.phases.split(","))
-    figures = measure(models, arguments.rounds, arguments.nanogpt, phases)
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG.py", help="the first is the baseline")
+    add("--scale", metavar="CONFIG.py", help="of all models, such as configs/scales/45m.py")
+    add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
+    add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
+    add("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
+    add("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
+    add("--rounds", type=int, default=5, help="(%(default)s)")
+    add("--out", metavar="FILE", help="write the figures to this JSON file")
+    given, settings = parser.parse_known_args()
+    phases = tuple(given.phases.split(","))
+    if not set(phases) <= set(PHASES):
+        raise UserError(f"--phases {given.phases}: each must be one of {', '.join(PHASES)}")
+    if given.nanogpt and not set(phases) <= {"train", "eval"}:
+        raise UserError(f"--phases {given.phases}: nanoGPT is measured in train and eval only")
+    if given.nanogpt and not (Path(given.nanogpt) / "model.py").is_file():
+        raise UserError(f"--nanogpt {given.nanogpt}: no model.py there")
+    if given.out:
+        check_writable(Path(given.out).parent)
+    models, baselines = parse_models(given, settings)
+    figures = measure(models, given.rounds, given.nanogpt, phases)
     config = next(iter(models.values()))
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    made = environment()
-    shape = f"{config.batch_size} x {arguments.lengths or config.block_size}"
+    made, shape = environment(), f"{config.batch_size} x {given.lengths or config.block_size}"
     print(
         f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
         f"{'compiled' if pick_compile(config.compile, device) else 'eager'}, on {made['machine']}, "
-        f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
+        f"{torch.get_num_threads()} threads; median of {given.rounds} rounds"
     )
     print_figures(figures, baselines, models)
-    if arguments.out:
-        settings = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
-        result = {"environment": made, "settings": settings}
-        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.out, result | {"baselines": baselines, "rows": figures})
-        print(f"written: {arguments.out}")
+    if given.out:
+        used = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": given.rounds}
+        Path(given.out).parent.mkdir(parents=True, exist_ok=True)
+        results = {"environment": made, "settings": used, "baselines": baselines, "rows": figures}
+        write_json(given.out, results)
+        print(f"written: {given.out}")
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raise UserError, before any work, for options that cannot be used."""
-    for pair in arguments.set:
-        if "=" not in pair:
-            raise UserError(f"--set {pair!r} must be KEY=VALUE, such as batch_size=16")
-    if arguments.rounds < 1:
-        raise UserError(f"--rounds {arguments.rounds} must be at least 1")
-    phases = arguments.phases.split(",")
-    if not set(phases) <= set(PHASES):
-        raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(PHASES)}")
-    if arguments.nanogpt and "decode" in phases:
-        raise UserError("--phases decode: nanoGPT has no cache to decode with")
-    if arguments.nanogpt and not (Path(arguments.nanogpt) / "model.py").is_file():
-        raise UserError(f"--nanogpt {arguments.nanogpt}: no model.py there")
-    if arguments.out:
-        check_writable(Path(arguments.out).parent)
-
-
-def parse_models(arguments: argparse.Namespace) -> tuple[dict[str, Config], dict[str, str]]:
+def parse_models(
+    given: argparse.Namespace, settings: list[str]
+) -> tuple[dict[str, Config], dict[str, str]]:
     """The Config of every model, and the baseline of each: the first model of the same length."""
-    impls, lengths = arguments.impls.split(","), (arguments.lengths or "").split(",")
-    common = [arguments.scale] if arguments.scale else []
-    common += ["--batch_size=4", *(f"--{pair}" for pair in arguments.set)]
-    labels = [load_config([path, *common]).variant_name for path in arguments.configs]
+    impls = given.impls.split(",")
+    lengths = lengths_of("lengths", given.lengths) if given.lengths else (0,)
+    common = [*([given.scale] if given.scale else []), "--batch_size=4", *settings]
+    labels = [load_config([path, *common]).variant_name for path in given.configs]
     if len(set(labels)) < len(labels):
-        labels = [Path(path).stem for path in arguments.configs]
+        labels = [Path(path).stem for path in given.configs]
     models: dict[str, Config] = {}
     baselines: dict[str, str] = {}
     for length in lengths:
-        end = f" at {length}" if len(lengths) > 1 else ""
-        first = ""
-        for path, label in zip(arguments.configs, labels, strict=True):
-            for impl in impls:
-                chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-                size = [f"--block_size={length}"] if length else []
-                config = load_config([path, *common, *size, *chosen])
-                if length:  # a step is one micro-batch
-                    tokens = config.batch_size * config.block_size
-                    config = config.replace(total_batch_size=tokens)
-                name = label + (f" {impl}" if len(impls) > 1 else "") + end
-                first = first or name
-                models[name], baselines[name] = config, first
-        if arguments.nanogpt:
-            models[f"nanoGPT{end}"], baselines[f"nanoGPT{end}"] = models[first], first
+        end, found = f" at {length}" if len(lengths) > 1 else "", {}
+        for (path, label), impl in itertools.product(
+            zip(given.configs, labels, strict=True), impls
+        ):
+            chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+            size = [f"--block_size={length}"] if length else []
+            config = load_config([path, *common, *size, *chosen])
+            if length:  # a step is one micro-batch
+                config = config.replace(total_batch_size=config.batch_size * length)
+            found[label + (f" {impl}" if len(impls) > 1 else "") + end] = config
+        first = next(iter(found))
+        if given.nanogpt:
+            found[f"nanoGPT{end}"] = found[first]
+        models |= found
+        baselines |= dict.fromkeys(found, first)
     return models, baselines
 
 
@@ -154,9 +146,11 @@ def measure(
 ) -> dict[str, dict]:
     """Milliseconds and MB of a step of every model and phase; they take turns, round by round."""
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
-    keys = [(name, phase) for name in models for phase in phases]
     with contextlib.ExitStack() as stack:
-        workers = {key: stack.enter_context(ProcessPoolExecutor(1, context)) for key in keys}
+        workers = {
+            key: stack.enter_context(ProcessPoolExecutor(1, context))
+            for key in itertools.product(models, phases)
+        }
         ready = []
         for (name, phase), worker in workers.items():
             folder = nanogpt if name.startswith("nanoGPT") else None
@@ -164,18 +158,18 @@ def measure(
         try:
             for warm in ready:
                 warm.result()
-            times: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
+            taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
             for _ in tqdm(range(rounds), desc="rounds"):
                 for key, worker in workers.items():
-                    times[key].append(worker.submit(timed_step).result())
-            memory = {key: worker.submit(peak_memory).result() for key, worker in workers.items()}
+                    taken[key].append(worker.submit(timed_step).result())
         except BrokenProcessPool:
             raise UserError("a measured process died; its message is above") from None
     figures: dict[str, dict] = {name: {} for name in models}
-    for (name, phase), ms in times.items():
+    for (name, phase), steps in taken.items():
+        ms, peaks = zip(*steps, strict=True)
         figures[name][f"{phase}_ms"] = statistics.median(ms)
         figures[name][f"{phase}_ms_spread"] = [min(ms), max(ms)]
-        figures[name][f"{phase}_mb"] = memory[name, phase]
+        figures[name][f"{phase}_mb"] = max(peaks)
     return figures
 
 
@@ -200,22 +194,14 @@ def prepare(config: Config, phase: str, threads: int, nanogpt: str | None) -> No
     timed_step()
 
 
-def timed_step() -> float:
-    """Milliseconds of a step."""
-    synchronise(_device)
+def timed_step() -> tuple[float, float]:
+    """Milliseconds of a step, and the peak memory so far in MB."""
+    wait = torch.cuda.synchronize if _device.type == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
     _step()
-    synchronise(_device)
-    return 1000 * (time.perf_counter() - started)
-
-
-def peak_memory() -> float:
-    return memory_mb(_device)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
+    return 1000 * (time.perf_counter() - started), memory_mb(_device)
 
 
 def build_step(
@@ -224,27 +210,22 @@ def build_step(
     """A function that takes one step of a phase with the config's model, or nanoGPT's."""
     torch.manual_seed(config.seed)
     dtype = pick_dtype(config.dtype, device)
-    shape = (config.batch_size, config.block_size + 1)
-    tokens = torch.randint(config.n_vocab, shape, device=device)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if phase.startswith("attention"):
+        return attention_step(config, phase == "attention", device, dtype)
+    x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
     model: Any = (build_nanogpt(config, nanogpt) if nanogpt else GPT(config)).to(device)
     model.train(phase == "train")
     compiled = model
     if pick_compile(config.compile, device):
         compiled = torch.compile(model) if nanogpt else compile_model(model)
     unfused = config.attention_impl == "reference" and config.compile is False
-    if nanogpt:
-        rates = config.weight_decay, config.learning_rate, (config.beta1, config.beta2)
-        optimizers = [model.configure_optimizers(*rates, device.type)]
-    else:
-        optimizers = build_optimizers(model, config)
-    cache = KVCache(config.block_size)
+    optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
 
     def loss() -> torch.Tensor:
         with autocast(device, dtype):
             if unfused:
                 return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            return compiled(x, y)[1] if nanogpt else compiled(x, y)
+            return compiled(x, y)
 
     def train() -> None:
         loss().backward()
@@ -273,15 +254,44 @@ def build_step(
     return {"train": train, "eval": evaluate, "decode": decode}[phase]
 
 
+def attention_step(
+    config: Config, training: bool, device: torch.device, dtype: torch.dtype
+) -> Callable[[], None]:
+    """The attention of one layer: forward and backward, or forward without gradients."""
+    attention: Any = build_attention(config).to(device)
+    if config.attention_impl == "reference" and pick_compile(config.compile, device):
+        attention = torch.compile(attention, dynamic=False)
+    shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
+    # q, k, v as in the model, slices of one projection, and a gradient of the output
+    packed = torch.randn(shape, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
+    *qkv, gradient = (x.detach().requires_grad_(training) for x in packed)
+
+    def step() -> None:
+        for _ in range(CALLS):
+            with torch.set_grad_enabled(training):
+                out = attention(*qkv)
+            if training:
+                torch.autograd.grad(out, qkv, gradient)
+
+    return step
+
+
 def build_nanogpt(config: Config, folder: str) -> torch.nn.Module:
     """nanoGPT's model of these sizes, with its padded vocabulary, and without dropout."""
     spec = importlib.util.spec_from_file_location("nanogpt", Path(folder) / "model.py")
     assert spec is not None and spec.loader is not None
     sys.modules["nanogpt"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+    class Model(module.GPT):  # type: ignore[name-defined]
+        parameter_groups = GPT.parameter_groups
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, y)[1]
+
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
     sizes["vocab_size"] = -(-config.n_vocab // 64) * 64
-    return module.GPT(module.GPTConfig(dropout=0.0, bias=config.bias, **sizes))
+    return Model(module.GPTConfig(dropout=0.0, bias=config.bias, **sizes))
 
 
 # ---- the table ----
@@ -291,26 +301,25 @@ def print_figures(
     figures: dict[str, dict], baselines: dict[str, str], models: dict[str, Config]
 ) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
-    paper = {
-        name: dict(zip(PAPER["columns"], PAPER["rows"][config.variant_name], strict=True))
-        for name, config in models.items()
-        if config.variant_name in PAPER["rows"] and config.projections == "linear"
-        if not name.startswith("nanoGPT")
-    }
-    columns = [column for column in COLUMNS if column in next(iter(figures.values()))]
-    papers_columns = set(columns) & set(PAPER["columns"])
+    columns = [c for c in next(iter(figures.values())) if not c.endswith("_spread")]
+    paper = {}
+    for name, config in models.items():
+        known = PAPER["rows"].get(config.variant_name, ())
+        if config.projections == "linear" and not name.startswith("nanoGPT"):
+            values = dict(zip(PAPER["columns"], known, strict=False))
+            paper[name] = {c: values[c] for c in columns if c in values}
+    table = [["", *columns]]
 
-    def cells(values: dict, base: dict) -> list[str]:
-        return [
+    def add(name: str, values: dict, base: dict) -> None:
+        cells = [
             f"{values[c]:.1f} ({values[c] / base[c]:.2f})" if c in base else "" for c in columns
         ]
+        table.append([name, *cells])
 
-    table = [["", *columns]]
-    for name, values in figures.items():
-        base = baselines[name]
-        table.append([name, *cells(values, figures[base])])
-        if name in paper and base in paper and papers_columns:
-            table.append(["  paper, A100", *cells(paper[name], paper[base])])
+    for name, base in baselines.items():
+        add(name, figures[name], figures[base])
+        if paper.get(name) and paper.get(base):
+            add("  paper, A100", paper[name], paper[base])
     print_table(table, width=18, remarks=["(ratio to the first model of that length)"])
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks: their models, what a step is, their tables, what they refuse."""
+"""The benchmark: its models, what a step is, its tables, what it refuses."""
 
 import argparse
 import multiprocessing
@@ -7,23 +7,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention_paths.module import Attention
 from config import load_config
 from model import GPT, Trunk
 from runtime.files import read_json
-from scripts import benchmark, benchmark_kernels
+from scripts import benchmark
 
 TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes", "--device=cpu"]
+SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         (("--out", "{}/file/new/b.json"), "Not a directory"),
-        (("--set", "device"), "'device' must be KEY=VALUE"),
+        (("--devise=cpu",), "did you mean device?"),
         (("--phases", "decoding"), "--phases decoding"),
-        (("--phases", "decode", "--nanogpt", "."), "no cache"),
+        (("--phases", "decode", "--nanogpt", "."), "nanoGPT is measured in train and eval only"),
         (("--nanogpt", "{}"), "no model.py there"),
-        (("--rounds", "0"), "--rounds 0 must be at least 1"),
     ],
 )
 def test_refuses_before_it_measures(call, capsys, tmp_path, monkeypatch, options, message):
@@ -34,17 +35,21 @@ def test_refuses_before_it_measures(call, capsys, tmp_path, monkeypatch, options
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-def stubbed(monkeypatch, columns):
-    """Figures of 1 for every model, not measured."""
-    monkeypatch.setattr(
-        benchmark,
-        "measure",
-        lambda models, *_: {name: dict.fromkeys(columns, 1.0) for name in models},
-    )
+@pytest.fixture
+def stubbed(monkeypatch):
+    """Figures of 1 for every model, not measured; returns the models asked for."""
+    asked = {}
+
+    def measure(models, rounds, nanogpt, phases):
+        asked.update(models)
+        columns = [f"{phase}_{unit}" for phase in phases for unit in ("ms", "ms_spread", "mb")]
+        return {name: dict.fromkeys(columns, 1.0) for name in models}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    return asked
 
 
-def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch, tmp_path):
-    stubbed(monkeypatch, benchmark.PAPER["columns"])
+def test_the_papers_figures_stand_beside_every_path(call, capsys, stubbed, tmp_path):
     (tmp_path / "model.py").touch()
     paths = ("--impls", "auto,reference", "--nanogpt", tmp_path)
     call(benchmark, "configs/softmax.py", "configs/lssar_p15.py", "configs/relu_li.py", *paths)
@@ -54,20 +59,20 @@ def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch, t
     assert sum("paper, A100" in line for line in lines) == 4 and lines[-1].startswith("nanoGPT")
 
 
-def test_configs_of_a_single_variant_are_named_after_their_files(call, capsys, monkeypatch):
-    stubbed(monkeypatch, ["decode_ms", "decode_mb"])
-    call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode")
+def test_configs_of_a_single_variant_are_named_after_their_files(call, capsys, stubbed):
+    call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode", "--p=3")
     printed = capsys.readouterr().out
     assert "softmax" in printed and "\nt6 " in printed and "1.0 (1.00)" in printed
-    assert "decode_ms" in printed and "paper" not in printed
+    assert "decode_ms" in printed and "paper" not in printed and "spread" not in printed
+    assert stubbed["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
 def test_models_take_the_baseline_of_their_length():
-    arguments = argparse.Namespace(
-        configs=["configs/softmax.py", "configs/lssar_p3.py"], scale=None, set=["batch_size=2"],
-        impls="auto,unfused", lengths="16,32", nanogpt="folder",
+    given = argparse.Namespace(
+        configs=["configs/softmax.py", "configs/lssar_p3.py"], scale=None, impls="auto,unfused",
+        lengths="16,32", nanogpt="folder",
     )  # fmt: skip
-    models, baselines = benchmark.parse_models(arguments)
+    models, baselines = benchmark.parse_models(given, ["--batch_size=2"])
     assert len(models) == 10 and baselines["lssar_p3 unfused at 32"] == "softmax auto at 32"
     assert baselines["nanoGPT at 16"] == "softmax auto at 16"
     config = models["lssar_p3 unfused at 32"]
@@ -81,12 +86,9 @@ def test_steps_are_measured_in_processes_of_their_own(call, capsys, monkeypatch,
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scripts.benchmark"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
-    settings = [x for pair in TINY for x in ("--set", pair[2:])]
-    call(
-        benchmark, "configs/lssar_p3.py", *settings, "--rounds", 3, "--lengths", 16,
-        "--out", tmp_path / "new/b.json",
-    )  # fmt: skip
-    saved = read_json(tmp_path / "new/b.json")
+    out = tmp_path / "new/b.json"
+    call(benchmark, "configs/lssar_p3.py", *TINY, "--rounds=3", "--lengths=16", "--out", out)
+    saved = read_json(out)
     figures = saved["rows"]["lssar_p3"]
     assert saved["baselines"] == {"lssar_p3": "lssar_p3"} and saved["settings"]["rounds"] == 3
     for phase in ("train", "eval"):
@@ -121,15 +123,43 @@ def test_unfused_holds_all_logits(monkeypatch, phase):
         seen.clear()
 
 
-def test_a_training_step_changes_the_weights_and_clears_the_gradients(monkeypatch):
-    models = []
-    monkeypatch.setattr(benchmark, "GPT", lambda config: models.append(GPT(config)) or models[-1])
-    small = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
-    config = load_config(["configs/softmax.py", *small])
-    step = benchmark.build_step(config, "train", None, torch.device("cpu"))
-    before = models[0].wte.weight.detach().clone()
+NANOGPT = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int
+    dropout: float; bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, x, y):
+        logits = self.wte(x) @ self.wte.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+
+
+@pytest.mark.parametrize("nanogpt", [False, True])
+def test_a_training_step_changes_the_weights_and_clears_the_gradients(
+    monkeypatch, tmp_path, nanogpt
+):
+    models, build = [], benchmark.build_optimizers
+    monkeypatch.setattr(
+        benchmark, "build_optimizers", lambda model, c: models.append(model) or build(model, c)
+    )
+    (tmp_path / "model.py").write_text(NANOGPT)
+    config = load_config(["configs/softmax.py", *SHORT])
+    folder = str(tmp_path) if nanogpt else None
+    step = benchmark.build_step(config, "train", folder, torch.device("cpu"))
+    weight = models[0].wte.weight
+    assert len(weight) == (320 if nanogpt else 384)  # padded to 64, to 128
+    before = weight.detach().clone()
     step()
-    assert not torch.equal(models[0].wte.weight, before) and models[0].wte.weight.grad is None
+    assert not torch.equal(weight, before) and weight.grad is None
 
 
 def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
@@ -140,65 +170,25 @@ def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
         return forward(self, x, cache)
 
     monkeypatch.setattr(Trunk, "forward", noted)
-    small = [*TINY, "--block_size=8", "--batch_size=2", "--projections=tpa"]
-    config = load_config(["configs/lssar_p3.py", *small])
+    config = load_config(["configs/lssar_p3.py", *SHORT, "--projections=tpa"])
     step = benchmark.build_step(config, "decode", None, torch.device("cpu"))
     step()
     step()
     assert seen == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
 
 
-# ---- the kernels ----
+@pytest.mark.parametrize("phase, backward", [("attention", 1), ("attention_eval", 0)])
+def test_attention_alone_is_a_layers(monkeypatch, phase, backward):
+    seen, forward, grad = [], Attention.forward, torch.autograd.grad
 
+    def noted(self, q, k, v):
+        seen.append((self.p, q.shape, q.requires_grad))
+        return forward(self, q, k, v)
 
-@pytest.fixture
-def timed(monkeypatch):
-    """Small tensors, and functions that are called but not timed, which takes a GPU."""
-    testing = pytest.importorskip("triton.testing")
-    monkeypatch.setattr(benchmark_kernels, "HEADS", 2)
-    monkeypatch.setattr(benchmark_kernels, "HEAD_SIZE", 16)
-    monkeypatch.setattr(testing, "do_bench", lambda call, return_mode: [call() or 2.0, 1.0, 4.0])
-
-
-def test_kernels_are_compared_with_softmax(timed):
-    figures = list(benchmark_kernels.decoding("cpu", torch.float32, (64,)))
-    assert [f["name"] for f in figures] == ["softmax, SDPA", "lssar_p15", "lssa"] * 2
-    for figure in figures:
-        assert (figure["ms"], figure["spread"], figure["ratio"]) == (2, [1, 4], 1)
-    assert [f["shape"] for f in figures[::3]] == [[1, 2, 64, 16], [8, 2, 64, 16]]
-
-
-def test_a_training_call_is_forward_and_backward(timed):
-    seen = []
-
-    def function(q, k, v):
-        seen.append(torch.is_grad_enabled())
-        return q * k * v
-
-    def fails(q, k, v):
-        raise RuntimeError("no kernel")
-
-    q, k, v, gradient = benchmark_kernels.inputs(1, 8, 8, "cpu", torch.float32)
-    functions = {"one": function, "two": fails}
-    for given in (gradient, None):
-        one, two = benchmark_kernels.compare("training", functions, (q, k, v), given)
-        assert one["ratio"] == 1 and two["failed"] == "RuntimeError: no kernel" and "ms" not in two
-    assert seen == [True, False]
-    assert q.shape == gradient.shape and q.grad is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_without_a_gpu_it_is_refused(call, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        call(benchmark_kernels, "--out", tmp_path / "gpu.json")
-    assert stop.value.code == 2 and "NVIDIA GPU" in capsys.readouterr().err
-    assert not (tmp_path / "gpu.json").exists()
-
-
-def test_a_figure_measured_again_takes_the_place_of_the_earlier_one():
-    result: dict = {}
-    for length, ms in ((64, 3.0), (128, 5.0), (64, 2.0)):
-        figure = {"name": "lssa", "what": "training", "shape": [1, 2, length, 16], "ms": ms}
-        benchmark_kernels.add(result, "attention", figure)
-    figures = result["attention"]["figures"]
-    assert [(f["shape"][2], f["ms"]) for f in figures] == [(128, 5.0), (64, 2.0)]
+    monkeypatch.setattr(Attention, "forward", noted)
+    calls = []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a: calls.append(a) or grad(*a))
+    config = load_config(["configs/lssar_p3.py", *SHORT])
+    benchmark.build_step(config, phase, None, torch.device("cpu"))()
+    assert seen == [(3, (2, 2, 8, 8), bool(backward))] * benchmark.CALLS
+    assert len(calls) == backward * benchmark.CALLS
