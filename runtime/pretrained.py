@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from config import Config
 from errors import UserError, first_line
 from model import GPT
 from runtime.checkpoint import Found, load_weights
@@ -32,50 +33,48 @@ def load_gpt2(model: GPT, name: str) -> Found:
     their initial values. Raises UserError where transformers or the weights are missing, or a
     setting differs.
     """
-    theirs = read_gpt2(model, name)
     own, found = model.state_dict(), {}
-    for key, x in theirs.state_dict().items():
+    for key, x in read_gpt2(model.config, name).items():
         key = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
         key = key if key.startswith(("trunk.", "wte.", "lm_head.")) else f"trunk.{key}"
         if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
         found[key] = x
     scalars = {key for key in own if ".attention." in key}
-    if unknown := own.keys() - found.keys() - scalars or found.keys() - own.keys():
-        if any("c_rows" in key for key in unknown):
-            raise UserError(
-                f"attention = {model.config.attention!r} has projections of its own, which "
-                f"hf:{name} lacks; every other variant can start from it"
-            )
-        raise UserError(f"hf:{name} does not fit: {', '.join(sorted(unknown)[:3])}")
+    if unknown := own.keys() - found.keys() - scalars:
+        raise UserError(
+            f"attention = {model.config.attention!r} has weights that hf:{name} lacks, such as "
+            f"{min(unknown)}; every other variant can start from it"
+        )
     for key, x in found.items():
-        rows = min(len(x), len(own[key]))  # wte is padded here, and wpe may be shorter
-        own[key][:rows] = x[:rows]
+        length = min(len(x), len(own[key]))  # wte is padded here, and wpe may be shorter
+        own[key][:length] = x[:length]
     return Found(Path(f"{PREFIX}{name}"), 0, checksum(found))
 
 
-def read_gpt2(model: GPT, name: str) -> Any:
-    """The GPT2LMHeadModel; its settings are read, and compared, before its weights."""
+def read_gpt2(config: Config, name: str) -> dict[str, Tensor]:
+    """The weights of a GPT2LMHeadModel, after a check that its settings are the config's."""
     try:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import AutoConfig, GPT2LMHeadModel
     except ImportError as error:
         raise UserError(f"hf:{name} needs transformers: pip install transformers") from error
     try:
-        kind = GPT2Config.get_config_dict(name)[0].get("model_type")
-        if kind != "gpt2":
-            raise UserError(f"hf:{name} is a {kind} model; only GPT-2's weights fit this trunk")
-        check_settings(model, name, GPT2Config.from_pretrained(name))
-        return GPT2LMHeadModel.from_pretrained(name)
+        check_settings(config, name, AutoConfig.from_pretrained(name))
+        return GPT2LMHeadModel.from_pretrained(name).state_dict()
     except (OSError, ValueError) as error:
         raise UserError(f"hf:{name} cannot be loaded: {first_line(error)}") from error
 
 
-def check_settings(model: GPT, name: str, theirs: Any) -> None:
+def check_settings(config: Config, name: str, theirs: Any) -> None:
     """Raise UserError with the first setting that is not GPT-2's."""
-    c = model.config
-    if c.block_size > theirs.n_positions:
+    if theirs.model_type != "gpt2":
+        raise UserError(f"hf:{name} is a {theirs.model_type} model; only GPT-2's weights fit here")
+    if theirs.activation_function != "gelu_new" or theirs.layer_norm_epsilon != 1e-5:
+        raise UserError(f"hf:{name} is not OpenAI's: its activation or LayerNorm differs")
+    if config.block_size > theirs.n_positions:
         raise UserError(
-            f"block_size = {c.block_size} is beyond the {theirs.n_positions} positions of hf:{name}"
+            f"block_size = {config.block_size} is beyond the {theirs.n_positions} positions of "
+            f"hf:{name}"
         )
     wanted = {
         "positions": "learned", "projections": "linear", "norm": "layernorm", "mlp": "gelu",
@@ -85,13 +84,11 @@ def check_settings(model: GPT, name: str, theirs: Any) -> None:
         "gate": "none", "forget": False,
     }  # fmt: skip
     for key, value in wanted.items():
-        if getattr(c, key) != value:
+        if getattr(config, key) != value:
             raise UserError(
-                f"{key} = {getattr(c, key)!r}, but hf:{name} has {value!r}; configs/scales/gpt2.py "
-                "has the settings of OpenAI's smallest"
+                f"{key} = {getattr(config, key)!r}, but hf:{name} has {value!r}; "
+                "configs/scales/gpt2.py has the settings of OpenAI's smallest"
             )
-    if theirs.activation_function != "gelu_new" or theirs.layer_norm_epsilon != 1e-5:
-        raise UserError(f"hf:{name} is not OpenAI's: its activation or LayerNorm differs")
 
 
 def checksum(weights: dict[str, Tensor]) -> str:

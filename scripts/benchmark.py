@@ -78,10 +78,10 @@ def main() -> None:
     phases = tuple(given.phases.split(","))
     if not set(phases) <= set(PHASES):
         raise UserError(f"--phases {given.phases}: each must be one of {', '.join(PHASES)}")
-    if given.nanogpt and not set(phases) <= {"train", "eval"}:
-        raise UserError(f"--phases {given.phases}: nanoGPT is measured in train and eval only")
     if given.nanogpt and not (Path(given.nanogpt) / "model.py").is_file():
         raise UserError(f"--nanogpt {given.nanogpt}: no model.py there")
+    if given.nanogpt and not set(phases) <= {"train", "eval"}:
+        raise UserError(f"--phases {given.phases}: nanoGPT is measured in train and eval only")
     if given.out:
         check_writable(Path(given.out).parent)
     models, baselines = parse_models(given, settings)

@@ -34,6 +34,7 @@ from config import Config
 from errors import UserError, first_line
 from scripts.common import runner
 from scripts.common.papers import LSSAR
+from scripts.common.plots import add_legend, one_panel
 from scripts.common.runner import Evaluation, Run, Store, option
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
@@ -50,8 +51,8 @@ SCALES = {
 }  # fmt: skip
 # Metrics that are shares of correct answers, printed in percent and drawn.
 SHARES = ("acc", "exact_match")
-# For standard errors without a closed form, such as perplexity's.
-BOOTSTRAP_SAMPLES = 1000
+# The bootstrap is for standard errors without a closed form, such as perplexity's.
+HARNESS = {"bootstrap_iters": 1000, "log_samples": False}
 # Tokens of a batch: the harness holds their logits, and their log-probabilities, all at once.
 BATCH_TOKENS = 4096
 
@@ -65,9 +66,7 @@ class Downstream(Evaluation):
     tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
     include_path: str | None = option(None, "a folder of more tasks, as YAML files")
     max_length: int | None = option(
-        None,
-        "most tokens at once (default: 2x training, as in Table 2; learned positions: 1x)",
-        at_least=1,
+        None, "most tokens at once (default: 2x training; learned positions: 1x)", at_least=1
     )
     limit: int | None = option(None, "only this many samples of each task, to try it", at_least=1)
 
@@ -109,12 +108,7 @@ class Downstream(Evaluation):
             print(f"{run.path}, task {number} of {len(tasks)}: {name}", flush=True)
             try:
                 results = lm_eval.simple_evaluate(
-                    model=model,
-                    tasks=tasks[name],
-                    task_manager=manager,
-                    limit=self.limit,
-                    bootstrap_iters=BOOTSTRAP_SAMPLES,
-                    log_samples=False,
+                    model, tasks=tasks[name], task_manager=manager, limit=self.limit, **HARNESS
                 )
             except (AssertionError, ValueError) as error:  # the harness's own checks
                 reason = str(error) or f"an answer has no or over {model.max_length} tokens"
@@ -266,7 +260,7 @@ def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Fig
         )
     paper = [paper_values(result["paper"]) for result in results]
     table = [["task", "metric", "run", "value", "stderr", "samples"] + ["paper"] * any(paper)]
-    bars: dict[str, list[list[float]]] = {}  # for each run its value, standard error, the paper's
+    shares: dict[str, list[list[float]]] = {}  # by run: value, standard error, the paper's value
     for task, metric, scores in shown(results):
         share = metric.startswith(SHARES)
         for name, score, known in zip(names, scores, paper, strict=True):
@@ -278,37 +272,30 @@ def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Fig
             samples, reference = str(score["samples"]), cells[2:] * any(paper)
             table.append([task, metric, name, *cells[:2], samples, *reference])
             if share:
-                bars.setdefault(f"{task}\n{metric}", []).append(values)
+                shares.setdefault(f"{task}\n{metric}", []).append(values)
     print_table(table, left=3)
-    if not bars:
+    if not shares:
         return {}
     name = "downstream_by_run" if len(named) > 1 else "downstream"
-    return {name: draw(bars, names, f"RoPE scaling: {results[0]['rope']}")}
+    return {name: draw(shares, names, f"RoPE scaling: {results[0]['rope']}")}
 
 
-def draw(bars: dict[str, list[list[float]]], names: Sequence[str], title: str) -> Figure:
-    """Bars in percent with their standard errors, and the paper's values as lines across them."""
-    height = 1.4 + 0.2 * len(names) + (0.3 + 0.15 * len(names)) * len(bars)
-    longest = max(len(word) for label in bars for word in label.split("\n"))
-    figure = Figure(figsize=(5 + 0.08 * longest, height), layout="constrained")
-    axes, thickness = figure.subplots(), 0.8 / len(names)
+def draw(scores: dict[str, list[list[float]]], names: Sequence[str], title: str) -> Figure:
+    """Scores in percent with their standard errors, and the paper's values as bars."""
+    figure, axes = one_panel()
     for i, name in enumerate(names):
-        y = np.arange(len(bars)) + (i + 0.5) * thickness - 0.4
-        values, errors, paper = np.array([found[i] for found in bars.values()]).T
-        errors = np.nan_to_num(errors)
-        axes.barh(y, values, thickness, xerr=errors, label=name, color=f"C{i % 10}", ecolor="0.4")
+        values, errors, paper = np.array([found[i] for found in scores.values()]).T
+        y, colour = np.arange(len(scores)) + 0.1 * (i + 1), f"C{i % 10}"
+        axes.errorbar(values, y, xerr=np.nan_to_num(errors), fmt="o", color=colour, label=name)
         if not np.isnan(paper).all():
-            ends = y - thickness / 2, y + thickness / 2
-            axes.vlines(paper, *ends, color="black", linewidth=2.5, label=f"{name}, the paper's")
-    axes.set_yticks(range(len(bars)), bars)
-    axes.tick_params("y", labelsize="small")
+            axes.plot(paper, y, "|", markersize=14, color=colour, label=f"{name}, the paper's")
+    axes.set_yticks(range(len(scores)), scores)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("correct answers (%), with their standard error")
     axes.set_title(title, fontsize="medium")
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", fontsize="small")
+    axes.grid(alpha=0.3)
+    add_legend(figure)
     return figure
 
 

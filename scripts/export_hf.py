@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,12 @@ from data.tokenizer import (
     copy_file,
     get_tokenizer,
     read_file,
-    read_ranks,
 )
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
 from scripts.common import runner
-from scripts.common.runner import Options, Run, load_run, option
+from scripts.common.runner import Options, Run, load_run
 
 ROOT = Path(__file__).parent.parent
 MODELING = ROOT / "scripts/common/hf_modeling.py"
@@ -49,24 +47,18 @@ ROPE = {"scaling": "rope", "factor": "rope_factor", "theta": "rope_theta"}
 IMPORT = re.compile(r"^( *)(?:from ([\w.]+) (import .+)|import ([\w.]+)( as \w+)?)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(Options):
-    """Export a trained model as a folder that Hugging Face's transformers loads on its own."""
-
-    device: str = option("cpu", "that reads the checkpoint")
-
-
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=Export.__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
     parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
-    runner.add_options(parser, Export)
+    runner.add_options(parser, Options)
+    parser.set_defaults(device="cpu")
     given = parser.parse_args()
     folder = given.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
-    run = load_run(given.run, runner.from_arguments(Export, given))
+    run = load_run(given.run, runner.from_arguments(Options, given))
     model, tokenizer = transformers_model(run), transformers_tokenizer(run.config)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -94,26 +86,23 @@ def transformers_model(run: Run) -> Any:
         raise UserError(f"this needs pip install -r requirements-eval.txt ({error})") from error
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     settings = settings_of(c) | {"vocab_size": c.n_vocab}
-    # the settings on which results depend, and the one that total_batch_size must agree with
-    exported = (*names(fixed=True), "batch_size")
-    config = SharpAttentionConfig(
-        settings={key: settings[key] for key in exported},
-        rope={key: run.facts[name] for key, name in ROPE.items()},
-        run=run.facts | {"environment": environment()},
-        auto_map={
+    values: dict[str, Any] = {
+        # those on which results depend, and the one that total_batch_size must agree with
+        "settings": {key: settings[key] for key in (*names(fixed=True), "batch_size")},
+        "rope": {key: run.facts[name] for key, name in ROPE.items()},
+        "run": run.facts | {"environment": environment()},
+        "auto_map": {
             "AutoConfig": "hf_modeling.SharpAttentionConfig",
             "AutoModelForCausalLM": "hf_modeling.SharpAttentionForCausalLM",
         },
-        vocab_size=c.n_vocab,
-        hidden_size=c.n_embd,
-        num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head,
-        max_position_embeddings=c.block_size,
-        tie_word_embeddings=c.tie_embeddings,
+        "vocab_size": c.n_vocab,
+        "hidden_size": c.n_embd,
+        "max_position_embeddings": c.block_size,
+        "tie_word_embeddings": c.tie_embeddings,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot),
-    )
+    }
     with torch.device("meta"):  # the weights are the run's
-        model = SharpAttentionForCausalLM(config)
+        model = SharpAttentionForCausalLM(SharpAttentionConfig(**values))
     model.gpt = run.model
     return model
 
@@ -133,11 +122,9 @@ def transformers_tokenizer(config: Config) -> Any:
         tokenizer, mark = byte_level_bpe(config.tokenizer), END_OF_TEXT
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=mark,
-        eos_token=mark,
-        pad_token=mark,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark),
     )
 
 
@@ -145,14 +132,13 @@ def byte_level_bpe(name: str) -> Any:
     """A built-in tokenizer as one of the tokenizers library; bytes have no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    symbols, is_gpt2 = byte_symbols(), name == "gpt2"
-    ranks, merges = {bytes([b]): b for b in range(256)}, []
-    if is_gpt2:
-        ranks = read_ranks(MERGES_FILE)
+    symbols, merges, is_gpt2 = byte_symbols(), [], name == "gpt2"
+    tokens = [symbols[b] for b in range(256)]
+    if is_gpt2:  # its ids are the bytes, in an order of their own, and then the merges
         lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
-        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
-    vocabulary = {"".join(symbols[b] for b in token): rank for token, rank in ranks.items()}
-    vocabulary[END_OF_TEXT] = get_tokenizer(name).eot
+        merges = [(left, right) for left, right in map(str.split, lines)]
+        tokens = [*symbols.values(), *map("".join, merges)]
+    vocabulary = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     # GPT-2's merges never cross the words that the regular expression finds
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
@@ -178,17 +164,19 @@ def sources() -> dict[str, str]:
         space, source, imported, module, alias = match.groups()
         if source and found(source):
             return f"{space}from .{source.replace('.', '_')} {imported}"
-        modules = {module: alias}
+        modules = {module: alias or ""}
         if source:
-            modules = {f"{source}.{name}": f" as {name}" for name in imported[7:].split(", ")}
+            listed = imported.removeprefix("import ").split(", ")
+            modules = {f"{source}.{name}": f" as {name}" for name in listed}
         if not all(map(found, modules)):
             return match[0]
-        lines = []
-        for name, alias in modules.items():
-            flat = name.replace(".", "_")  # transformers copies no folders
-            # and only the files that `from .module import` lines name
-            lines += [f"from .{flat} import __name__ as _", f"from . import {flat}{alias or ''}"]
-        return space + f"\n{space}".join(lines)
+        # transformers copies no folders, and only files that `from .module import` lines name
+        flat = {name.replace(".", "_"): alias for name, alias in modules.items()}
+        lines = [
+            f"{space}from .{name} import __name__ as _\n{space}from . import {name}{alias}"
+            for name, alias in flat.items()
+        ]
+        return "\n".join(lines)
 
     while todo:
         path = todo.pop()

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
     assert "n_layer = 3, but hf:" in refused("--n_layer=3")
     assert "n_vocab = 300, but hf:" in refused("--vocab_size=300")
     assert "gate = 'head', but hf:" in refused("--gate=head")
-    assert "asentmax' has projections of its own" in refused("--attention=asentmax")
+    assert "asentmax' has weights that hf:" in refused("--attention=asentmax")
     long = refused("--block_size=32", "--total_batch_size=32")
     assert "block_size = 32 is beyond the 16 positions of hf:" in long
     assert f"hf:{tmp_path / 'none'} cannot be loaded" in refused(name=tmp_path / "none")

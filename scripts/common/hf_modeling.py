@@ -21,16 +21,8 @@ class SharpAttentionConfig(PreTrainedConfig):
     """`settings` are those of the training run, `rope` the arguments of GPT.scale_rope."""
 
     model_type = "sharp_attention"
-
-    def __init__(
-        self,
-        settings: dict[str, Any] | None = None,
-        rope: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.settings = settings or {}
-        self.rope = rope or {"scaling": "none"}
-        super().__init__(**kwargs)
+    settings: Any = None
+    rope: Any = None
 
 
 class Cache(KVCache):
@@ -62,11 +54,11 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        shared = {alias: name for name, *aliases in names.values() for alias in aliases}
-        self._tied_weights_keys = shared
+        first = {parameter: name for name, parameter in self.named_parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        self._tied_weights_keys = {
+            name: first[parameter] for name, parameter in every if name != first[parameter]
+        }
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
@@ -95,9 +87,9 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         """
         new = past_key_values is None or past_key_values.length == 0
         if attention_mask is not None and new:
-            mask = attention_mask.bool()
-            gaps = mask[:, 1:] & ~mask[:, :-1] if past_key_values is None else ~mask
-            if gaps.any():
+            # 1 for tokens; in generation there are no others, else they may only follow
+            rises = attention_mask.diff() > 0 if past_key_values is None else attention_mask == 0
+            if rises.any():
                 raise ValueError(
                     "this model takes no padding on the left, and none in generation: give it "
                     "prompts of equal length (lm_eval: batch_size=1)"
