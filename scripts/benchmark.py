@@ -302,24 +302,22 @@ def print_figures(
 ) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
     columns = [c for c in next(iter(figures.values())) if not c.endswith("_spread")]
-    paper = {}
-    for name, config in models.items():
-        known = PAPER["rows"].get(config.variant_name, ())
-        if config.projections == "linear" and not name.startswith("nanoGPT"):
-            values = dict(zip(PAPER["columns"], known, strict=False))
-            paper[name] = {c: values[c] for c in columns if c in values}
     table = [["", *columns]]
 
-    def add(name: str, values: dict, base: dict) -> None:
-        cells = [
-            f"{values[c]:.1f} ({values[c] / base[c]:.2f})" if c in base else "" for c in columns
-        ]
-        table.append([name, *cells])
+    def published(name: str) -> list[float] | None:
+        config = models[name]
+        papers = config.projections == "linear" and not name.startswith("nanoGPT")
+        return PAPER["rows"].get(config.variant_name) if papers else None
 
-    for name, base in baselines.items():
-        add(name, figures[name], figures[base])
-        if paper.get(name) and paper.get(base):
-            add("  paper, A100", paper[name], paper[base])
+    def add(name: str, values: list[float], base: list[float]) -> None:
+        pairs = zip(values, base, strict=True)
+        table.append([name, *(f"{value:.1f} ({value / b:.2f})" for value, b in pairs)])
+
+    for name, baseline in baselines.items():
+        add(name, *([figures[one][c] for c in columns] for one in (name, baseline)))
+        paper, base = published(name), published(baseline)
+        if paper and base and columns == PAPER["columns"]:
+            add("  paper, A100", paper, base)
     print_table(table, width=18, remarks=["(ratio to the first model of that length)"])
 
 

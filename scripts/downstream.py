@@ -4,18 +4,17 @@ python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table beside the paper's values, and draws the accuracies: downstream.png in the run's
-folder, or for several runs downstream_by_run_RUN_RUN.png in the folder that contains them (or
---out). RUN/downstream.json is a list of measurements. Each task is saved when it is finished, and
-not measured again. Needs requirements-eval.txt and, the first time a task's data are read, a
-network.
+Prints a table, and draws the accuracies: downstream.png in the run's folder, or for several runs
+downstream_by_run_RUN_RUN.png in the folder that contains them (or --out). RUN/downstream.json is a
+list of measurements. Each task is saved when it is finished, and not measured again. The paper's
+values are in the tables of `python -m scripts.reproduce`: table2, table_a1 and table_a2. Needs
+requirements-eval.txt and, the first time a task's data are read, a network.
 """
 
 import difflib
 import functools
 import hashlib
 import logging
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,15 +39,13 @@ from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
 
-TABLES = [LSSAR[name] for name in ("table2", "table_a1", "table_a2")]
-# Their columns: (task, metric).
-METRICS = list(dict.fromkeys(tuple(c.split()) for table in TABLES for c in table["columns"]))
-PAPER_TASKS = tuple(dict.fromkeys(task for task, _ in METRICS))
-# (n_layer, n_embd, whether trained on FineWeb-Edu) -> the tables' name for it
-SCALES = {
-    (6, 512, True): "45m", (12, 768, False): "124m", (12, 768, True): "124m_edu",
-    (24, 1024, True): "355m",
-}  # fmt: skip
+PAPER_TASKS = tuple(
+    dict.fromkeys(
+        column.split()[0]
+        for table in ("table2", "table_a1", "table_a2")
+        for column in LSSAR[table]["columns"]
+    )
+)
 # Metrics that are shares of correct answers, printed in percent and drawn.
 SHARES = ("acc", "exact_match")
 # The bootstrap is for standard errors without a closed form, such as perplexity's.
@@ -79,8 +76,8 @@ class Downstream(Evaluation):
     def facts(self, config: Config) -> dict:
         length = self.max_length or max(default_lengths([config], (1, 2)))
         check_lengths(config, [length])
-        facts = {"max_length": length, "limit": self.limit, "paper": paper_entry(config)}
-        return facts | {"include": hash_of(self.include_path) if self.include_path else None}
+        folder = hash_of(self.include_path) if self.include_path else None
+        return {"max_length": length, "limit": self.limit, "include": folder}
 
     def check(self, config: Config) -> None:
         """Raise UserError, before a run is trained, for tasks that could not be measured."""
@@ -221,79 +218,54 @@ def readable(results: dict) -> dict:
     return tables
 
 
-def paper_entry(config: Config) -> str | None:
-    """The variant and scale in TABLES that a run of this config reproduces, if any."""
-    edu = "fineweb_edu" in config.data_dir
-    entry = f"{config.variant_name} {SCALES.get((config.n_layer, config.n_embd, edu))}"
-    return entry if paper_values(entry) and "fineweb" in config.data_dir else None
-
-
-def paper_values(entry: str | None) -> dict[tuple[str, str], float]:
-    """(task, metric) -> the paper's value, from all TABLES."""
-    name, _, scale = (entry or "").partition(" ")
-    values = [(table, table["scales"].get(scale, {}).get(name, ())) for table in TABLES]
-    pairs = (zip(table["columns"], found, strict=False) for table, found in values)
-    return {tuple(column.split()): value for pair in pairs for column, value in pair}
-
-
-def shown(results: list[dict]) -> Iterator[tuple[str, str, list[dict]]]:
-    """Every task and metric to show, with each run's scores on the task."""
-    known = {task for task, _ in METRICS}
-    for name in results[0]["parts"]:
-        scores = [result["parts"][name]["scores"] for result in results]
-        # a group has its own score, a tag only those of its tasks
-        for task in [name] if name in scores[0] else scores[0]:
-            for metric in scores[0][task]["metrics"]:
-                if task not in known or (task, metric) in METRICS:
-                    yield task, metric, [run_scores[task] for run_scores in scores]
-
-
 def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print the scores beside the paper's, and draw the shares of correct answers."""
+    """Print all scores, and draw the shares of correct answers."""
     names, results = zip(*named, strict=True)
     print()
     for name, result in named:
         print(
             f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "
             f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
-            + (f"; paper: {result['paper']}" if result["paper"] else "")
         )
-    paper = [paper_values(result["paper"]) for result in results]
-    table = [["task", "metric", "run", "value", "stderr", "samples"] + ["paper"] * any(paper)]
-    shares: dict[str, list[list[float]]] = {}  # by run: value, standard error, the paper's value
+    table = [["task", "metric", "run", "value", "stderr", "samples"]]
+    shares: dict[str, list[tuple[float, float]]] = {}  # by run: value and standard error
     for task, metric, scores in shown(results):
-        share = metric.startswith(SHARES)
-        for name, score, known in zip(names, scores, paper, strict=True):
-            found = score["metrics"][metric]
-            error = math.nan if found["stderr"] is None else found["stderr"]
-            values = [(100 if share else 1) * x for x in (found["value"], error)]
-            values.append(known.get((task, metric), math.nan))
-            cells = ["" if math.isnan(x) else f"{x:.2f}" for x in values]
-            samples, reference = str(score["samples"]), cells[2:] * any(paper)
-            table.append([task, metric, name, *cells[:2], samples, *reference])
-            if share:
-                shares.setdefault(f"{task}\n{metric}", []).append(values)
+        percent = 100 if metric.startswith(SHARES) else 1
+        for name, score in zip(names, scores, strict=True):
+            value, error = (score["metrics"][metric][key] for key in ("value", "stderr"))
+            value, error = percent * value, percent * (error or 0)
+            cells = [f"{value:.2f}", f"{error:.2f}" if error else "", str(score["samples"])]
+            table.append([task, metric, name, *cells])
+            if percent == 100:
+                shares.setdefault(f"{task}\n{metric}", []).append((value, error))
     print_table(table, left=3)
-    if not shares:
-        return {}
-    name = "downstream_by_run" if len(named) > 1 else "downstream"
-    return {name: draw(shares, names, f"RoPE scaling: {results[0]['rope']}")}
+    picture = "downstream_by_run" if len(named) > 1 else "downstream"
+    return {picture: draw(shares, names, results[0]["rope"])} if shares else {}
 
 
-def draw(scores: dict[str, list[list[float]]], names: Sequence[str], title: str) -> Figure:
-    """Scores in percent with their standard errors, and the paper's values as bars."""
+def shown(results: Sequence[dict]) -> Iterator[tuple[str, str, list[dict]]]:
+    """Every task and metric to show, with each run's scores on the task."""
+    for name in results[0]["parts"]:
+        scores = [result["parts"][name]["scores"] for result in results]
+        # a group has its own score, a tag only those of its tasks
+        for task in [name] if name in scores[0] else scores[0]:
+            for metric in scores[0][task]["metrics"]:
+                yield task, metric, [run_scores[task] for run_scores in scores]
+
+
+def draw(shares: dict[str, list[tuple[float, float]]], names: Sequence[str], rope: str) -> Figure:
+    """The runs' shares of correct answers, in percent, with their standard errors."""
     figure, axes = one_panel()
+    figure.set_figheight(1.4 + 0.4 * len(shares))
     for i, name in enumerate(names):
-        values, errors, paper = np.array([found[i] for found in scores.values()]).T
-        y, colour = np.arange(len(scores)) + 0.1 * (i + 1), f"C{i % 10}"
-        axes.errorbar(values, y, xerr=np.nan_to_num(errors), fmt="o", color=colour, label=name)
-        if not np.isnan(paper).all():
-            axes.plot(paper, y, "|", markersize=14, color=colour, label=f"{name}, the paper's")
-    axes.set_yticks(range(len(scores)), scores)
+        values, errors = np.array([found[i] for found in shares.values()]).T
+        y = np.arange(len(shares)) + 0.1 * (i + 1)
+        axes.errorbar(values, y, xerr=errors, fmt="o", color=f"C{i % 10}", label=name)
+    axes.set_yticks(range(len(shares)), shares)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("correct answers (%), with their standard error")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(f"RoPE scaling: {rope}", fontsize="medium")
     axes.grid(alpha=0.3)
     add_legend(figure)
     return figure

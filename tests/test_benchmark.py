@@ -43,7 +43,7 @@ def stubbed(monkeypatch):
     def measure(models, rounds, nanogpt, phases):
         asked.update(models)
         columns = [f"{phase}_{unit}" for phase in phases for unit in ("ms", "ms_spread", "mb")]
-        return {name: dict.fromkeys(columns, 1.0) for name in models}
+        return {name: dict.fromkeys(columns, n) for n, name in enumerate(models, 1)}
 
     monkeypatch.setattr(benchmark, "measure", measure)
     return asked
@@ -62,7 +62,7 @@ def test_the_papers_figures_stand_beside_every_path(call, capsys, stubbed, tmp_p
 def test_configs_of_a_single_variant_are_named_after_their_files(call, capsys, stubbed):
     call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode", "--p=3")
     printed = capsys.readouterr().out
-    assert "softmax" in printed and "\nt6 " in printed and "1.0 (1.00)" in printed
+    assert "softmax" in printed and "\nt6 " in printed and "2.0 (2.00)" in printed
     assert "decode_ms" in printed and "paper" not in printed and "spread" not in printed
     assert stubbed["t6"].p == 3  # no option of the command, though --phases begins with it
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import load_config
 from data.tokenizer import get_tokenizer
 from runtime.files import read_json
 from scripts import downstream
@@ -349,25 +348,17 @@ def test_no_module_here_hides_one_that_a_library_imports():
     assert not {path.stem for path in CONFIGS.parent.iterdir()} & {"evaluate", "kernels"}
 
 
-def test_the_papers_numbers_stand_beside_its_own_models(capsys):
-    def entry(*arguments):
-        return downstream.paper_entry(
-            load_config([str(CONFIGS / a) if a.endswith("py") else a for a in arguments])
-        )
-
-    assert entry("softmax.py") == "softmax 124m"
-    assert entry("lssar_p15.py", "scales/355m.py") == "lssar_p15 355m"
-    assert entry("lssa.py") is entry("softmax.py", "--n_layer=2") is None
-    assert entry("softmax.py", "--data_dir=data/text_bytes") is None
-    metrics = {"acc": {"value": 0.1, "stderr": 0.2}, "acc_norm": {"value": 0.5, "stderr": 0.011}}
+def test_shares_are_percentages(capsys):
+    metrics = {
+        "acc": {"value": 0.5, "stderr": 0.011},
+        "perplexity": {"value": 7.0, "stderr": None},
+    }
     scores = {"piqa": {"samples": 1838, "num_fewshot": 0, "metrics": metrics}}
     facts = {"step": 1, "rope": "none", "max_length": 2048, "lm_eval": "0"}
-    parts = {"parts": {"piqa": {"scores": scores}}}
-    one = facts | parts | {"paper": entry("lssar_p15.py")}
-    two = facts | parts | {"paper": None}
-    (figure,) = downstream.show(None, [("one", one), ("two", two)]).values()
-    ours, others = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
-    assert ours == ["piqa", "acc_norm", "one", "50.00", "1.10", "1838", "65.34"]  # LSSAR Table 2
-    assert others == ["piqa", "acc_norm", "two", "50.00", "1.10", "1838"]
+    result = facts | {"parts": {"piqa": {"scores": scores}}}
+    (figure,) = downstream.show(None, [("one", result), ("two", result)]).values()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert lines[0] == ["piqa", "acc", "one", "50.00", "1.10", "1838"]
+    assert lines[2] == ["piqa", "perplexity", "one", "7.00", "1838"]
     (axes,) = figure.axes
-    assert [line.get_xdata().tolist() for line in axes.lines] == [[50], [65.34], [50]]
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[50], [50]]
