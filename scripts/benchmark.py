@@ -48,7 +48,7 @@ from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
 from runtime.files import check_writable, write_json
 from scripts.common.papers import LSSAR
-from scripts.common.runner import lengths_of
+from scripts.common.runner import Parser, lengths_of
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
@@ -60,7 +60,7 @@ UNFUSED = ["--attention_impl=reference", "--compile=False"]
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__.split("\n\n")[0],
         epilog="--setting=value sets a setting of all models",
         allow_abbrev=False,
@@ -70,7 +70,7 @@ def main() -> None:
     add("--scale", metavar="CONFIG.py", help="of all models, such as configs/scales/45m.py")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
     add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
-    add("--lengths", help="in tokens, such as 1024,4096 (default: block_size)")
+    add("--lengths", type=lengths_of, help="in tokens, such as 1024,4096 (default: block_size)")
     add("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to measure too")
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--out", metavar="FILE", help="write the figures to this JSON file")
@@ -89,7 +89,8 @@ def main() -> None:
     config = next(iter(models.values()))
     device = pick_device(config.device)
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    made, shape = environment(), f"{config.batch_size} x {given.lengths or config.block_size}"
+    lengths = ",".join(map(str, given.lengths or [config.block_size]))
+    made, shape = environment(), f"{config.batch_size} x {lengths}"
     print(
         f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
         f"{'compiled' if pick_compile(config.compile, device) else 'eager'}, on {made['machine']}, "
@@ -109,7 +110,7 @@ def parse_models(
 ) -> tuple[dict[str, Config], dict[str, str]]:
     """The Config of every model, and the baseline of each: the first model of the same length."""
     impls = given.impls.split(",")
-    lengths = lengths_of("lengths", given.lengths) if given.lengths else (0,)
+    lengths = given.lengths or (0,)
     common = [*([given.scale] if given.scale else []), "--batch_size=4", *settings]
     labels = [load_config([path, *common]).variant_name for path in given.configs]
     if len(set(labels)) < len(labels):

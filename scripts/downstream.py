@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,7 +35,7 @@ from errors import UserError, first_line
 from scripts.common import runner
 from scripts.common.papers import LSSAR
 from scripts.common.plots import add_legend, one_panel
-from scripts.common.runner import Evaluation, Run, Store, option
+from scripts.common.runner import Evaluation, Run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
@@ -84,33 +85,30 @@ class Downstream(Evaluation):
         self.facts(config)
         load_tasks(self.names, self.include_path)
 
-    def amount(self, config: Config) -> int:
-        return len(self.names)
+    def parts(self, config: Config) -> dict[str, int]:
+        return dict.fromkeys(self.names, 1)
+
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        manager, tasks = load_tasks(self.names, self.include_path)
+        import lm_eval
+
+        model = harness_model(run, facts["max_length"])
+        try:
+            results = lm_eval.simple_evaluate(
+                model, tasks=tasks[name], task_manager=manager, limit=self.limit, **HARNESS
+            )
+        except (AssertionError, ValueError) as error:  # the harness's own checks
+            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
+            raise UserError(f"task {name} cannot be evaluated: {reason}") from error
+        bar.update(1)
+        return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
-        found = runner.select_parts(measurement, "parts", self.names)
+        found = super().select(measurement, config)
         if found is None:
             return None
         versions = {part["lm_eval"] for part in found["parts"].values()}
         return found | {"lm_eval": ", ".join(sorted(versions))}
-
-    def measure(self, run: Run, store: Store) -> None:
-        manager, tasks = load_tasks(self.names, self.include_path)
-        import lm_eval
-
-        model = harness_model(run, store.facts["max_length"])
-        for number, name in enumerate(self.names, 1):
-            if name in store.parts:
-                continue
-            print(f"{run.path}, task {number} of {len(tasks)}: {name}", flush=True)
-            try:
-                results = lm_eval.simple_evaluate(
-                    model, tasks=tasks[name], task_manager=manager, limit=self.limit, **HARNESS
-                )
-            except (AssertionError, ValueError) as error:  # the harness's own checks
-                reason = str(error) or f"an answer has no or over {model.max_length} tokens"
-                raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-            store.add(name, {"lm_eval": lm_eval.__version__, "scores": readable(results)})
 
 
 # ---- the harness ----

@@ -11,7 +11,6 @@ that every variant of attention.VARIANTS and every RoPE scaling works. It appear
 all. Needs requirements-eval.txt; loading needs transformers 5.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -49,7 +48,7 @@ IMPORT = re.compile(r"^( *)(?:from ([\w.]+) (import .+)|import ([\w.]+)( as \w+)
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = runner.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
     parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
     runner.add_options(parser, Options)

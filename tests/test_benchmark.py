@@ -70,7 +70,7 @@ def test_configs_of_a_single_variant_are_named_after_their_files(call, capsys, s
 def test_models_take_the_baseline_of_their_length():
     given = argparse.Namespace(
         configs=["configs/softmax.py", "configs/lssar_p3.py"], scale=None, impls="auto,unfused",
-        lengths="16,32", nanogpt="folder",
+        lengths=(16, 32), nanogpt="folder",
     )  # fmt: skip
     models, baselines = benchmark.parse_models(given, ["--batch_size=2"])
     assert len(models) == 10 and baselines["lssar_p3 unfused at 32"] == "softmax auto at 32"
