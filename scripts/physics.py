@@ -43,13 +43,13 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import epoch_order
-from errors import UserError, first_line
+from errors import UserError
 from optim import build_optimizers
 from runtime.device import autocast
 from runtime.divergence import finite_step
 from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
-from tasks.orbits import EDGE, PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
+from tasks.orbits import PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
 from train import train_step
 
 Floats = NDArray[np.float64]
@@ -100,10 +100,10 @@ class Physics(Evaluation):
             raise UserError(
                 f"block_size = {config.block_size}: the probes need {2 * VECTOR_LABELS + 4}"
             )
-        if importlib.util.find_spec("sklearn") is None:
-            raise UserError('the probes need scikit-learn: pip install -e ".[physics]"')
-        if not self.vectors_only:
-            engine_name()
+        if not all(map(importlib.util.find_spec, ("sklearn", "pyoperon"))):
+            raise UserError(
+                'the probes need scikit-learn and pyoperon: pip install -e ".[physics]"'
+            )
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def select(self, measurement: dict, config: Config) -> dict | None:
@@ -135,22 +135,29 @@ class Task:
 
     tokens: NDArray[np.uint16]  # [sequences, entries, 2]
     states: Floats  # [sequences, points, features] that determine the force
-    forces: Floats  # [sequences, points, outputs], scaled
+    forces: Floats  # [sequences, points, outputs]
+    scale: Floats  # of the forces that the model predicts, broadcastable to them
     labelled: NDArray[np.bool_]  # [sequences, points]
 
+    @property
+    def targets(self) -> Floats:
+        return self.forces / self.scale
 
-def labelled_points(
-    rng: np.random.Generator, sequences: int, points: int, count: int
-) -> NDArray[np.bool_]:
-    """`count` random points of each sequence."""
-    chosen = np.zeros((sequences, points), dtype=bool)
-    order = rng.permuted(np.tile(np.arange(points), (sequences, 1)), axis=1)
-    np.put_along_axis(chosen, order[:, :count], True, axis=1)
-    return chosen
+    def standardised(self) -> tuple[Floats, Floats]:
+        """The states with a label, and all states: the labelled have mean 0 and variance 1."""
+        from sklearn.preprocessing import StandardScaler
+
+        known = self.states[self.labelled]
+        scaler = StandardScaler().fit(known)
+        flat = self.states.reshape(-1, self.states.shape[-1])
+        return scaler.transform(known), scaler.transform(flat)
 
 
-def orbits_of(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floats, Floats]:
-    """The vectors from star to planet [systems, points, 2], and the masses of both [systems, 1].
+def label(
+    systems: Sequence[Elements], config: Config, count: int
+) -> tuple[NDArray[np.uint16], Floats, Floats, NDArray[np.bool_]]:
+    """The tokens of these systems, the vectors from star to planet [systems, points, 2], the masses
+    of planet and star [systems, points, 2], and `count` random points of each as labelled.
 
     The points are the points in time whose planet is within a sequence of block_size entries.
     """
@@ -158,13 +165,20 @@ def orbits_of(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floa
     vectors = np.empty((len(systems), points, 2))
     for places, at in simulated(systems, config.block_size):
         vectors[places] = (at[:, :, 0] - at[:, :, 1])[:, :points]
-    planet, star = np.stack([one.masses for one in systems]).T[..., None]
-    return vectors, planet, star
+    masses = np.stack([one.masses for one in systems])[:, None].repeat(points, axis=1)
+    order = np.tile(np.arange(points), (len(systems), 1))
+    order = np.random.default_rng(0).permuted(order, axis=1)
+    labelled = np.zeros((len(systems), points), dtype=bool)
+    np.put_along_axis(labelled, order[:, :count], True, axis=1)
+    return tokenise(systems, config.bins, config.block_size), vectors, masses, labelled
 
 
-def solar_system() -> list[Elements]:
-    """Each planet with the Sun, from its perihelion."""
-    return [
+def vector_task(config: Config) -> Task:
+    """The force on each planet of the solar system, each alone with the Sun.
+
+    A planet begins at its perihelion. A sequence's scale is the largest component of its forces.
+    """
+    systems = [
         Elements(
             masses=np.array([mass, 1.0]), axes=np.array([axis]), eccentricities=np.array([e]),
             tilts=np.zeros(1), phases=np.zeros(1), centre=np.zeros(2),
@@ -172,38 +186,23 @@ def solar_system() -> list[Elements]:
         )
         for number, (mass, axis, e) in enumerate(SOLAR_SYSTEM.values())
     ]  # fmt: skip
-
-
-def vector_task(config: Config) -> tuple[Task, Floats]:
-    """The force on each planet, and its largest component of each sequence, [8, 1, 2]."""
-    systems = solar_system()
-    vectors, planet, star = orbits_of(systems, config)
+    tokens, vectors, masses, labelled = label(systems, config, VECTOR_LABELS)
     distance = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    forces = -G * (planet * star)[..., None] * vectors / distance**3
+    forces = -G * masses.prod(-1, keepdims=True) * vectors / distance**3
     scale = np.abs(forces).max(axis=1, keepdims=True)
-    masses = np.broadcast_to(np.stack((planet, star), -1), (*distance.shape[:2], 2))
-    rng = np.random.default_rng(0)
-    labelled = labelled_points(rng, len(systems), distance.shape[1], VECTOR_LABELS)
-    states = np.concatenate((vectors, masses), axis=-1)
-    tokens = tokenise(systems, config.bins, config.block_size)
-    return Task(tokens, states, forces / scale, labelled), scale
+    return Task(tokens, np.concatenate((vectors, masses), axis=-1), forces, scale, labelled)
 
 
-def magnitude_task(config: Config, pairs: int) -> tuple[Task, float, float]:
-    """The force in two-body systems, its scale, and the share of positions that are clipped."""
+def magnitude_task(config: Config, pairs: int) -> Task:
+    """The force in two-body systems, all labelled but a tenth; its scale is its root mean square
+    over the labels."""
     systems = [draw_pair(PAIRS, index) for index in range(pairs)]
-    vectors, planet, star = orbits_of(systems, config)
-    distance = np.linalg.norm(vectors, axis=-1)
-    forces = G * planet * star / distance**2
-    rng = np.random.default_rng(0)
-    labelled = labelled_points(rng, pairs, distance.shape[1], MAGNITUDE_LABELS)
+    tokens, vectors, masses, labelled = label(systems, config, MAGNITUDE_LABELS)
     labelled[: pairs - pairs // 10] = True
-    scale = float(np.sqrt((forces[labelled] ** 2).mean()))
-    states = np.stack(np.broadcast_arrays(distance, planet, star), axis=-1)
-    tokens = tokenise(systems, config.bins, config.block_size)
-    every = simulated(systems, config.block_size)
-    outside = sum((np.abs(at) > EDGE).any(-1).mean() * len(places) for places, at in every)
-    return Task(tokens, states, forces[..., None] / scale, labelled), scale, float(outside) / pairs
+    distance = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    forces = G * masses[..., :1] * masses[..., 1:] / distance**2
+    scale = np.sqrt((forces[labelled] ** 2).mean(keepdims=True))
+    return Task(tokens, np.concatenate((distance, masses), axis=-1), forces, scale, labelled)
 
 
 # ---- the probes ----
@@ -211,20 +210,17 @@ def magnitude_task(config: Config, pairs: int) -> tuple[Task, float, float]:
 
 def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
-    if physics.oracle:
-        from sklearn.neighbors import KNeighborsRegressor
-        from sklearn.preprocessing import StandardScaler
+    if not physics.oracle:
+        return finetune(run, physics, probe, task) * task.scale
+    from sklearn.neighbors import KNeighborsRegressor
 
-        known = StandardScaler().fit(task.states[task.labelled])
-        nearest = KNeighborsRegressor(NEIGHBOURS[probe])
-        nearest.fit(known.transform(task.states[task.labelled]), task.forces[task.labelled])
-        flat = task.states.reshape(-1, task.states.shape[-1])
-        return nearest.predict(known.transform(flat)).reshape(task.forces.shape)
-    return finetune(run, physics, probe, task)
+    known, every = task.standardised()
+    nearest = KNeighborsRegressor(NEIGHBOURS[probe]).fit(known, task.targets[task.labelled])
+    return nearest.predict(every).reshape(task.forces.shape) * task.scale
 
 
 def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
-    """Fine-tune a copy of the run's model on the labels; its outputs at all points."""
+    """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled."""
     config = run.config.replace(
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
         schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
@@ -239,7 +235,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     model.to(run.device).train()
     (optimizer,) = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-    targets = np.where(task.labelled[..., None], task.forces, np.nan).astype(np.float32)
+    targets = np.where(task.labelled[..., None], task.targets, np.nan).astype(np.float32)
     sequences, count = min(physics.batch, len(task.tokens)), config.batch_size
 
     def tokens_of(rows: Any) -> Tensor:
@@ -277,12 +273,12 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
 
 def probe_vectors(run: Run, physics: Physics) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
-    task, scale = vector_task(run.config)
-    predicted, true = predict(run, physics, "vectors", task) * scale, task.forces * scale
+    task = vector_task(run.config)
+    predicted = predict(run, physics, "vectors", task)
     planets = {}
     for i, name in enumerate(SOLAR_SYSTEM):
         judged = ~task.labelled[i]
-        a, b, at = predicted[i, judged], true[i, judged], task.states[i, judged, :2]
+        a, b, at = predicted[i, judged], task.forces[i, judged], task.states[i, judged, :2]
         lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
         error = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
         chosen = farthest_points(at, ARROWS)
@@ -312,18 +308,15 @@ def farthest_points(at: Floats, count: int) -> list[int]:
 def probe_magnitudes(run: Run, physics: Physics) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from sklearn.neighbors import NearestNeighbors
-    from sklearn.preprocessing import StandardScaler
 
-    task, scale, clipped = magnitude_task(run.config, physics.pairs)
-    predicted = predict(run, physics, "magnitudes", task)[..., 0] * scale
+    task = magnitude_task(run.config, physics.pairs)
     judged = ~task.labelled
-    states, forces, true = task.states[judged], predicted[judged], task.forces[judged][:, 0] * scale
-    positive = forces > 0
+    forces, true = predict(run, physics, "magnitudes", task)[judged, 0], task.forces[judged, 0]
+    states, positive = task.states[judged], forces > 0
     design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
     fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
-    known = StandardScaler().fit(task.states[task.labelled])
-    neighbours = NearestNeighbors(n_neighbors=1).fit(known.transform(task.states[task.labelled]))
-    distance, _ = neighbours.kneighbors(known.transform(states))
+    known, every = task.standardised()
+    distance, _ = NearestNeighbors(n_neighbors=1).fit(known).kneighbors(every[judged.ravel()])
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
         # Spearman's, without ties
@@ -331,7 +324,6 @@ def probe_magnitudes(run: Run, physics: Physics) -> dict:
         "median_relative_error": float(np.median(np.abs(forces - true) / true)),
         "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
         "positive": float(positive.mean()),
-        "clipped": clipped,
         "positions": len(forces),
         "nearest": np.column_stack((states, forces))[nearest].tolist(),
     }
@@ -353,20 +345,9 @@ class Equation:
     formula: str
 
 
-def engine_name() -> str:
-    """PySR if it is installed, else pyoperon. Raises UserError where neither is."""
-    for name in ("pysr", "pyoperon"):
-        if importlib.util.find_spec(name):
-            return f"{name} {importlib.metadata.version(name)}"
-    raise UserError(
-        'symbolic regression needs pyoperon, pip install -e ".[physics]", or PySR, pip install pysr'
-    )
-
-
 def find_laws(nearest: Floats, seed: int, name: str) -> dict:
     """The equation of best score for F in each draw from [positions, (r, m1, m2, F)]."""
-    engine = engine_name()
-    search = by_pysr if engine.startswith("pysr") else by_pyoperon
+    engine = f"pyoperon {importlib.metadata.version('pyoperon')}"
     rng = np.random.default_rng(seed)
     draws = []
     for _ in tqdm(range(DRAWS), desc=f"{name}: laws by {engine}", unit="draw"):
@@ -398,49 +379,25 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
     return front[1 + int(np.argmax(scores))] if scores else front[0]
 
 
-def by_pyoperon(x: Floats, y: Floats, seed: int) -> list[Equation]:
+def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
     """The Pareto front of a search; 1/x is a quotient, and the factor of a variable is no node."""
     from pyoperon.sklearn import SymbolicRegressor
 
     scale, middle = float(y.std()), float(np.median(y))
-    search = SymbolicRegressor(
+    found = SymbolicRegressor(
         allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
         objectives=["mae", "length"], max_length=MAX_NODES, generations=ITERATIONS,
         population_size=1000, max_evaluations=10**9, random_state=seed,
     ).fit(x, y / scale)  # fmt: skip
-    found = []
-    for one in search.pareto_front_:
-        predicted = search.evaluate_model(one["tree"], x) * scale
+    front = []
+    for one in found.pareto_front_:
+        predicted = found.evaluate_model(one["tree"], x) * scale
         if one["variables"] and np.isfinite(predicted).all():
-            text = search.get_model_string(one["tree"], 12, list(VARIABLES))
-            found.append(Equation(one["length"], loss(predicted, y), f"{scale!r}*({text})"))
+            text = found.get_model_string(one["tree"], 12, list(VARIABLES))
+            front.append(Equation(one["length"], loss(predicted, y), f"{scale!r}*({text})"))
         elif not one["variables"]:
-            found.append(Equation(1, loss(np.full_like(y, middle), y), f"{middle!r}"))
-    return found
-
-
-def by_pysr(x: Floats, y: Floats, seed: int) -> list[Equation]:
-    """The Pareto front of a search. Raises UserError where Julia cannot be started."""
-    try:
-        from pysr import PySRRegressor
-    except Exception as error:  # of juliapkg and juliacall, of many types
-        raise UserError(
-            f"PySR cannot start Julia ({first_line(error)}): install Julia, or uninstall pysr, and "
-            "pyoperon takes its place"
-        ) from error
-    search = PySRRegressor(
-        niterations=ITERATIONS, maxsize=MAX_NODES, binary_operators=["+", "*"],
-        unary_operators=["sin", "cos", "exp", "inv(x) = 1/x"],
-        extra_sympy_mappings={"inv": lambda x: 1 / x},
-        elementwise_loss=f"loss(p, t) = max({NEGLIGIBLE}, abs(p - t)) - {NEGLIGIBLE}",
-        random_state=seed, deterministic=True, parallelism="serial", progress=False, verbosity=0,
-        temp_equation_file=True,
-    )  # fmt: skip
-    search.fit(x, y, variable_names=list(VARIABLES))
-    return [
-        Equation(int(row["complexity"]), float(row["loss"]), str(row["sympy_format"]))
-        for _, row in search.equations_.iterrows()
-    ]
+            front.append(Equation(1, loss(np.full_like(y, middle), y), f"{middle!r}"))
+    return front
 
 
 def law(formula: str, deviation: float) -> dict[str, Any]:
@@ -483,9 +440,7 @@ def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
             print(
                 f"magnitudes: rank correlation {magnitudes['rank_correlation']:.3f}, median "
                 f"relative error {magnitudes['median_relative_error']:.3f}, log-log regression "
-                f"{exponents}; {100 * magnitudes['positive']:.1f}% above 0; "
-                f"{100 * magnitudes['clipped']:.3g}% of positions were beyond +-{EDGE:g} AU and "
-                "clipped"
+                f"{exponents}; {100 * magnitudes['positive']:.1f}% above 0"
             )
         for draw in parts["laws"]["draws"] if "laws" in parts else ():
             print(f"law by {parts['laws']['engine']}: F = {draw['equation']}")

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from config import load_config
-from errors import UserError
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.curves import read_steps
@@ -21,19 +20,18 @@ ORBITS = [
     "--systems=200", "--bins=100", "--block_size=32", "--total_batch_size=256", "--batch_size=4",
 ]  # fmt: skip
 FEW = ["--steps=3", "--pairs=20", "--batch=8"]
-# A search that knows the law, in the place of PySR.
-PYSR = """
-import pandas
-class PySRRegressor:
-    def __init__(self, **options):
-        assert options["maxsize"] == 20 and options["binary_operators"] == ["+", "*"]
-    def fit(self, x, y, variable_names):
-        assert x.shape == (len(y), 3) and variable_names == ["r", "m1", "m2"]
-        self.equations_ = pandas.DataFrame({
-            "complexity": [1, 9, 20], "loss": [1.0, 1e-6, 9e-7],
-            "sympy_format": ["0.5", "39.5*m1*m2/r**2", "39.5*m1*m2/r**2 + 0.1*sin(r)"],
-        })
-"""
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """A search that knows the law, in place of pyoperon's, which takes 4 s a draw."""
+
+    def search(x, y, seed):
+        assert x.shape == (len(y), 3)
+        simple, newton = "39.5*m1*m2/r**2", "39.5*m1*m2/r**2 + 0.1*sin(r)"
+        return [Equation(1, 1.0, "0.5"), Equation(9, 1e-6, simple), Equation(20, 9e-7, newton)]
+
+    monkeypatch.setattr(physics, "search", search)
 
 
 @pytest.fixture
@@ -57,26 +55,12 @@ def orbit_run(train):
     return train("orbits", *ORBITS)
 
 
-@pytest.fixture
-def pysr(tmp_path, monkeypatch):
-    """Install a package pysr whose module has this text."""
-
-    def install(text):
-        folder = tmp_path / "packages"
-        (folder / "pysr-9.9.dist-info").mkdir(parents=True)
-        (folder / "pysr-9.9.dist-info/METADATA").write_text("Name: pysr\nVersion: 9.9\n")
-        (folder / "pysr.py").write_text(text)
-        monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.delitem(sys.modules, "pysr", raising=False)
-
-    return install
-
-
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
-    task, scale = vector_task(config)
+    task = vector_task(config)
     assert task.tokens.shape == (8, 32, 2) and task.forces.shape == (8, 16, 2)
-    assert (task.labelled.sum(1) == 10).all() and np.abs(task.forces).max((0, 1)).tolist() == [1, 1]
-    forces, at = task.forces * scale, task.states[..., :2]
+    assert (task.labelled.sum(1) == 10).all()
+    assert np.abs(task.targets).max((0, 1)).tolist() == [1, 1]
+    forces, at = task.forces, task.states[..., :2]
     distance = np.linalg.norm(at, axis=-1)
     masses = task.states[..., 2:]
     expected = G * masses.prod(-1) / distance**2
@@ -88,19 +72,19 @@ def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
 
 
 def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
-    task, scale, clipped = magnitude_task(config, 30)
+    task = magnitude_task(config, 30)
     systems = [draw_pair(PAIRS, index) for index in range(30)]
-    assert task.labelled[:27].all() and (task.labelled[27:].sum(1) == 2).all() and clipped < 0.1
+    assert task.labelled[:27].all() and (task.labelled[27:].sum(1) == 2).all()
     distance, planet, star = np.moveaxis(task.states, -1, 0)
-    assert np.allclose(task.forces[..., 0] * scale, G * planet * star / distance**2)
+    assert np.allclose(task.forces[..., 0], G * planet * star / distance**2)
+    assert (task.targets[task.labelled] ** 2).mean() == pytest.approx(1)
     for i, one in enumerate(systems):
         assert [planet[i, 0], star[i, 0]] == one.masses.tolist()
     for places, at in simulated(systems, 32):
         assert np.allclose(np.linalg.norm(at[:, :16, 0] - at[:, :16, 1], axis=-1), distance[places])
 
 
-def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, pysr, capsys):
-    pysr(PYSR)
+def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, searched, capsys):
     probe(orbit_run, *FEW)
     (measured,) = json.loads((orbit_run / "physics.json").read_text())
     vectors, magnitudes, laws = measured["parts"].values()
@@ -110,10 +94,10 @@ def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, pys
     assert -1 <= vectors["cosine"] <= 1 and vectors["relative_error"] > 0
     assert magnitudes["positions"] == len(magnitudes["nearest"]) == 2 * 14
     assert list(magnitudes["exponents"]) == ["r", "m1", "m2"]
-    assert laws["engine"] == "pysr 9.9" and len(laws["draws"]) == 5
+    assert laws["engine"].startswith("pyoperon ") and len(laws["draws"]) == 5
     assert all(draw["powers"] == [-2, 1, 1] for draw in laws["draws"])
     printed = capsys.readouterr().out
-    assert "law by pysr 9.9: F = 39.5*m1*m2/r^2" in printed and "beyond +-50 AU" in printed
+    assert ": F = 39.5*m1*m2/r^2" in printed
     assert not_blank(orbit_run / "forces.png")
     before = (orbit_run / "physics.json").read_text()
     probe(orbit_run, *FEW)
@@ -128,7 +112,7 @@ def test_no_label_that_is_judged_is_seen(orbit_run, config):
     request = Physics(steps=2, batch=8)
     predicted = []
     for spoil in (False, True):
-        task, _ = vector_task(config)
+        task = vector_task(config)
         if spoil:
             task.forces[~task.labelled] = 1e6
         predicted.append(physics.finetune(load_run(orbit_run, request), request, "vectors", task))
@@ -140,8 +124,8 @@ def test_no_label_that_is_judged_is_seen(orbit_run, config):
 
 def test_fine_tuning_learns_its_labels(orbit_run, config):
     request = Physics(steps=60, batch=8)
-    task, _ = vector_task(config)
-    task.forces[:] = [0.5, -0.25]
+    task = vector_task(config)
+    task.forces[:] = [0.5, -0.25] * task.scale
     predicted = physics.finetune(load_run(orbit_run, request), request, "vectors", task)
     assert np.abs(predicted - [0.5, -0.25]).mean() < 0.1
 
@@ -179,38 +163,25 @@ def test_arrows_are_far_from_each_other():
 
 
 def test_pyoperon_finds_newtons_law():
-    pytest.importorskip("pyoperon")
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.uniform(1, 20, 300), rng.uniform(1e-4, 1e-2, (300, 2))])
     y = G * x[:, 1] * x[:, 2] / x[:, 0] ** 2
-    found = law(best_score(physics.by_pyoperon(x, y, seed=1)).formula, y.std())
+    found = law(best_score(physics.search(x, y, seed=1)).formula, y.std())
     assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
 
 
-def test_what_cannot_be_probed_is_refused(orbit_run, run, call, probe, pysr, capsys, monkeypatch):
+def test_what_cannot_be_probed_is_refused(orbit_run, run, call, probe, capsys, monkeypatch):
     refused(capsys, lambda: probe(run), "task = 'language', but this command is for runs with task")
     refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
     refused(capsys, lambda: probe(orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
-    find_spec = physics.importlib.util.find_spec
-    installed = {"sklearn"}
-    monkeypatch.setattr(
-        physics.importlib.util,
-        "find_spec",
-        lambda name: find_spec(name) if name in installed else None,
-    )
-    refused(capsys, lambda: probe(orbit_run), "needs pyoperon, pip install -e", "or PySR")
-    installed.clear()
-    refused(capsys, lambda: probe(orbit_run), "the probes need scikit-learn: pip install")
-    pysr("raise RuntimeError('Julia 1.10 cannot be found\\nmore')")
-    with pytest.raises(UserError, match=r"cannot start Julia \(Julia 1.10 cannot be found\): inst"):
-        physics.by_pysr(np.ones((4, 3)), np.ones(4), seed=0)
+    monkeypatch.setattr(physics.importlib.util, "find_spec", lambda name: None)
+    refused(capsys, lambda: probe(orbit_run), "need scikit-learn and pyoperon: pip install -e")
 
 
-def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
+def test_table3_from_nothing(call, commands, searched, tmp_path, capsys):
     """At the scale of the test above: every row, its numbers, equations and pictures."""
     from scripts.reproduce import __main__ as reproduce
 
-    pysr(PYSR)
     small = load_config([*SMALL, *ORBITS])
     scale = tmp_path / "small.py"
     changed = {k: v for k, v in small.as_dict().items() if v != getattr(type(small), k)}
@@ -225,7 +196,7 @@ def test_table3_from_nothing(call, commands, pysr, tmp_path, capsys):
         "oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"
     ]  # fmt: skip
     text = (tmp_path / "results/small/table3/table.md").read_text()
-    assert "`softmax`, seed 1337, by pysr 9.9: `39.5*m1*m2/r^2`; `39.5" in text
+    assert "`softmax`, seed 1337, by pyoperon" in text and ": `39.5*m1*m2/r^2`; `39.5" in text
     assert "oracle_knn 25.85 m_1 / r^2" in text and "of simulated orbits" in text
     by_row = {name: row["runs"][0] for name, row in table["rows"].items()}
     assert by_row["untrained"]["step"] == 0 and by_row["softmax"]["step"] == 6
