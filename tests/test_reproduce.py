@@ -176,7 +176,6 @@ def test_a_run_that_fails_stops_neither_the_others_nor_an_old_table(
         (["table1", "--results=README.md"], ["README.md/small/table1", "Not a directory"]),
         (["table1", "--set=n_layer=3"], ["n_layer=3", "batch_size"]),
         (["table1", "--set=batch_size=7"], ["batch_size", "would work"]),
-        (["ssmax_figure6", "--squad=nowhere.json"], ["--squad nowhere.json"]),
         (["ssmax_figure5", "--scale=tiny"], ["600 validation tokens", "sequence of 2500"]),
         (["table3", "--scale=124m"], ["--data", "simulated"]),
     ],

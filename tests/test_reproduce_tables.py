@@ -2,21 +2,18 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from config import Config
-from data.shards import write_shard
 from errors import UserError
 from model import GPT
 from runtime import checkpoint, device
 from runtime.checkpoint import write_header
-from runtime.files import write_json
-from scripts import benchmark, downstream, eval_length, needle
-from scripts.common.papers import PAPERS, SSMAX
+from scripts import benchmark, downstream, eval_length
+from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
 from scripts.common.tables import summarise
 from scripts.reproduce import formulas, pictures, rows, tables
@@ -104,54 +101,6 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
     assert table["rows"]["softmax"]["paper"] is None and "paper 1" not in text
     columns = tables.EXPERIMENTS["passkey"].measurement.columns
     assert columns(Config()) == (1, 1.5, 2, 4, 8)
-
-
-def test_needle_scores_after_fine_tuning(
-    reproduced, commands, scale, tmp_path, monkeypatch, capsys
-):
-    """SSMax Figs. 6 to 8: three tables of one measurement of the fine-tuned run."""
-    monkeypatch.setitem(PAPERS["ssmax"]["figure6"], "samples", 1)
-    monkeypatch.setitem(PAPERS["ssmax"]["figure8"], "trials", 2)
-    with open(scale, "a") as file:
-        file.write("n_layer = 1\nblock_size = 192\ntotal_batch_size = 1536\nval_tokens = 1920\n")
-    data, rng = tmp_path / "text", np.random.default_rng(0)
-    data.mkdir()
-    for name in ("text_val_000000", "text_train_000001"):
-        write_shard(data / f"{name}.bin", rng.integers(97, 123, 4000, np.uint16))
-    answer = {"text": "Ann", "answer_start": 8}
-    questions = [{"question": f"Who is {i}?", "answers": [answer]} for i in range(3)]
-    articles = [{"paragraphs": [{"context": "This is Ann of Rome.", "qas": questions}]}]
-    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
-    arguments = ("--only=ssmax", f"--data={data}", f"--squad={tmp_path / 'squad.json'}")
-    figures = [read_table(reproduced(f"ssmax_figure{i}", *arguments)) for i in (6, 7, 8)]
-    assert [Path(command[1]).name for command in commands] == ["train.py", "finetune_squad.py"]
-    tuned = folder_of(tmp_path, "ssmax") / "squad"
-    (measured,) = json.loads((tuned / "needle.json").read_text())
-    assert measured["rope"] == "none" and measured["rope_theta"] == 500000
-    cells = [part for part in measured["parts"].values() if "depth" in part]
-    (scores,) = [part for part in measured["parts"].values() if "one needle" in part]
-    assert {cell["length"] for cell in cells} == {192, 384, 768, 1536, 1920}
-    at_8x = [100 * cell["correct"] for cell in cells if cell["length"] == 1536]
-    assert figures[0]["rows"]["ssmax"]["mean"][3] == pytest.approx(sum(at_8x) / 5)
-    best = max(head["score"] for head in scores["one needle"]["heads"])
-    assert figures[1]["rows"]["ssmax"]["mean"][0] == best and scores["length"] == 1500
-    tops = [trial["top_score"] for trial in scores["trials"]]
-    assert figures[2]["rows"]["ssmax"]["mean"][0] == pytest.approx(sum(tops) / 2)
-    for i in (6, 7, 8):
-        assert not_blank(tmp_path / f"results/small/ssmax_figure{i}/ssmax_figure{i}.png")
-    # fine-tuned from other weights, or without one of its parts, it is made again
-    scale_now = rows.open_scale(str(scale), str(tmp_path / "out"), data=str(data))
-    measurement = tables.EXPERIMENTS["ssmax_figure7"].measurement
-    made = scale_now.run("ssmax", 1337)
-    assert measurement.find(made)
-    parts = {k: v for k, v in measured["parts"].items() if k != needle.cell(384, 0.9)}
-    write_json(tuned / "needle.json", [measured | {"parts": parts}])
-    assert measurement.find(made) is None
-    write_json(tuned / "needle.json", [measured])
-    facts = json.loads((tuned / "squad.json").read_text())
-    write_json(tuned / "squad.json", facts | {"began_with": {"sha256": "0" * 64}})
-    assert measurement.find(made) is None
-    refused(capsys, lambda: reproduced("ssmax_figure6", *arguments), "cannot be fine-tuned")
 
 
 def fake_times(monkeypatch, figures):

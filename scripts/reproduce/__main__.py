@@ -9,7 +9,10 @@ tables share the runs. An interrupted command continues where it stopped; nothin
 Runs that another process is training are left to it and waited for. --only and --seeds limit the
 work; --only also takes a variant of the table with any p (lssar_p7). The table has every available
 row for these seeds. Where RESULTS has the table with other seeds, or with runs that are not here,
-the new table is <name>_2 beside it. LSSAR's Table A7, the cost of a step, is scripts.benchmark.
+the new table is <name>_2 beside it.
+
+Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step; SSMax's Figs. 6 to
+8, needles in a haystack, are scripts.needle for runs fine-tuned by scripts.finetune_squad.
 """
 
 import argparse
@@ -48,7 +51,7 @@ def main() -> None:
     with_p(experiment, rows)  # refuses other names
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     folder = Path(arguments.results) / scale.name / name
-    work = Work(scale, rows, seeds, folder, arguments.squad)
+    work = Work(scale, rows, seeds, folder)
 
     measurement = experiment.measurement
     runs = measurement.training(work)
@@ -97,7 +100,6 @@ def parse() -> argparse.Namespace:
     add("--only", metavar="ROW,ROW", help="train and evaluate these table rows only")
     add("--seeds", type=int, default=1, help=f"runs a table row, from {FIRST_SEED} on (1)")
     add("--data", metavar="DIR", help="shards to train on instead of the scale's")
-    add("--squad", metavar="FILE", help="SQuAD's train-v2.0.json, for fine-tuning")
     add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
     add("--results", default="results", metavar="DIR", help="where tables go (%(default)s)")
     add("--plan", action="store_true", help="print what it would cost, and stop")

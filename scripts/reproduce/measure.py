@@ -1,7 +1,5 @@
 """How the numbers of a table are made: measured on finished runs, or computed from formulas."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +7,12 @@ from typing import Any
 
 import torch
 
-from config import ROOT, Config, names
-from errors import EXIT_MISTAKE, UserError, first_line
-from runtime import checkpoint
+from config import Config, names
+from errors import first_line
 from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import read_json, write_json
 from scripts import benchmark
-from scripts.common import planned, runner
+from scripts.common import runner
 from scripts.common.planned import PlannedRun
 from scripts.eval_length import LossByLength
 from scripts.reproduce.rows import Scale, view_options
@@ -33,7 +30,6 @@ class Work:
     rows: tuple[str, ...]
     seeds: range
     folder: Path
-    squad: str | None = None  # SQuAD's train-v2.0.json
 
     def runs(self, *more: str) -> list[PlannedRun]:
         """The runs of more table rows and of these; all of a seed before the next seed, so that a
@@ -139,7 +135,6 @@ class OfRuns:
     better: str | tuple[str | None, ...] | None = None  # a tuple: of each column
     digits: int = 4
     needs: tuple[str, ...] = ()  # table rows whose runs are trained too
-    finetuned: bool = False  # on SQuAD before measuring
     costs: Costs | None = None
 
     def training(self, work: Work) -> list[PlannedRun]:
@@ -147,17 +142,11 @@ class OfRuns:
 
     def plan(self, work: Work) -> str:
         left = [run for run in work.runs() if self.evaluation and not self.find(run)]
-        text = f"to evaluate: {len(left)} runs" + (", after SQuAD" if self.finetuned else "")
+        text = f"to evaluate: {len(left)} runs"
         return text + (f"; to time: {len(self.costs.missing(work))}" if self.costs else "")
 
     def check(self, work: Work) -> None:
         """Raise UserError for anything that would be refused after the training."""
-        squad = Path(work.squad).is_file() if work.squad else importlib.util.find_spec("datasets")
-        if self.finetuned and not squad:
-            raise UserError(
-                f"--squad {work.squad}: give the path of SQuAD's train-v2.0.json, or install "
-                "datasets, which downloads it: pip install datasets"
-            )
         if self.evaluation:
             self.evaluation(work.scale.config).check(work.scale.config)
 
@@ -167,20 +156,14 @@ class OfRuns:
         for run in work.runs() if self.evaluation else ():
             if not run.finished or self.find(run):
                 continue
-            if self.finetuned and not is_finetuned(run) and (code := finetune(run, work.squad)):
-                failures.append(f"the fine-tuning of {run.folder} ended with exit code {code}")
-                continue
             try:
                 for evaluation in self.evaluations(run):
-                    runner.measured(evaluation, self.folder(run))
+                    runner.measured(evaluation, run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         if self.costs:
             self.costs.measure(work)
         return failures
-
-    def folder(self, run: PlannedRun) -> Path:
-        return run.folder / "squad" if self.finetuned else run.folder
 
     def evaluations(self, run: PlannedRun) -> list[Any]:
         """The evaluation of a run, and its control if there is one."""
@@ -195,9 +178,9 @@ class OfRuns:
             values, curves = self.read(run, *others)
             made = read_json(run.folder / "environment.json")
             return {"values": values, "curves": curves, "environment": made}
-        if not run.finished or (self.finetuned and not is_finetuned(run)):
+        if not run.finished:
             return None
-        own, *control = (runner.stored(one, self.folder(run)) for one in self.evaluations(run))
+        own, *control = (runner.stored(one, run.folder) for one in self.evaluations(run))
         if own is None or None in control:
             return None
         return own | ({"control": control[0]} if control else {})
@@ -215,25 +198,5 @@ class OfRuns:
                 continue
             found |= {"curves": self.curves(found)} if self.curves else {}
             values = [*self.values(found, run.config), *(timed or [])]
-            entries.append(run.entry(values, found | {"folder": str(self.folder(run))}))
+            entries.append(run.entry(values, found | {"folder": str(run.folder)}))
         return entries
-
-
-def is_finetuned(run: PlannedRun) -> bool:
-    """Whether the run has been fine-tuned to the end, from the weights that it has now."""
-    folder = run.folder / "squad"
-    step, facts = checkpoint.step(folder), read_json(folder / "squad.json")
-    done = step is not None and step >= checkpoint.read_config(folder).max_iters
-    return done and facts["began_with"] == checkpoint.find(run.folder).id
-
-
-def finetune(run: PlannedRun, squad: str | None) -> int:
-    """Fine-tune a run on SQuAD, or the rest of it; returns the exit code."""
-    command = [sys.executable, str(ROOT / "scripts/finetune_squad.py"), str(run.folder)]
-    command += [f"--out_dir={run.folder / 'squad'}", "--resume=auto"]
-    command += [f"--squad={squad}"] if squad else []
-    command += [f"--device={run.config.device}", f"--dtype={run.config.dtype}"]
-    code = planned.call(command)
-    if code == EXIT_MISTAKE:
-        raise UserError(f"{run.folder} cannot be fine-tuned; the message is above")
-    return code

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from attention import VARIANTS
-from scripts import eval_length, needle
+from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.tables import SIDES
@@ -244,22 +244,6 @@ def positions(table: dict) -> Figure:
     figure = eval_length.plot(list(first_seeds(table).items()), by_position=True)
     figure.suptitle(title_of(table), fontsize="medium")
     return figure
-
-
-def haystacks(table: dict) -> Figure:
-    """SSMax Fig. 6: the share of needles found by length and depth."""
-    return needle.plot_found({name: one["parts"] for name, one in first_seeds(table).items()})
-
-
-def needle_scores(draw: Callable[[list[str], list[dict]], Figure]) -> Callable[[dict], Figure]:
-    """SSMax Figs. 7 and 8: the needle scores of each table row."""
-
-    def drawn(table: dict) -> Figure:
-        parts = [measured["parts"].values() for measured in first_seeds(table).values()]
-        scores = [next(one for one in found if "one needle" in one) for found in parts]
-        return draw(list(table["rows"]), scores)
-
-    return drawn
 
 
 def forces(table: dict) -> Pictures:

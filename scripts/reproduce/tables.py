@@ -17,7 +17,7 @@ from layers.cache import KVCache
 from layers.rope import Rope
 from model import GPT
 from runtime.device import autocast, pick_device, pick_dtype
-from scripts import needle, passkey
+from scripts import passkey
 from scripts.attention_maps import (
     DRAWN,
     AttentionMaps,
@@ -28,7 +28,6 @@ from scripts.attention_maps import (
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain_from_context, smoothed
-from scripts.needle import Needles
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, SOLAR_SYSTEM, Physics
 from scripts.reproduce import formulas, pictures
@@ -151,50 +150,6 @@ def downstream(table: str) -> OfRuns:
         evaluation=lambda config: Downstream(tasks=",".join(tasks), **options(config)),
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
     )  # fmt: skip
-
-
-SCORE_LENGTH = SSMAX["figure8"]["length"] / TRAINED_LENGTH
-NEEDLE_LENGTHS = stretched((1, 2, 4, 8, 10, SCORE_LENGTH), needle.shortest)
-
-
-def needles(columns: Any, digits: int, values: Callable[[dict, list[dict]], list[float]]) -> OfRuns:
-    """SSMax Figs. 6 to 8, three views of one measurement: needle scores, and shares found."""
-
-    def evaluation(config: Config) -> Needles:
-        *lengths, score_length = (at(multiple, config) for multiple in NEEDLE_LENGTHS(config))
-        return Needles(
-            lengths=tuple(lengths), samples=SSMAX["figure6"]["samples"], score_length=score_length,
-            score_trials=SSMAX["figure8"]["trials"], seed=TRIAL_SEED,
-            **options(config, "none", SSMAX["figure6"]["rope_theta"]),
-        )  # fmt: skip
-
-    def columns_of(measured: dict, config: Config) -> list[float]:
-        *cells, scores = measured["parts"].values()
-        return values(scores, cells)
-
-    return OfRuns(
-        columns=columns, evaluation=evaluation, values=columns_of, better="higher", digits=digits,
-        finetuned=True,
-    )  # fmt: skip
-
-
-def found(scores: dict, cells: list[dict]) -> list[float]:
-    """Needles found in percent at each length, averaged over depths."""
-    lengths = dict.fromkeys(cell["length"] for cell in cells)
-    shares = [[cell["correct"] for cell in cells if cell["length"] == n] for n in lengths]
-    return [100 * sum(one) / len(one) for one in shares]
-
-
-def one_needle(scores: dict, cells: list[dict]) -> list[float]:
-    heads = [head["score"] for head in scores["one needle"]["heads"]]
-    return [heads[0], sum(heads) / len(heads)]
-
-
-def many_needles(scores: dict, cells: list[dict]) -> list[float]:
-    trials = scores["trials"]
-    grades = [trial["grade"] for trial in trials]
-    shares = [grades.count(grade) / len(trials) for grade in ("correct", "first digit")]
-    return [sum(trial["top_score"] for trial in trials) / len(trials), *shares]
 
 
 def entropy() -> OfRuns:
@@ -377,8 +332,6 @@ SWAPS = (
     "(e) is the last weights of softmax with SSMax. (f) trains softmax for seven eighths of the "
     "steps and SSMax for the rest, in the same data order: docs/ssmax_swaps.md."
 )
-TUNED = (SWAPS, "Each run was fine-tuned on SQuAD first (scripts.finetune_squad, its defaults).")
-ANSWERS = "; ".join(f"`{name}` {text}" for name, text in SSMAX["figure7"]["retrieved"].items())
 LAWS_OF_THE_PAPER = "; ".join(
     f"{name} {'' if constant is None else f'{constant:g} '}{law}"
     for name, (law, constant) in LSSAR["table3"]["rows"].items()
@@ -623,22 +576,5 @@ EXPERIMENTS = {
             "test set. These (`samples`) are random too: as many as lie side by side in the "
             "validation text, at most the paper's number.".format(**SSMAX["figure5"]),
         ),
-    ),
-    "ssmax_figure6": Experiment(
-        "SSMax Fig. 6, needles in a haystack", "needles found (%), over all depths", SSMAX_ROWS,
-        needles(lambda config: NEEDLE_LENGTHS(config)[:-1], 1, found), pictures.haystacks,
-        notes=(*TUNED, STRETCHED),
-    ),
-    "ssmax_figure7": Experiment(
-        "SSMax Fig. 7, needle scores of the heads", "needle score", SSMAX_ROWS,
-        needles(("highest", "mean of the 25 highest"), 4, one_needle),
-        pictures.needle_scores(needle.plot_heads), notes=(
-            *TUNED, f"The answers at this needle are in the legend; the paper's: {ANSWERS}.",
-        ),
-    ),
-    "ssmax_figure8": Experiment(
-        "SSMax Fig. 8, highest needle score of each trial", "over 100 trials", SSMAX_ROWS,
-        needles(("mean highest score", "found", "first digit only"), 4, many_needles),
-        pictures.needle_scores(needle.plot_scores), notes=TUNED,
     ),
 }  # fmt: skip
