@@ -65,6 +65,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,15 +83,8 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
-from scripts.common.plots import (
-    add_legend,
-    finish,
-    length_axis,
-    one_panel,
-    row_style,
-    show_equal_curves,
-)
-from scripts.common.runner import Evaluation, Run, as_command, load_run, option, without_nan
+from scripts.common.plots import Curve, draw_curves
+from scripts.common.runner import Evaluation, Run, as_command, load_run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, data_facts
 
@@ -253,6 +247,13 @@ def summary(sums: Tensor, length: int) -> dict:
         "groups": mean_rows(sums) | {"dead": sums[..., 1].int().tolist()},
         "heads": mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()},
     }
+
+
+def without_nan(value: Any) -> Any:
+    """Nested lists with None in place of NaN, which JSON lacks."""
+    if isinstance(value, list):
+        return [without_nan(v) for v in value]
+    return None if math.isnan(value) else value
 
 
 def mean_rows(sums: Tensor) -> dict:
@@ -438,32 +439,24 @@ def plot_rows(
     title: str, names: Sequence[str], parts: Sequence[dict], trained: Iterable[int]
 ) -> Figure:
     """Sink, entropy and zeros over a row's position: mean, minimum and maximum of heads."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    panels = dict(zip(DRAWN, figure.subplots(1, len(DRAWN)), strict=True))
-    for name, axes in panels.items():
-        for i, (run, part) in enumerate(zip(names, parts, strict=True)):
-            heads = torch.tensor(  # [H, groups]
-                [[math.nan if v is None else v for v in head] for head in part["groups"][name]]
-            )
-            keys, colour = part["keys"], f"C{i % 10}"
-            axes.plot(keys, heads.nanmean(0).numpy(), marker="o", label=run, color=colour)
-            least = heads.nan_to_num(math.inf).amin(0).numpy()
-            most = heads.nan_to_num(-math.inf).amax(0).numpy()
-            axes.fill_between(keys, least, most, alpha=0.12, linewidth=0, color=colour)
-        length_axis(axes, "keys up to the row's own", trained)
-        axes.tick_params(labelsize="small")
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_title(DRAWN[name], fontsize="medium")
-        show_equal_curves(axes)
+    drawn: dict[str, list[Curve]] = {shown: [] for shown in DRAWN.values()}
+    for name, part in zip(names, parts, strict=True):
+        for number, shown in DRAWN.items():
+            heads = np.array(part["groups"][number], dtype=float)  # [H, groups], None becomes NaN
+            low, high = np.fmin.reduce(heads), np.fmax.reduce(heads)
+            mean = torch.from_numpy(heads).nanmean(0).numpy()
+            drawn[shown].append(Curve(name, part["keys"], mean, low, high))
     # a sink stays of order 1 while equal weights decrease as 1 / n
-    ends = [1, *max((part["keys"] for part in parts), key=max)]
-    shares = 1 / torch.arange(1, ends[-1] + 1)
-    equal = [shares[i:j].mean().item() for i, j in zip(ends, ends[1:], strict=False)]
-    axes = panels["first_token"]
-    axes.plot(ends[1:], equal, color="0.3", linestyle="--", label="equal weights, no window")
-    axes.set_yscale("log", nonpositive="clip")
-    axes.set_ylim(equal[-1] / 10, 1.3)
-    add_legend(figure)
+    keys = max((part["keys"] for part in parts), key=max)
+    shares = 1 / torch.arange(1, keys[-1] + 1)
+    equal = [shares[i:j].mean().item() for i, j in pairwise([1, *keys])]
+    drawn[DRAWN["first_token"]].append(Curve("equal weights, no window", keys, equal))
+    x = "keys up to the row's own (dotted: training length)"
+    figure = draw_curves(drawn, x, "", "x", keys, marks=trained, sharey=False)
+    for axes in figure.axes:
+        axes.set_ylim(-0.03, 1.03)
+    figure.axes[0].set_yscale("log", nonpositive="clip")
+    figure.axes[0].set_ylim(equal[-1] / 10, 1.3)
     lengths = " and ".join(f"{n:,}" for n in sorted({part["length"] for part in parts}))
     figure.suptitle(
         f"{title} in windows of {lengths}; mean over heads, shaded from the least head to the "
@@ -489,15 +482,15 @@ def print_shares(names: list[str], results: Sequence[dict]) -> None:
 
 def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
     """The share of positive weights over the distance, a curve for each run."""
-    figure, axes = one_panel()
-    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+    curves = []
+    for name, result in zip(names, results, strict=True):
         positive = positive_shares(result).mean(0).nanmean(0).tolist()  # over the heads that see
         keys = [distance + 1 for distance in result["parts"][BY_DISTANCE]["distances"]]
-        axes.plot(keys, positive, label=name, **row_style(i))
-    trained = {result["trained_length"] for result in results}
-    length_axis(axes, "distance from the diagonal + 1, up to", trained)
-    axes.set_ylim(-0.03, 1.03)
-    return finish(figure, "share of weights above 0", "mean over layers and heads")
+        curves.append(Curve(name, keys, positive))
+    x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
+    figure = draw_curves({"mean over layers and heads": curves}, x, y, "x", keys)
+    figure.axes[0].set_ylim(-0.03, 1.03)
+    return figure
 
 
 main = as_command(AttentionMaps, show)

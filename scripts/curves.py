@@ -30,7 +30,7 @@ from errors import UserError, command
 from runtime import checkpoint
 from runtime.files import atomic_write
 from runtime.log import read_metrics
-from scripts.common.plots import add_legend, save_picture, show_equal_curves
+from scripts.common.plots import Curve, draw_curves, save_picture
 from scripts.common.runner import option, parse, picture_path, run_names
 
 PANELS = {
@@ -88,32 +88,26 @@ def read_steps(path: str | Path) -> Steps:
 
 
 def plot(runs: dict[str, Steps], options: Curves) -> Figure:
-    figure = Figure(figsize=(10, 7), layout="constrained")
     unit, label = 1, options.x
     if options.x == "time":
         longest = max(steps[-1]["seconds"] for steps in runs.values())
         units = {3600: "hours", 60: "minutes", 1: "seconds"}
         unit = next((size for size in units if longest >= 2 * size), 1)
         label = f"{units[unit]} of training"
-    for key, axes in zip(PANELS, figure.subplots(2, 2).flat, strict=True):
-        for i, (name, steps) in enumerate(runs.items()):
+    drawn: dict[str, list[Curve]] = {title: [] for title in PANELS.values()}
+    for key, title in PANELS.items():
+        for name, steps in runs.items():
             known = [step for step in steps if key in step]
             places = np.array([step[AXES[options.x]] / unit for step in known])
             values = np.array([step[key] for step in known])
-            line = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "linewidth": 1.2}
             if key in ("loss", "grad_norm") and options.smooth > 1:
-                axes.plot(places, values, color=line["color"], alpha=0.25, linewidth=0.6)
+                drawn[title].append(Curve(name, places, values, thin=True))
                 size = max(1, min(options.smooth, len(values)))
                 values = np.convolve(values, np.ones(size) / size, "valid")
                 places = places[size // 2 :][: len(values)]
-            marker = "o" if key == "val_loss" else None
-            axes.plot(places, values, label=name, marker=marker, markersize=3, **line)
-        axes.set_xlabel(label)
-        axes.set_title(PANELS[key], fontsize="medium")
-        axes.grid(alpha=0.3)
-        show_equal_curves(axes)
+            drawn[title].append(Curve(name, places, values))
+    figure = draw_curves(drawn, label, "", sharey=False)
     figure.axes[-1].set_yscale("log")  # norms of gradients span decades
-    add_legend(figure)
     return figure
 
 

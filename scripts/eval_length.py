@@ -51,7 +51,7 @@ from data.loader import sampled_batches, validation_batches
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.plots import finish, length_axis, one_panel, row_style
+from scripts.common.plots import Curve, draw_curves
 from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, as_command, option
 from scripts.common.tables import print_table
 from scripts.common.validation import (
@@ -66,7 +66,6 @@ from scripts.common.validation import (
 SMOOTHING = 16
 # The plot by position starts at this fraction of the training length: losses are high before it.
 FIRST_DRAWN = 1 / 32
-LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 UNIT = "validation loss (nats per token)"
 CONTROL = "sliding window of the training length, plain RoPE"
 MEANING = f"""\
@@ -264,38 +263,30 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
 
 def plot(runs: Sequence[tuple[str, dict]], by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
-    figure, axes = one_panel()
     results = [result for _, result in runs]
     trained = {result["trained_length"] for result in results}
-    begin = int(FIRST_DRAWN * min(trained))
+    begin, ticks = int(FIRST_DRAWN * min(trained)), results[0]["lengths"]
     if by_position:
-        length_axis(axes, "position in tokens", trained)
-    else:
-        length_axis(axes, "length in tokens", trained, results[0]["lengths"])
+        ticks = [2**i for i in range(begin.bit_length(), ticks[-1].bit_length())]
 
-    def points(result: dict) -> tuple[Sequence[int], list[float]]:
+    def curve(name: str, result: dict, thin: bool = False) -> Curve:
         if not by_position:
-            return result["lengths"], result["loss"]
+            return Curve(name, result["lengths"], result["loss"], thin=thin)
         *_, longest = result["parts"].values()
         losses = smoothed(longest["loss_by_position"])
-        return range(begin + 1, len(losses) + 1), losses[begin:]
+        return Curve(name, range(begin + 1, len(losses) + 1), losses[begin:], thin=thin)
 
-    seen: dict[str, int] = {}  # the scalings drawn so far of each run
-    for i, (name, result) in enumerate(runs):
-        scaling = seen.setdefault(result["sha256"], 0)
-        seen[result["sha256"]] += 1
-        style = row_style(i)
-        if len({one["sha256"] for one in results}) > 1:  # a colour for each run
-            style = row_style(len(seen) - 1) | {"linestyle": LINES[scaling % len(LINES)]}
-        if "control" in result and not scaling:
-            axes.plot(*points(result["control"]), color=style["color"], linewidth=0.8)
+    curves: list[Curve] = []
+    controls: dict[str, Curve] = {}  # the scalings of a run share a control
+    for name, result in runs:
         if by_position:
-            windows = result["tokens"] // result["lengths"][-1]
-            name, style["marker"] = f"{name} ({windows:,} windows)", None
-        axes.plot(*points(result), label=name, **style)
-    if any("control" in result for result in results):
-        axes.plot([], [], color="0.3", linewidth=0.8, label=f"thin: {CONTROL}")
-    return finish(figure, UNIT, ", ".join(common_settings(results)))
+            name += f" ({result['tokens'] // result['lengths'][-1]:,} windows)"
+        curves.append(curve(name, result))
+        if "control" in result:
+            controls.setdefault(result["sha256"], curve(name, result["control"], thin=True))
+    x = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
+    title, thin = ", ".join(common_settings(results)), f"thin: {CONTROL}" if controls else ""
+    return draw_curves({title: [*curves, *controls.values()]}, x, UNIT, "x", ticks, thin, trained)
 
 
 def smoothed(losses: list[float]) -> list[float]:

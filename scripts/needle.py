@@ -45,7 +45,7 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.plots import finish, heat_maps, one_panel, row_style
+from scripts.common.plots import Curve, add_legend, draw_curves, heat_maps, panels
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number, print_found
 from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths, validation_id
@@ -301,21 +301,18 @@ def plot_found(runs: dict[str, dict[str, dict]]) -> Figure:
 
 def plot_heads(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 7: the highest needle scores of all heads at one needle."""
-    figure, axes = one_panel()
-    for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
-        single = scores["one needle"]
-        values = [head["score"] for head in single["heads"]]
-        label = f"{name} ({single['grade']})"
-        axes.plot(range(1, len(values) + 1), values, label=label, **row_style(i))
-    axes.set_xlabel("attention head, by needle score")
-    axes.locator_params("x", integer=True)
+    curves = []
+    for name, scores in zip(names, runs, strict=True):
+        values = [head["score"] for head in scores["one needle"]["heads"]]
+        label = f"{name} ({scores['one needle']['grade']})"
+        curves.append(Curve(label, range(1, len(values) + 1), values))
     title = f"one needle, {FIXED[2]:.0%} deep in {runs[0]['length']:,} tokens"
-    return finish(figure, "needle score", title)
+    return draw_curves({title: curves}, "attention head, by needle score", "needle score")
 
 
 def plot_scores(names: list[str], runs: list[dict]) -> Figure:
     """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
-    figure, axes = one_panel()
+    figure, (axes,) = panels(1)
     for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
         axes.plot([], [], color=f"C{i}", label=name)
@@ -325,10 +322,12 @@ def plot_scores(names: list[str], runs: list[dict]) -> Figure:
             axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker)
     for grade_name, marker in GRADES.items():
         axes.scatter([], [], color="0.3", marker=marker, label=grade_name)
-    title = f"needles at random depths of {runs[0]['length']:,} tokens"
-    axes.set_xlabel("trial, by top needle score")
+    axes.set_title(f"needles at random depths of {runs[0]['length']:,} tokens", fontsize="medium")
+    axes.set(xlabel="trial, by top needle score", ylabel="top needle score")
     axes.locator_params("x", integer=True)
-    return finish(figure, "top needle score", title)
+    axes.grid(alpha=0.3)
+    add_legend(figure)
+    return figure
 
 
 main = as_command(Needles, show)

@@ -29,7 +29,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
-from scripts.common.plots import finish, heat_maps, length_axis, one_panel
+from scripts.common.plots import Curve, draw_curves, heat_maps
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number, print_found
 from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths
@@ -163,15 +163,18 @@ def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure
 
 def plot(runs: list[tuple[str, dict]]) -> Figure:
     """LSSAR, Fig. 2: accuracy by length, one line for each run."""
-    figure, axes = one_panel()
+    curves = []
     for name, result in runs:
-        parts = {int(length): part for length, part in result["parts"].items()}
-        accuracy = [100 * parts[length]["accuracy"] for length in sorted(parts)]
-        axes.plot(sorted(parts), accuracy, marker="o", label=name)
-    lengths = sorted({int(length) for _, result in runs for length in result["parts"]})
-    length_axis(axes, "length in tokens", {r["trained_length"] for _, r in runs}, lengths)
-    axes.set_ylim(-3, 103)
-    return finish(figure, "passkeys found (%)", f"RoPE scaling: {runs[0][1]['rope']}")
+        lengths = sorted(map(int, result["parts"]))
+        accuracy = [100 * result["parts"][str(length)]["accuracy"] for length in lengths]
+        curves.append(Curve(name, lengths, accuracy))
+    ticks = sorted({int(length) for _, result in runs for length in result["parts"]})
+    x, trained = (
+        "length in tokens (dotted: training length)",
+        {r["trained_length"] for _, r in runs},
+    )
+    title = f"RoPE scaling: {runs[0][1]['rope']}"
+    return draw_curves({title: curves}, x, "passkeys found (%)", "x", ticks, marks=trained)
 
 
 main = as_command(Passkeys, show)

@@ -109,11 +109,6 @@ class Physics(Evaluation):
     def select(self, measurement: dict, config: Config) -> dict | None:
         return select_parts(measurement, "parts", self.probes)
 
-    def amount(self, config: Config) -> int:
-        sequences = min(self.batch, len(SOLAR_SYSTEM)), min(self.batch, self.pairs)
-        positions = self.steps * config.block_size * sum(sequences[: len(self.probes)])
-        return 0 if self.oracle else positions
-
     def measure(self, run: Run, store: Store) -> None:
         probes = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
         for part in self.probes:

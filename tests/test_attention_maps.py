@@ -32,32 +32,11 @@ def validation_ids(shards, length, count):
     return torch.from_numpy(tokens).view(count, length)
 
 
-def last_layer_softmax(run, ids):
-    """Softmax weights [H, L, L] of the second layer for ids [L], in float64, from the formulas."""
-    model = GPT(checkpoint.read_config(run)).double().eval()
+def last_layer(run, ids):
+    """The weights [H, L, L] of the second layer for ids [L], in float64."""
+    model = GPT(checkpoint.read_config(run)).double().eval().scale_rope("dynamic_ntk")
     checkpoint.load_weights(model, run)
-    first, last = model.trunk.blocks
-    L, H = len(ids), model.config.n_head
-    frequencies = (10000 * max(1, L / 16) ** (16 / 14)) ** -(torch.arange(8).double() / 8)
-    turns = torch.polar(torch.ones(L, 8).double(), torch.arange(L)[:, None] * frequencies)
-    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
-
-    def heads(block, x):
-        for part in block.attn.c_attn(block.ln_1(x)).chunk(3, dim=-1):
-            yield part.view(L, H, -1).transpose(0, 1)  # [H, L, 16]
-
-    def softmax(q, k):
-        q, k = (torch.complex(*part.chunk(2, dim=-1)) * turns for part in (q, k))
-        scores = (q @ k.mH).real / math.sqrt(16)
-        return scores.masked_fill(hidden, -math.inf).softmax(-1)
-
-    with torch.no_grad():
-        x = model.wte(torch.tensor(ids))
-        q, k, v = heads(first, x)
-        x = x + first.attn.c_proj((softmax(q, k) @ v).transpose(0, 1).reshape(L, -1))
-        x = x + first.mlp(first.ln_2(x))
-        q, k, _ = heads(last, x)
-        return softmax(q, k).numpy()
+    return evaluation.attention_weights(model, torch.tensor([ids]), slice(None))[1][0].numpy()
 
 
 def expected(maps):
@@ -81,7 +60,7 @@ def expected(maps):
 # ---- rows, by the number of keys ----
 
 
-def test_numbers_of_softmax_against_the_formulas(train, call, shards, capsys):
+def test_numbers_of_rows_against_loops(train, call, shards, capsys):
     run = train("run", "configs/softmax.py")
     call(attention_maps, run, "--text", TEXT[:40], "--lengths", "48,16", "--tokens", "100")
     (result,) = read(run)
@@ -95,7 +74,7 @@ def test_numbers_of_softmax_against_the_formulas(train, call, shards, capsys):
     assert result["parts"].keys() == windows.keys()
     printed = capsys.readouterr().out
     for name, part in result["parts"].items():
-        rows = expected([last_layer_softmax(run, ids) for ids in windows[name]])
+        rows = expected([last_layer(run, ids) for ids in windows[name]])
         L = part["length"]
         assert L == len(windows[name][0])
         assert part["keys"] == [2**i for i in range(1, 7) if 2**i <= L] + [L] * (L > 16)

@@ -9,12 +9,11 @@ import torch
 
 from data.loader import sampled_batches
 from data.shards import read_meta, read_shard, write_meta, write_shard
-from data.tokenizer import identify
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.reproduce.tables import EXPERIMENTS
-from tests.helpers import measured_losses, not_blank, saved_run, set_meta, small_config
+from tests.helpers import measured_losses, not_blank, saved_run, small_config
 from tests.runs import refused
 
 
@@ -202,18 +201,6 @@ def test_runs_of_a_table_have_the_same_text(module_run, call, text, shards, tmp_
     gpt2 = module_run("softmax.py", "--tokenizer=gpt2", f"--data_dir={text['gpt2']}")
     both = (run, gpt2, f"--data_dir={shards}", "--lengths=16")
     refused(capsys, lambda: call(eval_length, *both), "tokenizer")
-
-
-def test_copies_of_one_tokenizers_file_are_one_tokenizer(call, words_file, tmp_path):
-    """Each run has its own copy."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    write_shard(folder / "text_val_000000.bin", np.resize(np.arange(5, dtype=np.uint16), 99))
-    write_meta(folder, set_meta(identify(str(words_file))))
-    config = small_config("softmax.py", f"--tokenizer={words_file}", f"--data_dir={folder}")
-    runs = [saved_run(tmp_path / name, GPT(config.replace(val_tokens=8))) for name in ("a", "b")]
-    call(eval_length, *runs, "--lengths=4")
-    assert measured_losses(runs[1])[0]["tokens"] == 8
 
 
 def test_learned_positions_are_not_exceeded(module_run, call, capsys):

@@ -16,6 +16,7 @@ from runtime.files import atomic_write
 CURVE_MARKERS = "osD^v<>pPX*hd8H"
 # Curves less than EQUAL pixels apart look like one; the first of them is up to WIDEST points wider.
 EQUAL, WIDEST = 1.5, 9
+Values = Sequence[float] | np.ndarray
 
 
 def write_picture(figure: Figure, path: Path) -> None:
@@ -37,22 +38,6 @@ def row_style(i: int) -> dict[str, Any]:
             "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
 
 
-def one_panel() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    return figure, figure.subplots()
-
-
-def finish(figure: Figure, ylabel: str, title: str) -> Figure:
-    """Label the one panel of a figure, and add the grid and the legend."""
-    (axes,) = figure.axes
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, fontsize="medium")
-    axes.grid(alpha=0.3)
-    show_equal_curves(axes)
-    add_legend(figure)
-    return figure
-
-
 def add_legend(figure: Figure) -> None:
     """A legend beside all axes, or one below each if their curves differ; it covers no curve."""
     entries = {axes: axes.get_legend_handles_labels() for axes in figure.axes}
@@ -63,7 +48,7 @@ def add_legend(figure: Figure) -> None:
         figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, first[1])))
         figure.legend(*first, loc="outside right center", fontsize="small")
         return
-    down = -(-len(legends) // 3)  # see `panels`
+    down = -(-len(legends) // 3)
     longest = max(len(labels) for _, labels in legends.values())
     figure.set_figheight(figure.get_figheight() + 0.2 * down * longest)
     for axes in legends:
@@ -94,31 +79,13 @@ def show_equal_curves(axes: Axes) -> None:
 
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure of so many axes, at most three side by side."""
-    across, down = min(count, 3), -(-count // 3)
-    figure = Figure(figsize=(max(6.4, 5.2 * across), 4.8 * down), layout="constrained")
+    across = 2 if count == 4 else min(count, 3)
+    down = -(-count // across)
+    figure = Figure(figsize=(max(6.4, 5.2 * across), 4.4 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False, sharey=sharey).flat)
     for spare in axes[count:]:
         spare.remove()
     return figure, axes[:count]
-
-
-def length_axis(
-    axes: Axes, label: str, trained: Iterable[int], lengths: Sequence[int] | None = None
-) -> None:
-    """Make x a log2 axis of lengths in tokens, with a dotted line at each training length.
-
-    The ticks are at `lengths`, if any.
-    """
-    for length in trained:
-        axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
-    axes.set_xscale("log", base=2)
-    if lengths is None:
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    else:
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-    axes.set_xlabel(f"{label} (dotted: training length)")
-    axes.grid(alpha=0.3)
 
 
 def heat_maps(
@@ -157,10 +124,10 @@ class Curve:
     """A curve with a band from low to high; a thin curve has the colour of its label."""
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    x: Values
+    y: Values
+    low: Values | None = None
+    high: Values | None = None
     thin: bool = field(default=False, kw_only=True)
 
 
@@ -169,19 +136,23 @@ def draw_curves(
     x: str,
     y: str,
     log: str = "",
-    ticks: Mapping[float, str] | None = None,
+    ticks: Mapping[float, str] | Sequence[float] | None = None,
     thin: str = "",
-    mark: float | None = None,
+    marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
     """A panel for each title; a label has the same style in all of them.
 
     `log` names the logarithmic axes, `ticks` are of the x axis, `thin` is the legend's text for
-    thin curves, `mark` a place on the x axis.
+    thin curves, `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels = list(dict.fromkeys(curve.label for curves in panels_of.values() for curve in curves))
+    if ticks is not None and not isinstance(ticks, Mapping):
+        ticks = {place: f"{place:,}" for place in ticks}
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
+        for place in marks:
+            axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
             style = row_style(labels.index(curve.label))
             if curve.thin:
@@ -194,8 +165,6 @@ def draw_curves(
                 axes.fill_between(curve.x, curve.low, curve.high, **band)
         if thin:
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
-        if mark is not None:
-            axes.axvline(mark, color="0.6", linestyle=":", linewidth=1)
         if "x" in log:
             axes.set_xscale("log")
         if "y" in log:

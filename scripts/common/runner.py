@@ -23,7 +23,6 @@ with the facts that identify it, and found again by them.
 import argparse
 import functools
 import hashlib
-import math
 import os
 import re
 import types
@@ -222,7 +221,7 @@ class Evaluation(Options):
     """A measurement of finished runs: its options as fields, and how its parts are measured."""
 
     name: ClassVar[str]  # of its results file
-    unit: ClassVar[str] = "tokens"  # of the cost
+    unit: ClassVar[str] = "tokens"  # of the cost of a part
 
     def facts(self, config: Config) -> dict:
         """What identifies the measurement of a run with this config, along with `run_facts`.
@@ -256,10 +255,6 @@ class Evaluation(Options):
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement, reduced to the requested parts; None if one of them is missing."""
         return select_parts(measurement, "parts", list(self.parts(config)))
-
-    def amount(self, config: Config) -> int:
-        """The cost of measuring one run, in `unit`."""
-        return sum(self.parts(config).values())
 
     def control(self, config: Config) -> "Evaluation | None":
         """Another measurement of a run, which its own is compared with."""
@@ -319,13 +314,6 @@ def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | No
     if not set(names) <= measurement.get(key, {}).keys():
         return None
     return measurement | {key: {name: measurement[key][name] for name in names}}
-
-
-def without_nan(value: Any) -> Any:
-    """Nested lists with None in place of NaN, which JSON lacks."""
-    if isinstance(value, list):
-        return [without_nan(v) for v in value]
-    return None if math.isnan(value) else value
 
 
 # ---- commands ----

@@ -224,7 +224,7 @@ def lines(
             xs = curves[0].x
             curves.append(Curve("equal weights", xs, [math.log(n) for n in xs]))
         titled = {", ".join(filter(None, (t, title_of(table)))): c for t, c in panels.items()}
-        return draw_curves(titled, x, y, log, mark=mark, sharey=False)
+        return draw_curves(titled, x, y, log, marks=[] if mark is None else [mark], sharey=False)
 
     return draw
 
