@@ -34,7 +34,7 @@ from config import Config
 from errors import UserError, first_line
 from scripts.common import runner
 from scripts.common.papers import LSSAR
-from scripts.common.plots import add_legend, one_panel
+from scripts.common.plots import add_legend, panels
 from scripts.common.runner import Evaluation, Run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
@@ -253,7 +253,7 @@ def shown(results: Sequence[dict]) -> Iterator[tuple[str, str, list[dict]]]:
 
 def draw(shares: dict[str, list[tuple[float, float]]], names: Sequence[str], rope: str) -> Figure:
     """The runs' shares of correct answers, in percent, with their standard errors."""
-    figure, axes = one_panel()
+    figure, (axes,) = panels(1)
     figure.set_figheight(1.4 + 0.4 * len(shares))
     for i, name in enumerate(names):
         values, errors = np.array([found[i] for found in shares.values()]).T
