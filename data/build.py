@@ -10,7 +10,7 @@ bit for bit, one made in a single run.
 import argparse
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
@@ -22,17 +22,22 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import shards
-from data.documents import Read
 from data.tokenizer import BUILT_IN, copy_file, get_tokenizer, identify, split_text
 from errors import UserError
 from runtime.files import lock_folder, read_json, write_json
 
+COLUMN = "text"
 SHARD_SIZE = 100_000_000
+# Documents read at once: more are a little faster, but take more memory where they are books.
+BATCH = 16
 # Characters that a worker tokenises at once: about 0.1 s of work.
 TASK_CHARS = 1 << 19
 # Queue length per worker: enough that none is idle while a shard is written.
 TASKS_PER_WORKER = 4
 
+# Reads documents in a fixed order. It takes a state, JSON, or None for the first document, and
+# gives batches: the state from which the reading can start with them, and their texts.
+Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 # Where a shard starts: the number of the stream, a state of its reading, and a token from there.
 Place = tuple[int, Any, int]
 # The state of the reading at which a task starts, or None if it follows the task before; and pieces

@@ -13,13 +13,14 @@ import argparse
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from data import shards
-from data.build import SHARD_SIZE, add_options, build, claim
-from data.documents import COLUMN, Read, open_dataset, reach_hub, reading
+from data.build import BATCH, COLUMN, SHARD_SIZE, Read, add_options, build, claim
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from runtime.files import write_json
@@ -31,6 +32,63 @@ READY = "kjj0/fineweb10B-gpt2"
 READY_SETTINGS: shards.Settings = {
     "tokenizer": "gpt2", "shard_size": SHARD_SIZE, "fingerprint": READY, "source": READY
 }  # fmt: skip
+
+
+def open_dataset(source: str, path: str, column: str, split: str, **where: Any) -> Read:
+    """The strings in one column of a split of a dataset.
+
+    `path` and `where` are what `datasets.load_dataset` takes: a repository, a folder, or "parquet",
+    and which files. Error messages call the dataset `source`. Raises UserError where it cannot be
+    read, or has no such column.
+    """
+    with reading(source):
+        import datasets
+
+        datasets.disable_progress_bars()
+        # reading files of this machine must not ask the hub to count it
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
+        builder = datasets.load_dataset_builder(path, **where)
+        dataset = builder.as_streaming_dataset(split).select_columns([column])
+        if hasattr(builder.config, "columns"):  # parquet: the other columns are not read
+            builder.config.columns, builder.config.batch_size = [column], BATCH
+            dataset = builder.as_streaming_dataset(split)
+
+    def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
+        with reading(source):
+            dataset.load_state_dict(state)
+            for batch in dataset.iter(BATCH):
+                if not all(isinstance(text, str) for text in batch[column]):
+                    raise UserError(f"{source}: a document has no {column}, or it is not a string")
+                yield state, batch[column]
+                state = dataset.state_dict()
+
+    return read
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turn any error of the block into a UserError that names the dataset."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, the system or any network library
+        raise UserError(f"{source}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def reach_hub() -> None:
+    """Raise UserError at once, not after minutes of retries, where the hub cannot be reached."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # from one of several HTTP libraries
+        raise UserError(
+            f"cannot reach {constants.ENDPOINT} ({error}): check the network, or give files that "
+            "are on disk"
+        ) from error
 
 
 def local_files(given: list[str]) -> list[tuple[str, int]]:
@@ -154,6 +212,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def find_documents(args: argparse.Namespace, name: str | None, source: str) -> tuple[Read, str]:
+    """The documents that these options name, and their fingerprint."""
+    repo, where = DATASETS.get(args.dataset, args.dataset), (args.column, args.split)
+    files = local_files(args.parquet) if args.parquet else hub_files(repo, name, args.split)
+    files = part_of(files, args.part) if args.part else files
+    identity: list = [(Path(path).name, size) for path, size in files]
+    identity = identity if args.column == COLUMN else [args.column, identity]
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    paths = [path for path, _ in files]
+    if args.parquet:
+        paths = [escape(path) for path in paths]  # datasets takes them as patterns
+        return open_dataset(source, "parquet", *where, data_files=paths), fingerprint
+    return open_hub(source, paths, *where, args.streaming), fingerprint
+
+
 @command
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
@@ -163,29 +236,20 @@ def main(argv: list[str] | None = None) -> None:
     get_tokenizer(args.tokenizer)  # raises now, and not after a download
     folder += "" if args.tokenizer == "gpt2" else f"_{Path(args.tokenizer).stem}"
     out_dir = args.out_dir or Path("data", folder)
-    if args.ready:
+    if args.ready is not None:
         asked = (repo, name, args.split, args.column, args.part, args.tokenizer)
         if asked != (DATASETS["fineweb"], SAMPLE, "train", COLUMN, None, "gpt2"):
             raise UserError("--ready: only fineweb's sample-10BT is published, as ids of gpt2")
         return download_ready(out_dir, args.ready)
     options = [word for word in (args.split, args.column) if word not in ("train", COLUMN)]
-    source = " ".join(args.parquet or [repo, *([name] if name else []), *options])
+    source = " ".join(args.parquet or [repo, *filter(None, [name]), *options])
     out_dir /= f"part-{args.part.replace('/', '-of-')}" if args.part else ""
     meta, streams = shards.read_meta(out_dir), []
     if meta and meta["source"] == source and not args.parquet:  # done: no network is needed
         fingerprint = meta["fingerprint"]
     else:
-        files = local_files(args.parquet) if args.parquet else hub_files(repo, name, args.split)
-        files = part_of(files, args.part or "1/1")
-        paths, sizes = [path for path, _ in files], [(Path(path).name, n) for path, n in files]
-        identity = sizes if args.column == COLUMN else [args.column, sizes]
-        fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        if args.parquet:
-            paths = [escape(path) for path in paths]  # datasets takes them as patterns
-            where = ("parquet", args.column, args.split)
-            streams = [open_dataset(source, *where, data_files=paths)]
-        else:
-            streams = [open_hub(source, paths, args.column, args.split, args.streaming)]
+        read, fingerprint = find_documents(args, name, source)
+        streams = [read]
     settings = (args.tokenizer, args.shard_size, args.workers, source, fingerprint)
     build(out_dir, prefix, streams, *settings)
 

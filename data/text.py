@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from data.build import add_options, build
-from data.documents import COLUMN, ROWS_AT_ONCE, Read
+from data.build import BATCH, COLUMN, Read, add_options, build
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from runtime.files import open_regular, sha256_of
@@ -119,7 +118,7 @@ def read_parquet(path: Path, file: IO[bytes], column: str) -> Iterator[Any]:
     table = pq.ParquetFile(file)
     if column not in table.schema_arrow.names:
         raise UserError(f"{path}: no column {column!r}")
-    for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+    for batch in table.iter_batches(BATCH, columns=[column]):
         yield from batch[column].to_pylist()
 
 

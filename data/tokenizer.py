@@ -57,7 +57,7 @@ class Tokenizer:
 
     def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
         """The ids of each text, [tokens]."""
-        raise NotImplementedError
+        return [self.encode_array(text) for text in texts]
 
     def encode_documents(self, pieces: list[str | None]) -> NDArray[np.uint16]:
         """The ids [tokens] of pieces of documents, one after another; None is an end of text."""
@@ -86,14 +86,11 @@ class GPT2Tokenizer(Tokenizer):
             special_tokens={END_OF_TEXT: self.eot},
         )
 
-    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
-        return [self._encode_text(text) for text in texts]
-
-    def _encode_text(self, text: str) -> NDArray[np.uint16]:
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
         try:
             return self._encode(text)
         except UnicodeEncodeError:
-            return self._encode_text(_repair(text))
+            return self.encode_array(_repair(text))
         except ValueError:
             return self._encode_pieces(text)
 
@@ -122,9 +119,8 @@ class ByteTokenizer(Tokenizer):
 
     name, n_vocab, eot = "bytes", 257, 256
 
-    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
-        data = [_repair(text).encode("utf-8") for text in texts]
-        return [np.frombuffer(each, dtype=np.uint8).astype(np.uint16) for each in data]
+    def encode_array(self, text: str) -> NDArray[np.uint16]:
+        return np.frombuffer(_repair(text).encode(), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         others = {self.eot: END_OF_TEXT.encode()}

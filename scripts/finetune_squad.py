@@ -41,7 +41,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, choices
-from data.documents import reach_hub
+from data.fineweb import reach_hub
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command, first_line

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size, task, workers):
     """Stopped once after each shard, wherever in a document, a batch or a task it ends."""
     monkeypatch.setattr(build, "TASK_CHARS", task)
-    monkeypatch.setattr("data.documents.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("data.fineweb.BATCH", 3)
     sizes = {1: (4, 8), 97: (12, 80), 1000: (12, 400)}[shard_size]
     documents = ["", *make_documents(*sizes, seed=shard_size), "", "", "end"]
     folder, out = tmp_path / "parquet", tmp_path / "out"

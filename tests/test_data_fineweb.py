@@ -78,9 +78,9 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     says("broken.parquet: cannot be read: ", *base, tmp_path / "broken.parquet")
     other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
-    says("needs a column 'text' of strings; it has id, content", *base, other)
+    says("Column name ['text'] not in the dataset. Columns in the dataset: ['id'", *base, other)
     null = write_parquet(tmp_path / "null.parquet", ["a", "b", None])
-    says("null.parquet: a document's text is NoneType, not str", *base, null)
+    says("null.parquet: a document has no text, or it is not a string", *base, null)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     shards.write_shard(foreign / "fineweb_train_000007.bin", np.array([1], dtype=np.uint16))
