@@ -62,52 +62,37 @@ class Elements:
     time_step: float
 
 
-@dataclass(frozen=True)
-class System:
-    """A simulated system; the star is the last body."""
-
-    positions: Floats  # [points, bodies, 2]
-    masses: Floats  # [bodies]
-    time_step: float
-
-
 @command
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tasks.orbits", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--systems", type=int, default=10_000, help="how many (%(default)s)")
-    parser.add_argument("--planets", type=int, default=MAX_PLANETS, help="at most (%(default)s)")
-    parser.add_argument("--entries", type=int, default=ENTRIES, help="of a sequence (%(default)s)")
-    parser.add_argument("--bins", type=int, default=BINS, help="of a coordinate (%(default)s)")
-    arguments = parser.parse_args()
-    for name in ("systems", "planets", "entries", "bins"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)} must be at least 1")
-    indices = range(arguments.systems)
-    drawn = [draw(TRAINING, index, arguments.planets) for index in indices]
-
-    def row(name: str, values: Floats) -> str:
-        quantiles = np.quantile(values, (0, 0.25, 0.5, 0.75, 1))
-        return f"{name:22}{values.mean():12.4g}" + "".join(f"{q:12.4g}" for q in quantiles)
-
+    indices = range(parser.parse_args().systems)
+    if not indices:
+        raise UserError("--systems must be at least 1")
+    drawn = [draw(TRAINING, index) for index in indices]
+    quantities = {
+        "planets": np.array([len(one.axes) for one in drawn], dtype=float),
+        "planet mass": np.concatenate([one.masses[:-1] for one in drawn]),
+        "star mass": np.array([one.masses[-1] for one in drawn]),
+        "semi-major axis (AU)": np.concatenate([one.axes for one in drawn]),
+        "eccentricity": np.concatenate([one.eccentricities for one in drawn]),
+    }
     print(f"{len(drawn):,} systems of the training set")
     print(f"{'':22}" + "".join(f"{s:>12}" for s in ("mean", "min", "25%", "50%", "75%", "max")))
-    print(row("planets", np.array([len(one.axes) for one in drawn], dtype=float)))
-    print(row("planet mass", np.concatenate([one.masses[:-1] for one in drawn])))
-    print(row("star mass", np.array([one.masses[-1] for one in drawn])))
-    print(row("semi-major axis (AU)", np.concatenate([one.axes for one in drawn])))
-    print(row("eccentricity", np.concatenate([one.eccentricities for one in drawn])))
-    systems = (at for _, at in simulated(drawn, arguments.entries))
-    beyond = [(np.abs(at) > EDGE).any(-1).mean((1, 2)) for at in systems]
-    share = np.concatenate(beyond)
+    for name, values in quantities.items():
+        numbers = [values.mean(), *np.quantile(values, (0, 0.25, 0.5, 0.75, 1))]
+        print(f"{name:22}" + "".join(f"{number:12.4g}" for number in numbers))
+    systems = (at for _, at in simulated(drawn, ENTRIES))
+    share = np.concatenate([(np.abs(at) > EDGE).any(-1).mean((1, 2)) for at in systems])
     print(
         f"beyond +-{EDGE:g} AU, and clipped: {100 * share.mean():.3g}% of positions, in "
         f"{100 * (share > 0).mean():.3g}% of systems"
     )
     started = time.perf_counter()
-    sequences(TRAINING, indices, arguments.planets, arguments.bins, arguments.entries)
+    sequences(TRAINING, indices)
     rate = len(indices) / (time.perf_counter() - started)
-    print(f"{rate:,.0f} sequences of {arguments.entries:,} entries a second on one core")
+    print(f"{rate:,.0f} sequences of {ENTRIES:,} entries a second on one core")
 
 
 # ---- mechanics ----
@@ -117,12 +102,8 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
     """E of Kepler's equation mean = E - e sin E, to 1e-14 within the first turns.
 
     Markley's solver (1995): a cubic's root and one correction of fifth order, without iterations.
-    Raises UserError for an eccentricity that is no ellipse's.
     """
     e = np.asarray(eccentricity)
-    if not np.all((e >= 0) & (e < 1)):
-        wrong = e[~((e >= 0) & (e < 1))].flat[0]
-        raise UserError(f"eccentricity {wrong:g}: an ellipse has at least 0 and less than 1")
     turns = 2 * np.pi * np.rint(mean / (2 * np.pi))
     M = mean - turns
     M2 = M * M
@@ -140,20 +121,12 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
 
 
 def positions(systems: Sequence[Elements], points: int) -> Floats:
-    """Positions [systems, points, bodies, 2] of systems with the same number of planets.
-
-    Raises UserError for an eccentricity of 1 or more, and a planet that outweighs its star.
-    """
+    """Positions [systems, points, bodies, 2] of systems with the same number of planets."""
     masses, a, e, tilt, phase, centre = (
         np.stack([getattr(one, name) for one in systems])
         for name in ("masses", "axes", "eccentricities", "tilts", "phases", "centre")
     )
     planets, star = masses[:, :-1], masses[:, -1:]
-    if (planets > star).any():
-        heavy = int(np.argmax((planets > star).any(1)))
-        raise UserError(
-            f"masses {masses[heavy].tolist()}: the star's is the last, and no planet's is larger"
-        )
     steps = np.array([one.time_step for one in systems])
     motion = np.sqrt(G * (planets + star) / a**3)  # mean, in radians a year: Kepler's third law
     times = steps[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
@@ -164,8 +137,8 @@ def positions(systems: Sequence[Elements], points: int) -> Floats:
     out = np.empty((len(systems), points, masses.shape[1], 2))
     vectors = out[:, :, :-1]  # from star to planet
     vectors[..., 0], vectors[..., 1] = cos * along - sin * across, sin * along + cos * across
-    # the star's own orbit around the centre of mass; with several planets, where the first one's
-    # begins
+    # the star's own orbit around the centre of mass; with several planets, the point at which its
+    # orbit with the first one begins
     lever = (planets / (planets + star))[:, :1, None]
     own = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
     out[:, :, -1] = centre[:, None] - lever * own
@@ -209,23 +182,19 @@ def _draw_orbits(rng: np.random.Generator, masses: Floats, count: int) -> Elemen
     )
 
 
-def simulate(seed: int, index: int, planets: int = MAX_PLANETS, entries: int = ENTRIES) -> System:
-    """One system, with as many points as begin within a sequence of so many entries."""
-    one = draw(seed, index, planets)
-    ((_, at),) = simulated([one], entries)
-    return System(at[0], one.masses, one.time_step)
-
-
 def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[int], Floats]]:
-    """Some of the systems' places in the list, and their positions; after the last one, of all."""
+    """Positions [k, points, bodies, 2] of k systems, with their k places in the list.
+
+    The k systems have equally many planets; the groups together are all systems.
+    """
     by_planets: dict[int, list[int]] = {}
     for place, one in enumerate(systems):
         by_planets.setdefault(len(one.axes), []).append(place)
     for planets, places in by_planets.items():
         points = -(-(entries - 1) // (planets + 1))
         for begin in range(0, len(places), TOGETHER):
-            some = places[begin : begin + TOGETHER]
-            yield some, positions([systems[place] for place in some], points)
+            group = places[begin : begin + TOGETHER]
+            yield group, positions([systems[place] for place in group], points)
 
 
 # ---- sequences ----

@@ -11,7 +11,7 @@ from scipy.integrate import solve_ivp
 from data.loader import Batching
 from errors import UserError
 from tasks import orbits
-from tasks.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulate
+from tasks.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, sequences, simulated
 
 MANY = [draw(5, index) for index in range(3000)]
 
@@ -26,25 +26,17 @@ def one_planet(**changes):
     return replace(elements, **changes)
 
 
+def places(system, entries=1000):
+    """The bodies' positions in a sequence, [points, bodies, 2]."""
+    ((_, at),) = simulated([system], entries)
+    return at[0]
+
+
 def test_kepler_solves_its_equation():
     mean = np.linspace(-4 * np.pi, 4 * np.pi, 8001)
     eccentricity = np.concatenate([np.linspace(0, 0.99, 100), 1 - np.logspace(-3, -9, 13)])[:, None]
     E = kepler(mean, eccentricity)
     assert np.abs(E - eccentricity * np.sin(E) - mean).max() < 1e-12
-    assert np.allclose(kepler(mean, 0.0), mean, atol=1e-15)
-
-
-@pytest.mark.parametrize("eccentricity", [1.0, 1.5, -0.1, float("nan")])
-def test_what_is_no_ellipse_is_refused(eccentricity):
-    with pytest.raises(UserError, match=f"eccentricity {eccentricity:g}: an ellipse has at least"):
-        kepler(np.zeros(3), np.array([0.1, eccentricity]))
-    with pytest.raises(UserError, match="eccentricity"):
-        positions([one_planet(eccentricities=np.array([eccentricity]))], 10)
-
-
-def test_a_planet_heavier_than_its_star_is_refused():
-    with pytest.raises(UserError, match=r"masses \[2.0, 0.5\]: the star's is the last"):
-        positions([one_planet(masses=np.array([2.0, 0.5]))], 10)
 
 
 def derivative(at: np.ndarray, step: float) -> np.ndarray:
@@ -53,26 +45,12 @@ def derivative(at: np.ndarray, step: float) -> np.ndarray:
     return sum(w * at[i : len(at) - 8 + i] for i, w in enumerate(weights)) / step
 
 
-def test_energy_angular_momentum_and_centre_of_mass_are_constant():
-    system = one_planet(time_step=1e-3)
-    (at,) = positions([system], 4000)
-    velocity, at = derivative(at, system.time_step), at[4:-4]
-    planet, star = system.masses
-    distance = np.linalg.norm(at[:, 0] - at[:, 1], axis=-1)
-    kinetic = (system.masses[:, None] * velocity**2).sum((1, 2)) / 2
-    energy = kinetic - G * planet * star / distance
-    assert np.allclose(energy, -G * planet * star / (2 * system.axes[0]), rtol=1e-8)
-    across = at[..., 0] * velocity[..., 1] - at[..., 1] * velocity[..., 0]
-    spin = (system.masses * across).sum(1)
-    assert np.ptp(spin) < 1e-8 * abs(spin[0])
-    centre = (system.masses[:, None] * at).sum(1) / system.masses.sum()
-    assert np.allclose(centre, system.centre, atol=1e-12)
-
-
 def test_a_numerical_integration_gives_the_same_orbit_over_a_hundred_periods():
     period = np.sqrt(1.3**3 / 1.1)  # Kepler's third law
     system = one_planet(time_step=period / 5)
     (at,) = positions([system], 501)
+    centre = (system.masses[:, None] * at).sum(1) / system.masses.sum()
+    assert np.allclose(centre, system.centre, atol=1e-12)
     step = 1e-4
     (near,) = positions([replace(system, time_step=step)], 9)
     (before,) = positions([replace(system, time_step=-step)], 9)
@@ -93,8 +71,8 @@ def test_a_numerical_integration_gives_the_same_orbit_over_a_hundred_periods():
 
 
 def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins():
-    index = next(i for i, one in enumerate(MANY) if len(one.axes) == 3)
-    at, one = simulate(5, index).positions, MANY[index]
+    one = next(one for one in MANY if len(one.axes) == 3)
+    at = places(one)
     assert at.shape == (250, 4, 2) and (at[:, -1] == at[0, -1]).all()
     first = replace(
         one, masses=one.masses[[0, -1]],
@@ -106,14 +84,9 @@ def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins
 
 
 def test_a_system_depends_on_its_seed_and_index_alone():
-    alone = [simulate(5, index) for index in (3, 1)]
-    for system, index in zip(alone, (3, 1), strict=True):
-        again = simulate(5, index)
-        assert np.array_equal(system.positions, again.positions)
-        assert system.masses.tolist() == MANY[index].masses.tolist() == again.masses.tolist()
     together = sequences(5, range(40))
     assert all(np.array_equal(together[i], sequences(5, [i])[0]) for i in range(40))
-    assert len({row.tobytes() for row in together}) == 40
+    assert len({sequence.tobytes() for sequence in together}) == 40
     assert not np.array_equal(together[0], sequences(6, [0])[0])
 
 
@@ -150,20 +123,19 @@ def test_coordinates_are_back_from_their_tokens_within_half_a_bin(bins):
     tokens = orbits.to_tokens(at, bins)
     assert tokens.dtype == np.uint16 and tokens.max() < bins
     assert np.abs(orbits.to_coordinates(tokens, bins) - at).max() <= 50 / bins * (1 + 1e-9)
-    assert orbits.to_tokens(np.array([-60.0, -50.0, 50.0, 1e9]), bins).tolist() == [
-        0, 0, bins - 1, bins - 1
-    ]  # fmt: skip
+    ends = orbits.to_tokens(np.array([-60.0, -50.0, 50.0, 1e9]), bins)
+    assert ends.tolist() == [0, 0, bins - 1, bins - 1]
 
 
 def test_a_sequence_is_a_time_step_and_the_bodies_in_turns():
     for index in range(5):
-        system, (row,) = simulate(5, index), sequences(5, [index])
-        assert row.shape == (1000, 2)
+        system, (sequence,) = MANY[index], sequences(5, [index])
+        assert sequence.shape == (1000, 2)
         step = {7 * 0.0027: 7000, 180 * 0.0027: 7001}[system.time_step]
-        assert row[0].tolist() == [step, step]
-        expected = system.positions.reshape(-1, 2)[:999]
+        assert sequence[0].tolist() == [step, step]
+        expected = places(system).reshape(-1, 2)[:999]
         inside = np.abs(expected) < 50
-        back = orbits.to_coordinates(row[1:], 7000)
+        back = orbits.to_coordinates(sequence[1:], 7000)
         assert np.abs(back - expected)[inside].max() <= 50 / 7000 * (1 + 1e-9)
 
 
@@ -178,13 +150,13 @@ def test_batches_are_the_same_for_any_number_of_processes():
     assert (x == np.concatenate([part.batch(7)[0] for part in parts])).all()
     index = re.fullmatch(r"with system (\d+) of the .*", whole.batch_location(7)).group(1)
     assert (x[0].numpy() == sequences(orbits.TRAINING, [int(index)], 2, 500, 32)[0, :-1]).all()
-    epoch = [row.numpy().tobytes() for step in range(5) for row in whole.batch(step)[0]]
+    epoch = [system.numpy().tobytes() for step in range(5) for system in whole.batch(step)[0]]
     assert len(set(epoch)) == 40
     validation = list(whole.validation_batches(10 * 31, 4))
     assert [len(x) for x, _ in validation] == [4, 4, 2] and whole.validation_windows(319) == 10
     shares = [part.validation_batches(10 * 31, 4) for part in parts]
     assert sum(len(x) for share in shares for x, _ in share) == 10
-    assert not {row.numpy().tobytes() for x, _ in validation for row in x} & set(epoch)
+    assert not {system.numpy().tobytes() for x, _ in validation for system in x} & set(epoch)
     with pytest.raises(UserError, match="val_tokens = 30, but one system takes 31"):
         whole.validation_batches(30, 4)
     with pytest.raises(UserError, match="systems = 4 are fewer than one batch takes, 8"):
@@ -192,8 +164,8 @@ def test_batches_are_the_same_for_any_number_of_processes():
 
 
 def test_the_command_says_what_the_systems_are_and_how_fast(call, capsys):
-    call(orbits, "--systems=50", "--entries=100")
+    call(orbits, "--systems=50")
     out = capsys.readouterr().out
     assert re.search(r"eccentricity +0\.\d", out)
     assert re.search(r"beyond \+-50 AU, and clipped: [\d.]+% of positions, in [\d.]+% of", out)
-    assert re.search(r"[\d,]+ sequences of 100 entries a second on one core", out)
+    assert re.search(r"[\d,]+ sequences of 1,000 entries a second on one core", out)
