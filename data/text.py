@@ -125,7 +125,7 @@ def read_parquet(path: Path, file: IO[bytes], column: str) -> Iterator[Any]:
 def read_json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Any]:
     import pyarrow
 
-    compression = COMPRESSION["".join(path.suffixes[path.suffixes.index(".jsonl") :])]
+    compression = next(how for end, how in COMPRESSION.items() if path.name.endswith(end))
     lines = io.BufferedReader(pyarrow.input_stream(file, compression))
     for number, line in enumerate(lines, 1):
         if line.strip():
