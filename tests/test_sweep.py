@@ -36,9 +36,6 @@ def test_a_grid_of_orbits(call, commands, tmp_path, capsys):
     for p, row in zip((1, 3), table["rows"].values(), strict=True):
         last = (tmp_path / f"of/p{p}/metrics.jsonl").read_text().splitlines()[-1]
         assert row["mean"] == [json.loads(last)["val_loss"]]
-    with pytest.raises(SystemExit):
-        call(sweep, "configs/lssar_p15.py", *SMALL, *settings, "--lengths=16")
-    assert "--lengths: runs of orbits are validated" in capsys.readouterr().err
 
 
 def test_a_grid_end_to_end(swept, commands, capsys):
@@ -120,19 +117,10 @@ def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys,
     assert all(part in message for part in parts), message
 
 
-def test_learned_positions_are_evaluated_to_their_end(swept, monkeypatch):
-    asked = []
-
-    def built(points, lengths, failures):
-        asked.append(lengths)
-        raise sweep.UserError("enough")
-
-    monkeypatch.setattr(sweep, "train", lambda *arguments: [])
-    monkeypatch.setattr(sweep, "build_table", built)
-    for positions in ("rope", "learned"):
-        with pytest.raises(SystemExit):
-            swept("--p=3,15", f"--positions={positions}")
-    assert asked == [(16, 32, 64, 128), (16,)]
+def test_learned_positions_are_evaluated_to_their_end(shards):
+    for positions, lengths in (("rope", (16, 32, 64, 128)), ("learned", (16,))):
+        config = load_config([*SMALL, f"--data_dir={shards}", f"--positions={positions}"])
+        assert sweep.lengths_of([PlannedRun("", config, [])], None) == lengths
 
 
 def test_folders_and_names(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from runtime.files import read_json, write_json
 from scripts import benchmark
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
-from scripts.eval_length import LossByLength
+from scripts.common.runner import Evaluation
 from scripts.reproduce.rows import Scale, view_options
 
 # name -> (x, y), drawn in a panel of that name
@@ -129,7 +129,7 @@ class OfRuns:
     columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
     # the columns of a run's measurement, without costs
     values: Callable[[dict, Config], list[float]] = lambda measured, config: measured["values"]
-    evaluation: Callable[[Config], Any] | None = None
+    evaluation: Callable[[Config], Evaluation] | None = None
     read: Callable[..., Values] | None = None  # the files of a run, and of the runs it needs
     curves: Callable[[dict], Curves] | None = None  # of a measurement
     better: str | tuple[str | None, ...] | None = None  # a tuple: of each column
@@ -154,23 +154,19 @@ class OfRuns:
         """Measure what is missing; returns a sentence for each failure."""
         failures = []
         for run in work.runs() if self.evaluation else ():
-            if not run.finished or self.find(run):
-                continue
             try:
-                for evaluation in self.evaluations(run):
-                    runner.measured(evaluation, run.folder)
+                if run.finished:
+                    runner.with_control(self.evaluation_of(run), run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         if self.costs:
             self.costs.measure(work)
         return failures
 
-    def evaluations(self, run: PlannedRun) -> list[Any]:
-        """The evaluation of a run, and its control if there is one."""
+    def evaluation_of(self, run: PlannedRun) -> Evaluation:
+        """The evaluation of a run, with the options of its view."""
         assert self.evaluation is not None
-        own = replace(self.evaluation(run.config), **view_options(run.view))
-        control = own.control(run.config) if isinstance(own, LossByLength) else None
-        return [own] if control is None else [own, control]
+        return replace(self.evaluation(run.config), **view_options(run.view))
 
     def find(self, run: PlannedRun, *others: PlannedRun) -> dict | None:
         """The stored measurement of a finished run, with its control as `control`; else None."""
@@ -180,10 +176,13 @@ class OfRuns:
             return {"values": values, "curves": curves, "environment": made}
         if not run.finished:
             return None
-        own, *control = (runner.stored(one, run.folder) for one in self.evaluations(run))
-        if own is None or None in control:
-            return None
-        return own | ({"control": control[0]} if control else {})
+        evaluation = self.evaluation_of(run)
+        control = evaluation.control(run.config)
+        own = runner.stored(evaluation, run.folder)
+        if own is None or control is None:
+            return own
+        controlled = runner.stored(control, run.folder)
+        return controlled and own | {"control": controlled}
 
     def results(self, work: Work, name: str) -> list[dict]:
         """The runs of a table row, as table.json has them."""
