@@ -15,19 +15,15 @@ A checkpoint is written to a temporary file, synced and renamed before checkpoin
 and older ones are deleted only after that: the newest one listed is always intact.
 """
 
-import hashlib
-import json
 import math
 import os
 import re
 import secrets
-import shutil
 import sys
-import zipfile
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -40,6 +36,7 @@ from model import GPT
 from runtime.device import environment, uncommitted_changes
 from runtime.files import (
     atomic_write,
+    check_writable,
     convert,
     delete_abandoned,
     read_json,
@@ -53,10 +50,10 @@ KINDS = {"latest": "step", "best": "best"}
 NAME = r"^(step|best)_\d{6,}\.pt$"
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]
-
-
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
+# Settings of a model that the names and shapes of its weights may not reveal.
+HIDDEN = ("projections", "n_head", "norm", "tie_embeddings", "tokenizer")
 
 
 class Entry(msgspec.Struct):
@@ -79,7 +76,7 @@ class Index(msgspec.Struct):
 
 
 class Weights(msgspec.Struct, kw_only=True):
-    """What every checkpoint has; val_loss is that of a best_*.pt."""
+    """The content of a best_*.pt, and a part of every step_*.pt, which has no val_loss."""
 
     run_id: str
     model: dict[str, Any]
@@ -99,11 +96,68 @@ class TrainingState(Weights, kw_only=True):
 
 State = TypeVar("State", bound=Weights)
 
+
+@dataclass
+class Training:
+    """A model in training: what its checkpoints save and restore."""
+
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    step: int = 0  # the updates done
+    best_val_loss: float = math.inf
+    tokens: int = 0  # of an epoch of the data
+    resumed_at: int | None = None
+
+    def weights(self, config: Config) -> dict[str, Any]:
+        """The fields of every checkpoint."""
+        settings = settings_of(config)
+        weights = self.model.state_dict()
+        return {"run_id": self.run_id, "model": weights, "step": self.step, "config": settings}
+
+    def best_weights(self, config: Config) -> Weights:
+        return Weights(**self.weights(config), val_loss=self.best_val_loss)
+
+    def state(self, config: Config) -> TrainingState:
+        """All that resuming needs; `restore` loads it back."""
+        return TrainingState(
+            **self.weights(config),
+            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
+            scaler=self.scaler.state_dict(),
+            best_val_loss=self.best_val_loss,
+            tokens=self.tokens,
+        )
+
+    def restore(self, state: TrainingState) -> None:
+        """Copy a state into the model, its optimizers and the loss scaler.
+
+        Raises UserError where it does not fit them.
+        """
+        try:
+            self.model.load_state_dict(state.model)
+            for optimizer, saved in zip(self.optimizers, state.optimizers, strict=True):
+                options = optimizer.param_groups
+                optimizer.load_state_dict(saved)
+                for group, own in zip(optimizer.param_groups, options, strict=True):
+                    group.update(own)  # the config's, which a resumed run has not changed
+            if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
+                self.scaler.load_state_dict(state.scaler)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            *_, reason = str(error).splitlines() or [type(error).__name__]
+            raise UserError(
+                f"the checkpoint of step {state.step} does not fit this run: {reason.strip()}"
+            ) from error
+        self.run_id, self.step, self.resumed_at = state.run_id, state.step, state.step
+        self.best_val_loss, self.tokens = state.best_val_loss, state.tokens
+
+
 # ---- writing ----
 
 
 def write_header(run: Path, config: Config) -> None:
     """Write the settings and environment to a run's folder, before its first step."""
+    delete_stale(run)
     copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
     write_json(run / "environment.json", environment())
@@ -120,50 +174,16 @@ def settings_of(config: Config) -> dict[str, Any]:
     return config.as_dict() | {"tokenizer": identify(config.tokenizer)}
 
 
-def new_run_id() -> str:
-    return secrets.token_hex(8)
-
-
-def training_state(
-    run_id: str,
-    model: GPT,
-    optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-    step: int,
-    config: Config,
-    best_val_loss: float = math.inf,
-    tokens: int = 0,
-) -> TrainingState:
-    """All that resuming needs; `restore` loads it back."""
-    return TrainingState(
-        run_id=run_id,
-        model=model.state_dict(),
-        step=step,
-        config=settings_of(config),
-        optimizers=[optimizer.state_dict() for optimizer in optimizers],
-        scaler=scaler.state_dict(),
-        best_val_loss=best_val_loss,
-        tokens=tokens,
-    )
-
-
-def best_weights(run_id: str, model: GPT, step: int, config: Config, val_loss: float) -> Weights:
-    """The weights with the lowest validation loss, and that loss."""
-    weights = model.state_dict()
-    return Weights(
-        run_id=run_id, model=weights, step=step, config=settings_of(config), val_loss=val_loss
-    )
-
-
 class Saver:
     """Writes a run's checkpoints in a background thread, one after another.
 
     Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
-    `keep_every` steps (0: none), for good. There is one best_*.pt.
+    `keep_every` steps (0: none), for good. There is one best_*.pt. With `quiet`, as on all ranks
+    but 0, nothing is written.
     """
 
-    def __init__(self, run: Path, keep_last: int, keep_every: int):
-        self.run, self.keep_last, self.keep_every = run, keep_last, keep_every
+    def __init__(self, run: Path, keep_last: int, keep_every: int, quiet: bool = False):
+        self.run, self.keep_last, self.keep_every, self.quiet = run, keep_last, keep_every, quiet
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None
 
@@ -173,13 +193,12 @@ class Saver:
         A TrainingState becomes a step_*.pt, other weights best_*.pt. First waits for the previous
         checkpoint. Raises UserError if writing that failed.
         """
+        if self.quiet:
+            return
         self.wait()
         kind = "step" if isinstance(state, TrainingState) else "best"
-        copies: dict[tuple, Tensor] = {}
-        content = to_host(msgspec.structs.asdict(state), copies)
-        needed = sum(tensor.nbytes for tensor in copies.values())
-        name = f"{kind}_{state.step:06d}.pt"
-        self.pending = self.thread.submit(self._write, name, content, needed)
+        content = to_host(msgspec.structs.asdict(state), {})
+        self.pending = self.thread.submit(self._write, f"{kind}_{state.step:06d}.pt", content)
 
     def wait(self) -> None:
         """Wait until everything is on disk. Raises UserError if a write failed."""
@@ -187,10 +206,10 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def failed(self) -> bool:
-        """Whether the last write has already failed; `wait` raises its error."""
-        pending = self.pending
-        return pending is not None and pending.done() and pending.exception() is not None
+    def check(self) -> None:
+        """Raise UserError if the last write has already failed."""
+        if self.pending is not None and self.pending.done():
+            self.wait()
 
     def __enter__(self) -> "Saver":
         return self
@@ -200,76 +219,34 @@ class Saver:
             self.wait()
         self.thread.shutdown()  # finishes a write in progress, even after an error
 
-    def _write(self, name: str, content: dict[str, Any], needed: int) -> None:
+    def _write(self, name: str, content: dict[str, Any]) -> None:
         path, before = self.run / name, read_index(self.run)
         try:
             with atomic_write(path) as file:
-                saved = HashingFile(file)
-                saved.write_content(content)
-            keep = self._is_milestone(content["step"])
-            entry = Entry(bytes=saved.bytes, sha256=saved.sha256.hexdigest(), keep=keep)
-            kept = self._entries_to_keep(name, before) | {name: entry}
+                torch.save(content, file)
+            keep = self.keep_every > 0 and content["step"] % self.keep_every == 0
+            entry = Entry(bytes=path.stat().st_size, sha256=sha256_of(path), keep=keep)
+            kept = self._entries_to_keep(name, before or Index("", {})) | {name: entry}
             index = Index(run_id=content["run_id"], checkpoints=kept)
             write_json(self.run / INDEX, msgspec.to_builtins(index))
-        except UserError as error:
-            free, cause = shutil.disk_usage(self.run).free, error.__cause__
-            reason = cause.strerror if isinstance(cause, OSError) else cause
-            advice = (
-                "The earlier checkpoints are untouched: free some space, then continue with "
-                "--resume"
-                if before
-                else "No checkpoint was saved before: free some space, then start the run again "
-                "with the same command"
-            )
+        except (UserError, RuntimeError) as error:  # torch makes its own error of a full disk
+            again = "continue with --resume" if before else "start the run with the same command"
             raise UserError(
-                f"{path}: {reason}; this checkpoint needs {needed:,} bytes, and {free:,} "
-                f"are free on its disk. {advice}"
+                f"{path}: this checkpoint cannot be written ({first_line(error)}). Earlier ones "
+                f"are untouched: if the disk is full, free some space, then {again}"
             ) from error
         delete_stale(self.run)
 
-    def _is_milestone(self, step: int) -> bool:
-        return self.keep_every > 0 and step % self.keep_every == 0
-
-    def _entries_to_keep(self, new: str, index: Index | None) -> dict[str, Entry]:
+    def _entries_to_keep(self, new: str, index: Index) -> dict[str, Entry]:
         """The index entries to keep beside a new one, which replaces all later ones of its kind."""
-        if index is None:
-            return {}
         best, steps = index.newest_first("best"), index.newest_first("step")
         if new.startswith("best"):
             best = []
         else:
-            before = [name for name in steps if step_of(name) < step_of(new)]
-            for name in before:
-                index.checkpoints[name].keep |= self._is_milestone(step_of(name))
-            steps = before[: self.keep_last - 1] + [n for n in before if index.checkpoints[n].keep]
+            steps = [name for name in steps if step_of(name) < step_of(new)]
+            milestones = [name for name in steps if index.checkpoints[name].keep]
+            steps = steps[: self.keep_last - 1] + milestones
         return {name: index.checkpoints[name] for name in best + steps}
-
-
-class HashingFile:
-    """A file that counts and hashes what is written to it."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.bytes += len(data)
-        self.sha256.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def write_content(self, content: dict[str, Any]) -> None:
-        try:
-            torch.save(content, self)  # type: ignore[arg-type]  # it only needs write and flush
-        except RuntimeError as error:  # torch replaces the file's error with its own
-            raise self.error or error from None
 
 
 def to_host(value: Any, copies: dict[tuple, Tensor]) -> Any:
@@ -311,41 +288,19 @@ def step_of(name: str) -> int:
     return int(name[5:-3])
 
 
-class Found(NamedTuple):
-    """A checkpoint's file, and the step and checksum that identify its weights."""
-
-    path: Path
-    step: int
-    sha256: str
-
-    @property
-    def id(self) -> dict[str, Any]:
-        """What is recorded of it: runs of the same name have different checksums."""
-        return {"step": self.step, "sha256": self.sha256}
-
-
-def newest(run: str | Path) -> Found | None:
-    """The newest checkpoint that a run's index lists, None where there is none."""
-    index = read_index(run)
-    names = index.newest_first("step") if index else []
-    if index is None or not names:
-        return None
-    return Found(Path(run) / names[0], step_of(names[0]), index.checkpoints[names[0]].sha256)
-
-
 def step(run: str | Path) -> int | None:
     """The step of a run's newest checkpoint, None where there is none."""
-    found = newest(run)
-    return found.step if found else None
+    index = read_index(run) or Index("", {})
+    return next(map(step_of, index.newest_first("step")), None)
 
 
 def is_checkpoint(run: str | Path) -> bool:
-    """Whether what was given as a run is the file of one checkpoint."""
+    """Whether the path is the file of a checkpoint, not the folder of a run."""
     return Path(run).suffix == ".pt"
 
 
 def folder_of(run: str | Path) -> Path:
-    """The folder of a run, or the one that a checkpoint's file lies in."""
+    """The folder of a run, or the folder that a checkpoint's file lies in."""
     return Path(run).parent if is_checkpoint(run) else Path(run)
 
 
@@ -361,28 +316,37 @@ def exists(run: str | Path) -> bool:
     return step(run) is not None
 
 
-def require_resumable(run: Path) -> None:
-    """Raise UserError for a folder that holds no run to continue."""
-    if newest(run) is None:
+def resumes(run: Path, resume: bool | str) -> bool:
+    """Whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
+
+    Raises UserError where there is nothing to resume, or a new run would overwrite something.
+    """
+    if resume is not True:
+        check_writable(run)
+    found = exists(run)
+    if resume is True and not found:
         raise UserError(why_none(run))
+    if not resume or not found:
+        require_unused_folder(run)
+    return bool(resume) and found
 
 
 def require_unused_folder(run: Path) -> None:
     """Raise UserError for a folder that holds a run, or files that a new run would overwrite.
 
-    A run that ended before its first checkpoint was saved may be overwritten.
+    A run that ended before its first checkpoint was saved may be overwritten: it has no steps.
     """
     if exists(run):
         raise UserError(f"{run} holds a run; continue it with --resume, or give another --out_dir")
+    if not run.is_dir():
+        return
     path, metrics = run / "config.json", run / "metrics.jsonl"
-    config = read_json(path, dict[str, Any])
-    at_risk = None
-    if config is not None and "attention" not in config:  # not written by train.py
+    config, at_risk = read_json(path, dict[str, Any]), None
+    if config is not None and "attention" not in config:  # another program's
         at_risk = path
-    elif metrics.is_file() and metrics.stat().st_size:
-        # the first checkpoint is saved before the second is due
-        interval = (config or {}).get("checkpoint_interval")
-        if not isinstance(interval, int) or last_step(metrics) > interval:
+    elif metrics.exists():
+        text = metrics.read_text(errors="replace")
+        if text and ('"loss"' in text or not text.startswith('{"run_id"')):
             at_risk = metrics
     if at_risk:
         raise UserError(
@@ -391,69 +355,58 @@ def require_unused_folder(run: Path) -> None:
         )
 
 
-def last_step(metrics: Path) -> float:
-    """The last step in a metrics.jsonl; infinite where it is not a run's."""
-    steps = [0]
-    try:
-        lines = metrics.read_text().splitlines()
-        if "run_id" not in json.loads(lines[0]):
-            return math.inf
-        steps += [json.loads(line)["step"] for line in lines[1:-1]]  # a kill may cut the last line
-        return max(steps)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return math.inf
-
-
 # ---- reading ----
 
 
+class Found(NamedTuple):
+    """A checkpoint's file, and the step and checksum that identify its weights."""
+
+    path: Path
+    step: int
+    sha256: str
+
+    @property
+    def id(self) -> dict[str, Any]:
+        """What is recorded of it: runs of the same name have different checksums."""
+        return {"step": self.step, "sha256": self.sha256}
+
+
 def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
-    """The newest whole checkpoint of a run, or its best one, with its checksum verified.
+    """The newest intact checkpoint of a run, or its best one, its checksum verified.
 
     A damaged one is reported on standard error, and the previous one is used. `run` may also be the
-    file of one checkpoint. Raises UserError where none is left.
+    file of a checkpoint. Raises UserError where none is intact.
     """
-    if is_checkpoint(run):
+    path, folder = Path(run), folder_of(run)
+    index = read_index(folder) or Index("", {})
+    names = index.newest_first(KINDS[which])
+    if is_checkpoint(path):
         if which == "best":
             raise UserError(f"{run} is one checkpoint; the best one is chosen from a run's folder")
-        return find_file(Path(run))
-    run = Path(run)
-    while index := read_index(run):
-        names = index.newest_first(KINDS[which])
-        for name in names:
-            entry = index.checkpoints[name]
-            problem = verify_checksum(run / name, entry.bytes, entry.sha256)
-            if problem is None:
-                return Found(run / name, step_of(name), entry.sha256)
-            if not listed(run / name):
-                break  # a run in training has replaced it: look again
-            if not quiet:
-                print(f"warning: {run / name} is damaged: {problem}", file=sys.stderr, flush=True)
-        else:
-            if names:
-                damaged = f"all its checkpoints ({which}) are damaged: {', '.join(names)}"
-                raise UserError(f"{run}: {damaged}")
-            break
-    raise UserError(why_none(run, which))
+        if path.is_file() and path.name not in index.checkpoints:  # copied away from its run
+            return Found(path, load(path, Weights).step, sha256_of(path))
+        names = [path.name] if path.is_file() else []
+    for name in names:
+        entry = index.checkpoints[name]
+        problem = verify(folder / name, entry)
+        if problem is None:
+            return Found(folder / name, step_of(name), entry.sha256)
+        if not quiet:
+            print(f"warning: {folder / name} is damaged: {problem}", file=sys.stderr, flush=True)
+    if names:
+        raise UserError(f"{folder}: damaged, and no earlier one is left: {', '.join(names)}")
+    raise UserError(why_none(path, which))
 
 
-def find_file(path: Path) -> Found:
-    """One checkpoint, verified by its run's index or, copied away from it, by its own checksums."""
-    if not os.path.isfile(path):
-        raise UserError(why_none(path))
-    index = read_index(path.parent)
-    if entry := index and index.checkpoints.get(path.name):
-        if problem := verify_checksum(path, entry.bytes, entry.sha256):
-            raise UserError(f"{path} is damaged: {problem}")
-        return Found(path, step_of(path.name), entry.sha256)
+def verify(path: Path, entry: Entry) -> str | None:
+    """How a file differs from its entry in the index; None where it does not."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:  # zipfile raises many types for damaged files
-        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    if damaged:
-        raise UserError(f"{path} is damaged: {damaged} in it fails its checksum")
-    return Found(path, load(path, Weights).step, sha256_of(path))
+        if (size := path.stat().st_size) != entry.bytes:
+            return f"it has {size:,} bytes, not {entry.bytes:,}"
+        found = sha256_of(path)
+    except OSError as error:
+        return error.strerror
+    return None if found == entry.sha256 else "its checksum is not the one it was saved with"
 
 
 def why_none(run: Path, which: str = "latest") -> str:
@@ -471,40 +424,15 @@ def why_none(run: Path, which: str = "latest") -> str:
             f"{run}: holds {found[-1]}, but its {INDEX} is missing; restore it, or use a "
             f"checkpoint by itself: {run / found[-1]}"
         )
-    if found:
-        return f"{run}: no checkpoint in it ({which})"
     if (run / "config.json").exists():
-        return f"{run}: no checkpoint in it yet; train.py without --resume begins the run again"
+        return f"{run}: no checkpoint in it ({which}); train.py without --resume begins a run"
     return f"{run}: no config.json in it; a run is a folder that train.py made"
-
-
-def listed(path: Path) -> bool:
-    """Whether the index of its run lists a checkpoint."""
-    index = read_index(path.parent)
-    return index is not None and path.name in index.checkpoints
-
-
-def checkpoint_id(run: str | Path, which: str = "latest") -> dict[str, Any]:
-    """Step and sha256 of the checkpoint that `load_weights` would read."""
-    return find(run, which, quiet=True).id
-
-
-def verify_checksum(path: Path, bytes: int, sha256: str) -> str | None:
-    """How a file deviates from this size and checksum; None if it does not."""
-    try:
-        if (size := path.stat().st_size) != bytes:
-            return f"it has {size:,} bytes, not {bytes:,}"
-        found = sha256_of(path)
-    except OSError as error:
-        return error.strerror
-    return None if found == sha256 else "its checksum is not the one it was saved with"
 
 
 def load(path: Path, type: type[State]) -> State:
     """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
-    Nothing in the file is run as code. Raises UserError where it is missing or damaged, or is of
-    another step or run than its index says.
+    Nothing in the file is run as code. Raises UserError where it cannot be read.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -512,27 +440,7 @@ def load(path: Path, type: type[State]) -> State:
         raise UserError(why_none(path)) from None
     except Exception as error:  # torch.load raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    state = convert(content, type, path)
-    index = read_index(path.parent)
-    if index and path.name in index.checkpoints:
-        if state.step != step_of(path.name):
-            raise UserError(f"{path}: it was renamed: it is of step {state.step}")
-        if index.run_id != state.run_id:
-            raise UserError(f"{path}: it belongs to another run than {INDEX}")
-    return state
-
-
-def find_and_load(
-    run: str | Path, which: str, type: type[State], quiet: bool = False
-) -> tuple[Found, State]:
-    """The checkpoint that `find` gives, and its content."""
-    while True:
-        found = find(run, which, quiet)
-        try:
-            return found, load(found.path, type)
-        except UserError:
-            if listed(found.path) or is_checkpoint(run):
-                raise  # else a run in training has replaced it: look again
+    return convert(content, type, path)
 
 
 def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
@@ -541,67 +449,19 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
     Raises UserError where the run was trained with settings that a resumed one may not change, or
     has more steps than this config's max_iters.
     """
-    _, state = find_and_load(run, "latest", TrainingState, quiet)
+    state = load(find(run, quiet=quiet).path, TrainingState)
     asked = settings_of(config)
     defaults = {key: getattr(Config, key) for key in asked}  # of settings that came later
     for key, saved in (defaults | state.config).items():
-        if key not in SETTINGS:
-            raise UserError(
-                f"{run} was trained with {key} = {saved!r}, which is not a setting here"
-            )
-        if SETTINGS[key]["fixed"] and asked[key] != saved:
+        if asked.get(key) != saved and (key not in SETTINGS or SETTINGS[key]["fixed"]):
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{asked[key]!r}; give its original settings (its config.json "
+                f"{asked.get(key)!r}; give its original settings (its config.json "
                 f"has them), or start a new run from its weights: --init_from={run}"
             )
     if state.step > config.max_iters:
         raise UserError(f"{run} has {state.step} steps, above max_iters = {config.max_iters}")
     return state
-
-
-def restore(
-    state: TrainingState,
-    model: GPT,
-    optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-) -> None:
-    """Copy a training state into the model, its optimizers and the loss scaler.
-
-    Raises UserError where it does not fit them.
-    """
-    try:
-        model.load_state_dict(state.model)
-        for optimizer, saved in zip(optimizers, state.optimizers, strict=True):
-            options = optimizer.param_groups
-            optimizer.load_state_dict(saved)
-            for group, own in zip(optimizer.param_groups, options, strict=True):
-                group.update(own)  # the config's, which a resumed run has not changed
-            check_optimizer_state(optimizer)
-        if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
-            scaler.load_state_dict(state.scaler)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        *_, reason = str(error).splitlines() or [type(error).__name__]
-        raise UserError(
-            f"the checkpoint of step {state.step} does not fit this run: {reason.strip()}"
-        ) from error
-
-
-def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError where a parameter's state is not what a step of the optimizer leaves."""
-    matrix = torch.zeros(2, 2, requires_grad=True)
-    matrix.grad = torch.zeros(2, 2)
-    kind: Any = type(optimizer)  # whose parameters are not those of its base class
-    example = kind([matrix])
-    example.step()
-    expected = {key: (value.dtype, value.dim()) for key, value in example.state[matrix].items()}
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state[p] if p in optimizer.state else {}
-        for key in state and expected.keys() | state.keys():
-            value, (dtype, dim) = state.get(key), expected.get(key, (None, 0))
-            shape = p.shape if dim else ()
-            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (dtype, shape):
-                raise ValueError(f"the optimizer's {key} of a parameter {list(p.shape)} is damaged")
 
 
 def read_config(run: str | Path) -> Config:
@@ -622,18 +482,21 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     """Copy a run's weights into the model; returns the checkpoint that they are from.
 
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
-    UserError where the run has no checkpoint or its shapes do not fit.
+    UserError where the run has no checkpoint or its model differs in anything else.
     """
-    found, state = find_and_load(run, which, Weights)
+    found = find(run, which)
+    state = load(found.path, Weights)
     own, saved = model.state_dict(), state.model
-    scalars = {name for name in own | saved if name.rpartition(".")[2] in SCALARS}
-    missing = [name for name in own if name not in saved and name not in scalars]
-    unknown = [name for name in saved if name not in own and name not in scalars]
-    for name in sorted(own.keys() & saved.keys()):
-        if not isinstance(saved[name], Tensor) or own[name].shape != saved[name].shape:
-            theirs = list(getattr(saved[name], "shape", ()))
-            missing.append(f"{name} {theirs} for {list(own[name].shape)}")
-    if different := differing_settings(settings_of(model.config), state.config) + missing + unknown:
+    ours = settings_of(model.config)
+    hidden = [*HIDDEN, *(("q_rank", "kv_rank") if model.config.projections == "tpa" else ())]
+    theirs = {key: getattr(Config, key) for key in hidden} | state.config  # older ones lack some
+    different = [f"{k} {theirs[k]} for {ours[k]}" for k in hidden if theirs[k] != ours[k]]
+    for name in sorted(own.keys() | saved.keys()):
+        there, here = (list(getattr(all.get(name), "shape", [-1])) for all in (saved, own))
+        optional = name.rpartition(".")[2] in SCALARS and [-1] in (there, here)
+        if there != here and not optional:
+            different.append(f"{name} {there} for {here}")
+    if different:
         raise UserError(
             f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; n_layer, "
             "n_head, n_embd, projections, norm, mlp, bias, ties, tokenizer and what a variant "
@@ -641,11 +504,3 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
         )
     model.load_state_dict(saved, strict=False)
     return found
-
-
-def differing_settings(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The settings of two models that differ and that the shapes of weights do not reveal."""
-    keys = ["projections", "n_head", "norm", "tie_embeddings", "tokenizer"]
-    keys += ["q_rank", "kv_rank"] if ours["projections"] == "tpa" else []
-    theirs = {key: getattr(Config, key) for key in keys} | theirs  # older ones lack some
-    return [f"{key} {theirs[key]} for {ours[key]}" for key in keys if theirs[key] != ours[key]]

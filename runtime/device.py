@@ -32,23 +32,30 @@ def pick_device(name: str = "auto") -> torch.device:
 
     Raises UserError for a device that this machine does not have.
     """
-    if name == "auto":
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device("cuda:0" if torch.cuda.is_available() else mps)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "mps", "cpu"):
-        raise UserError(f"device = {name!r} must be 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    available = {
-        "cuda": (device.index or 0) < torch.cuda.device_count(),
+    found = {
+        "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    if not available[device.type]:
+    kind, _, index = name.partition(":")
+    if name == "auto":
+        kind = next(kind for kind in found if found[kind])
+    elif kind not in found or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UserError(f"device = {name!r} must be 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+    if not found[kind] or int(index or 0) >= max(1, torch.cuda.device_count()):
         raise UserError(f"device = {name!r} is not on this machine; 'auto' picks one that is")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
+
+
+def open_device(name: str) -> torch.device:
+    """The device that a setting names, ready for training; under torchrun, this rank's GPU."""
+    device = pick_device(name)
+    if device.type == "cuda":
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -88,6 +95,13 @@ def memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
+    """The share of the device's peak (MFU), None where it is not known, and the peak memory."""
+    peak = peak_flops(device)
+    mfu = flops_per_s / peak if peak and flops_per_s else None
+    return {"mfu": mfu, "memory_mb": memory_mb(device)}
 
 
 def seed_randomness(seed: int, step: int, rank: int) -> None:

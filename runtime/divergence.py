@@ -2,15 +2,13 @@
 
 import math
 import sys
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from config import Config
 from optim import learning_rate
-from runtime.distributed import EXIT_FAILED
+from runtime.distributed import EXIT_FAILED, is_main_rank
 
 # With float16 a step whose gradients overflow lowers the loss scale, from 2^16 by half. Gradients
 # that still overflow at this one are not finite at any (min_loss_scale of fairseq).
@@ -24,17 +22,13 @@ def finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> 
     return math.isfinite(loss)
 
 
-def check_weights(
-    model: nn.Module, config: Config, step: int, batch_location: Callable[[int], str]
-) -> None:
-    """End the run if the update of a step, counted from 1, has left weights that are not finite."""
-    if step and not all(p.isfinite().all() for p in model.parameters()):
-        stop_diverged(config, step, "its update left non-finite weights", batch_location(step))
+def finite_weights(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
     """End the run without saving, so that the newest checkpoint is a good one."""
-    if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
+    if is_main_rank():  # the ranks end alike
         print(
             f"error: step {step}: {error}; the batch begins {location}. The run's last checkpoint "
             f"in {config.out_dir} is good. Try a lower learning_rate (now "

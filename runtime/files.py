@@ -140,14 +140,13 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str, name: str = ".lock") -> Iterator[None]:
     """Create a folder and hold its lock, the file `name`, while the block runs.
 
-    The system releases the lock when the process ends, however it ends. If nothing was written to
-    the folder, what was created here is removed again. Raises UserError where the folder cannot be
+    The system releases the lock when the process ends, however it ends. A folder
+    that was created for nothing is removed again. Raises UserError where the folder cannot be
     written to, or another process holds its lock; the message says that it "is `doing`".
     """
     check_writable(folder)
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock, created = folder / name, not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock, before = folder / name, set(folder.iterdir())
     try:
         number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -162,11 +161,10 @@ def lock_folder(folder: Path, doing: str, name: str = ".lock") -> Iterator[None]
         try:
             yield
         finally:
-            with suppress(OSError):  # another process uses a folder by now, or it is gone
-                if lock not in before and set(folder.iterdir()) == before | {lock}:
+            with suppress(OSError):  # another process uses the folder by now, or it is gone
+                if created and list(folder.iterdir()) == [lock]:
                     lock.unlink()
-                    for path in created:
-                        path.rmdir()
+                    folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

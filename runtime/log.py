@@ -2,37 +2,27 @@
 
 import json
 import math
-import netrc
 import os
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import Annotated, Any, TextIO, cast
 
 import msgspec
-import numpy as np
 from tqdm import tqdm
 
 from config import Config
 from errors import UserError, first_line
 from runtime.files import atomic_write, open_regular, read_json, write_json
 
-# Seconds between two lines on the progress of a validation or a long step.
-PROGRESS_S = 60
-# A spike: a loss at least SPIKE standard deviations above the mean of the last SPIKE_STEPS steps,
-# once there are SPIKE_AFTER of them.
-SPIKE, SPIKE_STEPS, SPIKE_AFTER = 7, 1000, 100
-
-T = TypeVar("T")
+# Seconds between two updates of a progress bar, on a terminal and in a file.
+TERMINAL_S, FILE_S = 0.1, 60
 
 
 class BestEffortStream:
-    """A stream whose write errors are ignored: a closed pipe, a full disk, a terminal that is gone.
+    """A stream whose write errors are ignored: a closed pipe, a full disk, a closed terminal.
 
     What is printed is never worth a run; metrics.jsonl has it.
     """
@@ -71,51 +61,28 @@ def best_effort_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class WandbRun(msgspec.Struct):
-    """The content of wandb.json."""
-
-    id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,128}$")]  # what wandb takes as an id
-
-
 class Log:
-    """Printed lines, metrics.jsonl and wandb; none of these with `quiet`, as on all ranks but 0.
+    """Printed lines, metrics.jsonl and wandb; none of them with `quiet`, as on all ranks but 0.
 
-    Continues after the step `resumed_at`, if any. `batch_location(step)` describes where the batch
-    of a step (1-based) begins in the data. Raises UserError where the run resumes and its
-    metrics.jsonl belongs to a different run than `run_id`.
+    A run that is resumed continues its metrics.jsonl after the step `resumed_at`. Raises UserError
+    where that file belongs to a run other than `run_id`.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        run_id: str,
-        config: Config,
-        resumed_at: int | None,
-        batch_location: Callable[[int], str],
-        quiet: bool,
-    ):
-        self.config, self.quiet, self.batch_location = config, quiet, batch_location
-        self.losses: deque[float] = deque(maxlen=SPIKE_STEPS)
-        self.wandb: Any = None  # a wandb.Run
-        self.row: dict[str, float] = {}
-        self.first_step = resumed_at or 0
-        self.seconds_a_step = 0.0
-        # of the step it resumes at: None where a stop has cut that validation short
-        self.resumed_val_loss: float | None = None
+    def __init__(self, run: Path, run_id: str, config: Config, resumed_at: int | None, quiet: bool):
+        self.config, self.quiet, self.first_step = config, quiet, resumed_at or 0
+        self.ms_a_step = 0.0
         if quiet:
             return
-        path = run / "metrics.jsonl"
-        kept = truncate_metrics(path, run_id, resumed_at)
-        for line in kept:
-            if isinstance(line.get("loss"), float):
-                self.losses.append(line["loss"])
-            if line["step"] == resumed_at and isinstance(line.get("val_loss"), float):
-                self.resumed_val_loss = line["val_loss"]
+        path, before = run / "metrics.jsonl", []
+        if resumed_at is not None:  # the run repeats later steps
+            lines = read_metrics(run, run_id)
+            before = [values for values in lines if values["step"] <= resumed_at]
+        with atomic_write(path, "w") as file:
+            file.writelines(json.dumps(values) + "\n" for values in [{"run_id": run_id}, *before])
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
-        if self.wandb:
-            for line in kept:  # a killed run may not have sent them to wandb
-                self.add_to_row(line)
+        for values in before:  # a killed run may not have sent them to wandb
+            self.send(values)
 
     def __enter__(self) -> "Log":
         return self
@@ -125,28 +92,44 @@ class Log:
             with suppress(OSError):  # what could not be written has been reported
                 self.file.close()
             if self.wandb:
-                if error is None:
-                    self.send_row()
                 self.wandb.finish(exit_code=0 if error is None else 1)
 
     def print(self, text: str) -> None:
         if not self.quiet:
             print(text, flush=True)
 
-    def progress(self, items: Iterable[T], count: int, name: str) -> Iterator[T]:
-        """The items, with a bar on a terminal, and a line a minute in a file."""
-        if self.quiet or sys.stderr.isatty():
-            yield from tqdm(items, name, count, leave=False, delay=2, disable=self.quiet)
-            return
-        started = shown = time.monotonic()
-        for done, item in enumerate(items):
-            if (now := time.monotonic()) - shown >= PROGRESS_S and done:
-                left = timedelta(seconds=round((now - started) / done * (count - done)))
-                self.print(f"{name}: {done} of {count} batches, {left} left")
-                shown = now
-            yield item
+    def progress(self, items: Iterable, name: str, count: int | None = None) -> Any:
+        """The items, with a progress bar if they take more than two seconds."""
+        every = TERMINAL_S if sys.stderr.isatty() else FILE_S
+        return tqdm(
+            items, name, count, leave=False, delay=2, mininterval=every, maxinterval=10 + every,
+            disable=self.quiet,
+        )  # fmt: skip
+
+    def validation(self, step: int, val_loss: float) -> None:
+        self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
+        self.write({"step": step, "val_loss": val_loss})
+
+    def step(self, step: int, **values: float | None) -> None:
+        """Log an update: loss, lr, grad_norm, ms, tokens_per_s, mfu (None: unknown), memory_mb."""
+        self.write({"step": step, **values})
+        shown = {key: value for key, value in values.items() if value is not None}
+        # the first steps compile and allocate: they say nothing about later ones
+        if step <= self.first_step + 2:
+            self.ms_a_step = shown["ms"]
+        self.ms_a_step += 0.1 * (shown["ms"] - self.ms_a_step)
+        left = timedelta(seconds=round(self.ms_a_step * (self.config.max_iters - step) / 1000))
+        if step % self.config.log_interval == 0:
+            self.print(
+                f"step {step}/{self.config.max_iters}: loss {shown['loss']:.4f}, "
+                f"lr {shown['lr']:.2e}, grad norm {shown['grad_norm']:.2f}, {shown['ms']:.0f} ms, "
+                f"{shown['tokens_per_s']:,.0f} tokens/s"
+                + (f", MFU {100 * shown['mfu']:.1f}%" if "mfu" in shown else "")
+                + f", {shown['memory_mb']:,.0f} MB, {left} left"
+            )
 
     def write(self, values: dict[str, float | None]) -> None:
+        """Write a line to metrics.jsonl, and to wandb."""
         if self.quiet:
             return
         # leaves out values that are unknown or not finite, which JSON cannot hold
@@ -154,19 +137,12 @@ class Log:
         with self._writing():
             self.file.write(json.dumps(known) + "\n")
             self.file.flush()
-        if self.wandb:
-            self.add_to_row(known)
+        self.send(known)
 
-    def add_to_row(self, values: dict[str, float]) -> None:
-        """Collect a step and its validation in one row: wandb never extends a row it has."""
-        if self.row and self.row["step"] != values["step"]:
-            self.send_row()
-        self.row |= values
-
-    def send_row(self) -> None:
-        row, self.row = self.row, {}
-        if row and row["step"] >= self.wandb.starting_step:  # wandb already has earlier steps
-            self.wandb.log(row, step=row["step"], commit=True)
+    def send(self, values: dict[str, float]) -> None:
+        """Send values to wandb, which joins those of one step, unless it already has the step."""
+        if self.wandb and values["step"] >= self.wandb.starting_step:
+            self.wandb.log(values, step=values["step"])
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
@@ -185,127 +161,46 @@ class Log:
                 "continue with --resume"
             ) from error
 
-    def validation(self, step: int, val_loss: float) -> None:
-        self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
-        self.write({"step": step, "val_loss": val_loss})
 
-    def step(
-        self,
-        *,
-        step: int,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        seconds: float,
-        tokens: int,
-        mfu: float | None,
-        memory_mb: float,
-        save_ms: float | None = None,
-    ) -> None:
-        """Log an update of `tokens` tokens that took `seconds`."""
-        if self.quiet:
-            return
-        # the first step compiles and allocates: it says nothing about later ones
-        if step <= self.first_step + 2:
-            self.seconds_a_step = seconds
-        self.seconds_a_step += 0.1 * (seconds - self.seconds_a_step)
-        left = timedelta(seconds=round(self.seconds_a_step * (self.config.max_iters - step)))
-        ms, tokens_per_s = 1000 * seconds, tokens / seconds
-        spike = self.spike(loss)
-        self.write(
-            {
-                "step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": ms,
-                "tokens_per_s": tokens_per_s, "mfu": mfu, "memory_mb": memory_mb,
-                "save_ms": save_ms, "spike": spike,
-            }
-        )  # fmt: skip
-        if spike:
-            self.print(
-                f"step {step}: loss spike, {loss:.4f} is {spike:.1f} standard deviations above "
-                f"the steps before; the batch begins {self.batch_location(step)}"
-            )
-        if step % self.config.log_interval == 0:
-            self.print(
-                f"step {step}/{self.config.max_iters}: loss {loss:.4f}, lr {lr:.2e}, "
-                f"grad norm {grad_norm:.2f}, {ms:.0f} ms, {tokens_per_s:,.0f} tokens/s"
-                + (f", MFU {100 * mfu:.1f}%" if mfu else "")
-                + f", {memory_mb:,.0f} MB, {left} left"
-            )
-
-    def spike(self, loss: float) -> float | None:
-        """By how many standard deviations a loss exceeds previous steps, if it is a spike."""
-        if not math.isfinite(loss):
-            return None
-        previous = np.array(self.losses)
-        self.losses.append(loss)
-        if len(previous) < SPIKE_AFTER or not previous.std():
-            return None
-        above = float((loss - previous.mean()) / previous.std())
-        return above if above >= SPIKE else None
+# ---- metrics.jsonl ----
 
 
-def truncate_metrics(path: Path, run_id: str, step: int | None) -> list[dict[str, Any]]:
-    """Truncate metrics.jsonl after the step that a run resumes from: later steps are repeated.
+def read_metrics(run: Path, run_id: str | None = None) -> list[dict[str, Any]]:
+    """The steps and validations in a run's metrics.jsonl, [] where there is none.
 
-    Its first line is the run's id. Returns the others that are kept: none for a new run, whose step
-    is None. Raises UserError where a run resumes and the file is of another one.
+    A line that a kill has cut short is left out. Raises UserError where the file cannot be read, or
+    belongs to a run other than `run_id`.
     """
-    lines, kept = [], []
-    if step is not None:
-        for line in read_text(path).splitlines():
-            try:
-                lines.append(json.loads(line))
-            except (ValueError, RecursionError):
-                pass  # a line that a kill cut short
-    if lines and lines[0] != {"run_id": run_id}:
+    path, lines = run / "metrics.jsonl", []
+    try:
+        with open_regular(path) as file:
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    if run_id is not None and lines and lines[0] != {"run_id": run_id}:
         raise UserError(
             f"{path} belongs to a different run than the checkpoints beside it: restore the "
             "run's own, or move it away to resume without"
         )
-    for values in lines[1:]:
-        with suppress(KeyError, TypeError):
-            if values["step"] <= step:
-                kept.append(values)
-    with atomic_write(path, "w") as file:
-        file.writelines(json.dumps(values) + "\n" for values in [{"run_id": run_id}, *kept])
-    return kept
+    return [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, '' where there is none."""
-    try:
-        with open_regular(path) as file:
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+# ---- wandb ----
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The steps in a run's metrics.jsonl; damaged and unfinished lines are left out."""
-    steps = []
-    for line in read_text(run / "metrics.jsonl").splitlines():
-        with suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                steps.append(values)
-    return steps
+class WandbRun(msgspec.Struct):
+    """The content of wandb.json."""
 
-
-def wandb_key(url: str) -> bool:
-    """Whether an API key is set, in the environment or by `wandb login`; uses no network."""
-    try:
-        # with a path, as wandb reads it: netrc rejects its default file if others may read it
-        path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
-        stored = netrc.netrc(path).authenticators(urlsplit(url).netloc)
-    except (OSError, netrc.NetrcParseError):
-        stored = None
-    return bool(os.environ.get("WANDB_API_KEY") or stored)
+    id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,128}$")]  # what wandb takes as an id
 
 
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
-    """A wandb run, or None where wandb is disabled or not installed; waits 8 s for a network.
+    """A wandb run, or None where wandb is disabled or not installed.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
@@ -320,50 +215,25 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
             ) from None
         print("wandb is not installed: this run is logged in metrics.jsonl only")
         return None
-    online = config.wandb_mode == "online"
-    if config.wandb_mode == "auto":
-        online = wandb_key(wandb.Settings().base_url)
-    settings = wandb.Settings(init_timeout=8, silent=True)
-    file = run / "wandb.json"
-    kept = read_json(file, WandbRun) if resumed else None
-    wandb_id = kept.id if kept else None
-    uploaded = supersede_offline_parts(run, wandb_id)
+    mode = config.wandb_mode
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    before = read_json(run / "wandb.json", WandbRun) if resumed else None
 
-    def start(online: bool) -> Any:
-        # an offline part has the whole run; wandb cannot merge it with one on its server
-        new = uploaded and not online
+    def start(mode: Any) -> Any:
         return wandb.init(
-            mode="online" if online else "offline", project=config.wandb_project, name=run.name,
-            dir=run, id=None if new else wandb_id, resume="allow", config=config.as_dict(),
-            settings=settings,
+            mode=mode, project=config.wandb_project, name=run.name, dir=run,
+            id=before.id if before else None, resume="allow", config=config.as_dict(),
+            settings=wandb.Settings(init_timeout=8, silent=True),
         )  # fmt: skip
 
     try:
-        started = start(online)
+        started = start(mode)
     except wandb.errors.Error as error:
-        print(f"wandb does not answer ({first_line(error)}): this run is kept offline")
-        online, started = False, start(False)
-    write_json(file, {"id": started.id})
-    if not online:
-        print(
-            f"wandb keeps this run offline; upload it with: wandb sync {Path(started.dir).parent}"
-        )
+        print(f"wandb does not answer ({first_line(error)}): this run is logged offline")
+        mode, started = "offline", start("offline")
+    write_json(run / "wandb.json", {"id": started.id})
+    if mode == "offline":
+        folder = Path(started.dir).parent
+        print(f"wandb logs this run offline; upload it with: wandb sync {folder}")
     return started
-
-
-def supersede_offline_parts(run: Path, wandb_id: str | None) -> bool:
-    """Rename a resumed run's offline parts that were not uploaded: the next part contains them.
-
-    Returns whether wandb's server may have another part of the run.
-    """
-    uploaded, folder = False, run / "wandb"
-    if folder.is_symlink():  # what it leads to is not this run's
-        return False
-    for part in list(folder.iterdir()) if wandb_id and folder.is_dir() else []:
-        kind, _, run_id = part.name.rpartition("-")
-        if run_id == wandb_id and kind.startswith(("run", "offline-run")):
-            if kind.startswith("run") or list(part.glob("*.synced")):
-                uploaded = True
-            else:
-                part.rename(folder / f"superseded-{part.name}")
-    return uploaded

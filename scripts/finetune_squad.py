@@ -26,7 +26,6 @@ import hashlib
 import math
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -41,25 +40,20 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, choices
-from data.fineweb import reach_hub
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command, first_line
 from model import GPT
-from optim import build_optimizers, learning_rate
 from runtime import checkpoint
-from runtime.device import environment, memory_mb, pick_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED, Stop
-from runtime.divergence import check_weights, finite_step, stop_diverged
+from runtime.device import environment, open_device
+from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import Log, best_effort_output
-from scripts.common.arguments import AtLeast
+from runtime.log import best_effort_output
 from scripts.common.retrieval import ASK
-from scripts.common.runs import RunOptions
-from train import train_step
+from scripts.common.runner import Options, add_options, from_arguments, option
+from train import Batch, Objective, begin, fit
 
 DATASET = "rajpurkar/squad_v2"
-EPOCHS, LEARNING_RATE, SEQUENCES = 10, 2e-5, 128
 # Steps between checkpoints.
 CHECKPOINT_INTERVAL = 100
 IGNORED = -100
@@ -90,79 +84,101 @@ class Facts(TypedDict):
     began_with: dict[str, Any]  # step and sha256 of the checkpoint
 
 
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """Fine-tune a run on the answerable questions of SQuAD 2.0."""
+
+    out_dir: str = option(None, "the new run's folder")
+    squad: str | None = option(None, "SQuAD's train-v2.0.json; without it, it is downloaded")
+    epochs: int = option(10, "over all examples", at_least=1)
+    learning_rate: float = option(2e-5, "peak")
+    sequences: int = option(128, "examples a step", at_least=1)
+    batch_size: int = option(8, "examples a micro-batch", at_least=1)
+    checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
+    device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+    dtype: str = option("auto", "of matrix products", choices=tuple(choices("dtype")))
+
+
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=FineTuning.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
-    parser.add_argument("--out_dir", required=True, help="the new run's folder")
-    parser.add_argument("--squad", metavar="FILE", help="SQuAD's train-v2.0.json")
-    parser.add_argument("--epochs", action=AtLeast, at_least=1, default=EPOCHS)
-    parser.add_argument("--learning_rate", type=float, default=LEARNING_RATE, help="peak")
     parser.add_argument(
-        "--sequences", action=AtLeast, at_least=1, default=SEQUENCES, help="examples a step"
-    )
-    parser.add_argument(
-        "--batch_size", action=AtLeast, at_least=1, default=8, help="examples a micro-batch"
-    )
-    parser.add_argument("--checkpoint", default="latest", choices=("latest", "best"))
-    parser.add_argument(
-        "--resume", nargs="?", const=True, default=False, choices=(True, "auto"),
-        help="continue the run in --out_dir; auto: where it has a checkpoint",
+        "--resume", nargs="?", const="yes", default=False, choices=("yes", "auto"),
+        help="continue the run in --out_dir; auto: if it has a checkpoint, else start it",
     )  # fmt: skip
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=choices("dtype"))
-    arguments = parser.parse_args()
+    add_options(parser, FineTuning)
+    given = parser.parse_args()
+    options = from_arguments(FineTuning, given)
+    if options.out_dir is None:
+        raise UserError("--out_dir FOLDER is missing: where the new run goes")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("fine-tuning runs in one process: start it without torchrun")
-    if arguments.sequences % arguments.batch_size:
+    if options.sequences % options.batch_size:
         raise UserError(
-            f"--sequences {arguments.sequences} must be a multiple of --batch_size "
-            f"{arguments.batch_size}"
+            f"--sequences {options.sequences} must be a multiple of --batch_size "
+            f"{options.batch_size}"
         )
-    out, device = Path(arguments.out_dir), pick_device(arguments.device)
+    out = Path(options.out_dir)
+    resume = checkpoint.resumes(out, True if given.resume == "yes" else given.resume)
     with best_effort_output(), lock_folder(out, "training this run"):
-        stopped = prepare_and_finetune(out, device, arguments)
+        stopped = finetune(given.run, options, resume)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
 
-def prepare_and_finetune(out: Path, device: torch.device, arguments: argparse.Namespace) -> bool:
-    """Read the run and the examples, and fine-tune; returns whether a signal stopped it."""
-    if arguments.resume == "auto":
-        arguments.resume = checkpoint.exists(out)
-    if not arguments.resume:
-        checkpoint.require_unused_folder(out)
-    elif not checkpoint.exists(out):
-        raise UserError(f"{out} holds no checkpoint to resume from; start it without --resume")
-    base = checkpoint.read_config(arguments.run)
-    RunOptions().require_task(base)
-    options = (arguments.epochs, arguments.learning_rate, arguments.sequences)
+def finetune(run: str, options: FineTuning, resume: bool) -> bool:
+    """Fine-tune until the last step or a signal; returns whether a signal stopped it."""
+    # ---- config: errors come before the examples are read ----
+    out, device = Path(options.out_dir), open_device(options.device)
+    base = Options().applied(checkpoint.read_config(run))
     config = base.replace(
-        **recipe(base, 1, *options),  # for one example: errors come before all are read
-        keep_every=0,
-        batch_size=arguments.batch_size,
-        checkpoint_interval=CHECKPOINT_INTERVAL,
-        out_dir=str(out),
-        init_from=arguments.run,
-        resume=False,
-        device=arguments.device,
-        dtype=arguments.dtype,
-    )
+        **recipe(base, 1, options), keep_every=0, batch_size=options.batch_size,
+        checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run, resume=False,
+        device=options.device, dtype=options.dtype,
+    )  # fmt: skip
+
+    # ---- model, then data ----
     model = GPT(base)
-    weights = checkpoint.load_weights(model, arguments.run, arguments.checkpoint)
-    source = arguments.squad or DATASET
-    questions = read_squad(source) if arguments.squad else download()
+    weights = checkpoint.load_weights(model, run, options.checkpoint)
+    source = options.squad or DATASET
+    questions = read_squad(source) if options.squad else download()
     examples, cut = encode_all(questions, base, source)
-    config = config.replace(**recipe(base, len(examples), *options))
+    config = config.replace(**recipe(base, len(examples), options))
     facts = Facts(
-        squad=source,
-        examples=len(examples),
-        contexts_cut=cut,
-        left_out=len(questions) - len(examples),
-        sha256=digest(examples),
-        began_with=weights.id,
+        squad=source, examples=len(examples), contexts_cut=cut,
+        left_out=len(questions) - len(examples), sha256=digest(examples), began_with=weights.id,
+    )  # fmt: skip
+
+    # ---- optimizer ----
+    state = load_to_resume(out, config, facts) if resume else None
+    training = begin(config, model.to(device).train(), state)
+    del state
+
+    # ---- loop ----
+    checkpoint.write_header(out, config)
+    write_json(out / "squad.json", {**facts, "environment": environment()})
+    print(
+        f"{config.variant_name}: {len(examples):,} examples ({cut:,} contexts cut, "
+        f"{facts['left_out']:,} questions left out), {options.sequences} a step, "
+        f"{config.max_iters:,} steps on {device.type}; run folder {out}",
+        flush=True,
     )
-    return finetune(config, model, examples, facts, device, arguments.resume)
+
+    def batch(step: int) -> Batch:
+        chosen = batch_of(step, examples, options.sequences, config.seed)
+        parts = [
+            chosen[i : i + options.batch_size] for i in range(0, len(chosen), options.batch_size)
+        ]
+        tokens = sum(len(example.tokens) for example in chosen)
+        return Batch([tensors(part, device) for part in parts], len(chosen), tokens)
+
+    objective = Objective(
+        batch=batch,
+        batch_location=lambda step: f"in epoch {step // config.warmup_iters + 1} of {source}",
+        loss=lambda x, y: answer_loss(model, x, y),
+    )
+    return fit(config, training, objective)
 
 
 def read_facts(run: Path) -> Facts | None:
@@ -170,20 +186,14 @@ def read_facts(run: Path) -> Facts | None:
     return read_json(run / "squad.json", Facts)
 
 
-def recipe(
-    base: Config,
-    examples: int,
-    epochs: int = EPOCHS,
-    learning_rate: float = LEARNING_RATE,
-    sequences: int = SEQUENCES,
-) -> dict[str, Any]:
+def recipe(base: Config, examples: int, options: FineTuning) -> dict[str, Any]:
     """The settings of fine-tuning; all others are the base run's."""
-    steps = math.ceil(examples / sequences)  # per epoch
+    steps = math.ceil(examples / options.sequences)  # per epoch
     return {
-        "optimizer": "adamw", "learning_rate": learning_rate, "schedule": "cosine",
-        "warmup_iters": steps, "max_iters": steps * epochs, "cooldown_iters": 0, "min_lr": 0.0,
-        "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "grad_clip": 1.0,
-        "total_batch_size": sequences * base.block_size,
+        "optimizer": "adamw", "learning_rate": options.learning_rate, "schedule": "cosine",
+        "warmup_iters": steps, "max_iters": steps * options.epochs, "cooldown_iters": 0,
+        "min_lr": 0.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "grad_clip": 1.0,
+        "total_batch_size": options.sequences * base.block_size,
     }  # fmt: skip
 
 
@@ -193,22 +203,15 @@ def read_squad(path: str) -> list[Question]:
     if content is None:
         raise UserError(f"{path}: no such file; --squad takes SQuAD's official train-v2.0.json")
     questions: list[Question] = []
-    where = "data"
     try:
-        for i, article in enumerate(content["data"]):
-            for j, paragraph in enumerate(article["paragraphs"]):
-                where = f"data[{i}].paragraphs[{j}]"
-                for qa in paragraph["qas"]:
-                    for answer in qa["answers"][:1]:
-                        add_question(
-                            questions,
-                            paragraph["context"],
-                            qa["question"],
-                            answer["text"],
-                            answer["answer_start"],
-                        )
+        paragraphs = [one for article in content["data"] for one in article["paragraphs"]]
+        for paragraph in paragraphs:
+            for qa in paragraph["qas"]:
+                texts = [answer["text"] for answer in qa["answers"]]
+                starts = [answer["answer_start"] for answer in qa["answers"]]
+                add_question(questions, paragraph["context"], qa["question"], texts, starts)
     except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path}: not in SQuAD's format: {where}: {error!r}") from error
+        raise UserError(f"{path}: not in SQuAD's format: {error!r}") from error
     return questions
 
 
@@ -217,38 +220,34 @@ def download() -> list[Question]:
     other = "or give the official train-v2.0.json with --squad"
     try:
         from datasets import load_dataset
-        from huggingface_hub import constants
     except ImportError:
         raise UserError(f"SQuAD needs a library: pip install datasets, {other}") from None
-    try:
-        reach_hub()
-    except UserError:
-        constants.HF_HUB_OFFLINE = True  # a copy on disk will do, and nothing is tried again
     try:
         rows = load_dataset(DATASET, split="train")
     except Exception as error:  # from one of several HTTP libraries
         reason = first_line(error)
         raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
     questions: list[Question] = []
-    for row in rows:
-        answers = row["answers"]
-        for text, start in zip(answers["text"][:1], answers["answer_start"][:1], strict=True):
-            add_question(questions, row["context"], row["question"], text, start)
+    for one in rows:
+        answers = one["answers"]
+        texts, starts = answers["text"], answers["answer_start"]
+        add_question(questions, one["context"], one["question"], texts, starts)
     return questions
 
 
 def add_question(
-    questions: list[Question], context: Any, question: Any, answer: Any, start: Any
+    questions: list[Question], context: str, question: str, texts: list[str], starts: list[int]
 ) -> None:
-    """Append a question unless its context, question or answer is empty.
+    """Append a question with its first answer, unless its context, question or answer is empty.
 
     Raises TypeError where one of them is not text, or the start not a number.
     """
-    for value, kind in ((context, str), (question, str), (answer, str), (start, int)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{value!r} should be {kind.__name__}")
-    if context.strip() and question.strip() and answer.strip():
-        questions.append(Question(context, question.strip(), answer.strip(), start))
+    for text, start in zip(texts[:1], starts[:1], strict=True):
+        for value, kind in ((context, str), (question, str), (text, str), (start, int)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{value!r} should be {kind.__name__}")
+        if context.strip() and question.strip() and text.strip():
+            questions.append(Question(context, question.strip(), text.strip(), start))
 
 
 def encode_all(questions: list[Question], config: Config, source: str) -> tuple[list[Example], int]:
@@ -342,94 +341,6 @@ def load_to_resume(out: Path, config: Config, facts: Facts) -> checkpoint.Traini
             f"{before['began_with'].get('step')}: give that one, or another --out_dir"
         )
     return state
-
-
-def finetune(
-    config: Config,
-    model: GPT,
-    examples: list[Example],
-    facts: Facts,
-    device: torch.device,
-    resume: bool,
-) -> bool:
-    """Train until the last step or a signal; returns whether a signal stopped it."""
-    out, dtype = Path(config.out_dir), pick_dtype(config.dtype, device)
-    sequences = config.total_batch_size // config.block_size
-    state = load_to_resume(out, config, facts) if resume else None
-
-    # ---- model and optimizer ----
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # as in training
-    model.to(device).train()
-    optimizers = build_optimizers(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run_id, step, resumed_at = checkpoint.new_run_id(), 0, None
-    if state is not None:
-        checkpoint.restore(state, model, optimizers, scaler)
-        run_id, step = state.run_id, state.step
-        resumed_at = step
-        del state
-
-    # ---- logs and checkpoints ----
-    checkpoint.write_header(out, config)
-    write_json(out / "squad.json", {**facts, "environment": environment()})
-
-    batch: list[Example] = []  # of the step in progress
-
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        return answer_loss(model, x, y) / len(batch)
-
-    def batch_location(step: int) -> str:
-        return f"in epoch {(step - 1) // config.warmup_iters + 1} of {facts['squad']}"
-
-    with (
-        Stop(quiet=False) as stop,
-        Log(out, run_id, config, resumed_at, batch_location, quiet=False) as log,
-        checkpoint.Saver(out, config.keep_last, config.keep_every) as saver,
-    ):
-        log.print(
-            f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} "
-            f"contexts cut, {facts['left_out']:,} questions left out), {sequences} a step, "
-            f"{config.max_iters:,} steps on {device.type}; run folder {out}"
-        )
-
-        # ---- loop ----
-        while True:
-            last = step >= config.max_iters
-            stopped = bool(stop.received)
-            due = last or stopped or step % config.checkpoint_interval == 0
-            if due and step != resumed_at:
-                check_weights(model, config, step, batch_location)
-                log.sync()
-                saver.save(
-                    checkpoint.training_state(run_id, model, optimizers, scaler, step, config)
-                )
-            if last or stopped:
-                return not last
-
-            started, lr = time.perf_counter(), learning_rate(step, config)
-            batch = batch_of(step, examples, sequences, config.seed)
-            parts = range(0, len(batch), config.batch_size)
-            loss, grad_norm = train_step(
-                loss_fn,
-                [tensors(batch[i : i + config.batch_size], device) for i in parts],
-                len(parts), model, optimizers, scaler, lr, config.grad_clip, dtype,
-            )  # fmt: skip
-            step += 1
-            if not finite_step(loss, grad_norm, scaler):
-                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, step, error, batch_location(step))
-            log.step(
-                step=step,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                seconds=time.perf_counter() - started,
-                tokens=sum(len(example.tokens) for example in batch),
-                mfu=None,
-                memory_mb=memory_mb(device),
-            )
 
 
 if __name__ == "__main__":

@@ -44,13 +44,12 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.loader import epoch_order
 from errors import UserError
-from optim import build_optimizers
 from runtime.device import autocast
 from runtime.divergence import finite_step
 from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
-from train import train_step
+from train import Batch, begin, train_step
 
 Floats = NDArray[np.float64]
 
@@ -219,6 +218,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     config = run.config.replace(
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
         schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
+        dtype=str(run.dtype).removeprefix("torch."),
     )  # fmt: skip
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
@@ -228,8 +228,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
     model.to(run.device).train()
-    (optimizer,) = build_optimizers(model, config)
-    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == torch.float16)
+    training = begin(config, model, state=None)
     targets = np.where(task.labelled[..., None], task.targets, np.nan).astype(np.float32)
     sequences, count = min(physics.batch, len(task.tokens)), config.batch_size
 
@@ -249,10 +248,9 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
             for part in np.split(rows, range(count, sequences, count))
         ]
         loss, norm = train_step(
-            loss_fn, parts, len(parts), model, [optimizer], scaler, config.learning_rate,
-            config.grad_clip, run.dtype,
-        )  # fmt: skip
-        if not finite_step(loss, norm, scaler):
+            training, loss_fn, Batch(parts, divisor=1, tokens=0), config.grad_clip, run.dtype
+        )
+        if not finite_step(loss, norm, training.scaler):
             raise RuntimeError(
                 f"{run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
                 f"loss = {loss}, gradient norm = {norm}"

@@ -1,17 +1,17 @@
 """Fault injection: commands in processes of their own that are killed, blocked or starved."""
 
+import functools
 import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from runtime import checkpoint
 from tests.helpers import SMALL
 
 # Children are forked from a process that has imported torch and does nothing else.
@@ -46,12 +46,15 @@ def arguments(shards, out, *more):
 
 
 def group(arguments, tmp_path, faults, batch_size=4):
-    """Start two gloo processes, each with the faults of its rank; returns them and their output's
-    files."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """Start two gloo processes, each with the faults of its rank; returns them and their outputs.
+
+    As under torchrun, the store where they meet is in another process, here this one: no port can
+    be taken by a test beside it.
+    """
+    global host
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port)}
+    address |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
     outputs = [tmp_path / f"output{rank}" for rank in range(2)]
     processes = [
         start(
@@ -107,17 +110,27 @@ def kill_at(point):
 
         return call
 
-    def half(hashed, data):
-        hashed.file.write(bytes(data)[: len(data) // 2])
-        hashed.file.flush()
+    def half(file, data):
+        file.write(bytes(data)[: len(data) // 2])
+        file.flush()
 
     def nothing(*_):
         pass
 
+    class Trapped:
+        """The file of a checkpoint, as torch.save writes to it."""
+
+        def __init__(self, file):
+            self.write = functools.partial(trapped_write, file)
+            self.flush = file.flush
+
+    save, write = torch.save, lambda file, data: file.write(data)
+    trapped_write = trapped(half, write, each=40)
+    torch.save = lambda content, file: save(content, Trapped(file))
+
     os.fsync = trapped(nothing, os.fsync)
     os.replace = trapped(nothing, os.replace)
     Path.unlink = trapped(nothing, Path.unlink)
-    checkpoint.HashingFile.write = trapped(half, checkpoint.HashingFile.write, each=40)
 
 
 def file_limit(size):
@@ -141,101 +154,40 @@ def nohup(_):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def stuck_at(step):
-    """Never return from reading the batch of this step."""
+def before_batch(act):
+    """Call act(step) before the batch of each step is read."""
     from data.loader import TokenLoader
 
     real = TokenLoader.batch
 
-    def batch(self, at):
-        if at == step:
-            time.sleep(1000)
-        return real(self, at)
+    def batch(self, step):
+        act(step)
+        return real(self, step)
 
     TokenLoader.batch = batch
+
+
+def stuck_at(step):
+    """Never return from reading the batch of this step."""
+    before_batch(lambda at: at == step and time.sleep(1000))
 
 
 def dead_at(step):
     """End without a word at this step."""
-    from data.loader import TokenLoader
-
-    real = TokenLoader.batch
-
-    def batch(self, at):
-        if at == step:
-            _kill()
-        return real(self, at)
-
-    TokenLoader.batch = batch
-
-
-def nan_at(step):
-    """This process's loss of this step is NaN."""
-    from data.loader import TokenLoader
-    from model import GPT
-
-    batch, forward, now = TokenLoader.batch, GPT.forward, None
-
-    def remember(self, at):
-        nonlocal now
-        now = at
-        return batch(self, at)
-
-    def poisoned(self, idx, targets=None, cache=None):
-        out = forward(self, idx, targets, cache)
-        return out * float("nan") if now == step and targets is not None else out
-
-    TokenLoader.batch, GPT.forward = remember, poisoned
+    before_batch(lambda at: at == step and _kill())
 
 
 def slow(seconds):
     """Every step takes this much longer."""
-    from data.loader import TokenLoader
-
-    real = TokenLoader.batch
-
-    def batch(self, at):
-        time.sleep(seconds)
-        return real(self, at)
-
-    TokenLoader.batch = batch
+    before_batch(lambda at: time.sleep(seconds))
 
 
-def signalled_in(call):
-    """SIGTERM comes within the training's forward pass of this number."""
-    from model import GPT
-
-    real, count = GPT.forward, 0
-
-    def forward(self, idx, *more):
-        nonlocal count
-        count += len(idx) > 1  # a single sequence is for the estimate
-        if count == call and len(idx) > 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)  # a thread handles it
-        return real(self, idx, *more)
-
-    GPT.forward = forward
-
-
-def same_request_s(seconds):
-    from runtime import distributed
-
-    distributed.SAME_REQUEST_S = seconds
+def signalled_at(step):
+    """SIGTERM comes while the batch of this step is read."""
+    before_batch(lambda at: at == step and os.kill(os.getpid(), signal.SIGTERM))
 
 
 FAULTS = {
     f.__name__: f
-    for f in (
-        kill_at,
-        file_limit,
-        output_lost,
-        nohup,
-        stuck_at,
-        dead_at,
-        nan_at,
-        slow,
-        signalled_in,
-        same_request_s,
-    )
+    for f in (kill_at, file_limit, output_lost, nohup, stuck_at, dead_at, slow, signalled_at)
 }

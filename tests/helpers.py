@@ -10,7 +10,7 @@ import torch
 from config import Config, load_config
 from layers.rope import rotate
 from model import GPT
-from runtime.checkpoint import Saver, training_state, write_header
+from runtime.checkpoint import Saver, Training, write_header
 from scripts.common.runner import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -71,9 +71,9 @@ def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config)
-    state = training_state("id", model, [], torch.amp.GradScaler("cpu"), 7, model.config)
+    training = Training(model, [], torch.amp.GradScaler("cpu"), "id", step=7)
     with Saver(folder, keep_last=1, keep_every=0) as saver:
-        saver.save(state)
+        saver.save(training.state(model.config))
     return folder
 
 

@@ -14,7 +14,7 @@ from runtime import checkpoint, files
 
 ROOT = Path(__file__).parent.parent
 
-TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu", "save_ms"}
+TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
 
 
 def metrics(run, key="loss"):

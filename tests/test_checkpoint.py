@@ -12,9 +12,7 @@ import torch
 from errors import UserError
 from model import GPT
 from runtime import checkpoint
-from scripts import eval_length
-from tests.helpers import measured_losses
-from tests.runs import assert_same_run, metrics, refused, saved, vouch_for
+from tests.runs import metrics, refused, saved, vouch_for
 
 
 def test_resuming_reads_each_tensor_once(train, monkeypatch):
@@ -77,78 +75,61 @@ def damaged(path, how):
         path.unlink()
 
 
-@pytest.mark.parametrize("how", ["a bit flipped", "cut short", "empty", "missing"])
+@pytest.mark.parametrize("how", ["a bit flipped", "cut short", "missing"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, how):
-    whole = train("whole", "--max_iters=9")
     folder = train("run")
     damaged(folder / "step_000006.pt", how)
     capsys.readouterr()
-    train("run", "--max_iters=9", "--resume")
+    train("run", "--max_iters=7", "--resume")
     captured = capsys.readouterr()
     assert "warning: " in captured.err and "step_000006.pt is damaged: " in captured.err
-    assert "step 4/9" in captured.out and "step 3/9: loss" not in captured.out
-    assert_same_run(folder, whole)
+    assert "step 4/7" in captured.out and "step 3/7: loss" not in captured.out
+    damaged(folder / "step_000007.pt", how)
     damaged(folder / "step_000006.pt", how)
-    damaged(folder / "step_000009.pt", how)
-    both = ("all its checkpoints (latest) are damaged: step_000009.pt, step_000006.pt",)
-    refused(capsys, lambda: train("run", "--max_iters=12", "--resume"), *both)
+    both = "damaged, and no earlier one is left: step_000007.pt, step_000006.pt"
+    refused(capsys, lambda: train("run", "--max_iters=12", "--resume"), both)
     damaged(checkpoint.find(folder, "best").path, how)
     with pytest.raises(UserError, match="best"):
         checkpoint.load_weights(GPT(checkpoint.read_config(folder)), folder, "best")
 
 
-def test_a_checkpoint_without_its_folder_is_usable(train, call, tmp_path, capsys):
-    """Its settings are in the file, and so are checksums of its parts."""
+def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, capsys):
+    """Its settings are in the file."""
     run = train("run", "--max_iters=4")
     alone = tmp_path / "copied" / "mine.pt"
     alone.parent.mkdir()
     shutil.copy(run / "step_000004.pt", alone)
     began = train("began", "--max_iters=1", f"--init_from={alone}")
     began_with = json.loads((began / "began_with.json").read_text())
-    assert began_with == checkpoint.checkpoint_id(run) == checkpoint.checkpoint_id(alone)
-    arguments = ("--lengths=16", "--tokens=64")
-    call(eval_length, run, *arguments)
-    call(eval_length, alone, *arguments)
-    call(eval_length, run / "step_000003.pt", *arguments)
-    (copied,) = measured_losses(alone.parent)
-    last, third = measured_losses(run)
-    assert (copied["loss"], copied["step"]) == (last["loss"], 4) and third["step"] == 3
-    pictures = {"eval_length.png", "eval_length_step_000003.png"}
-    assert {path.name for path in run.glob("*.png")} == pictures
-    call(eval_length, run / "step_000003.pt", alone, *arguments)  # told apart by their paths
-    assert "run/step_000003.pt" in capsys.readouterr().out
-    best = (*arguments, "--checkpoint=best")
-    refused(capsys, lambda: call(eval_length, alone, *best), "mine.pt is one checkpoint")
-    damaged(alone, "a bit flipped")
-    refused(capsys, lambda: call(eval_length, alone, *arguments), "mine.pt is damaged: ")
+    assert began_with == checkpoint.find(run).id == checkpoint.find(alone).id
+    assert checkpoint.read_config(alone) == checkpoint.read_config(run)
+    assert checkpoint.find(run / "step_000003.pt").step == 3
+    with pytest.raises(UserError, match=r"mine\.pt is one checkpoint"):
+        checkpoint.find(alone, "best")
     damaged(alone, "cut short")
-    refused(capsys, lambda: call(eval_length, alone, *arguments), "mine.pt: the checkpoint cannot")
+    refused(capsys, lambda: train("new", f"--init_from={alone}"), "mine.pt: the checkpoint cannot")
 
 
-def test_what_is_no_run_is_said_in_its_own_words(train, call, tmp_path, capsys):
+def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, capsys):
     run = train("run", "--max_iters=1")
-    empty, file = tmp_path / "empty", tmp_path / "notes.txt"
-    empty.mkdir()
-    file.touch()
-    begun = tmp_path / "begun"
+    file, begun = tmp_path / "notes.txt", tmp_path / "begun"
     begun.mkdir()
-    shutil.copy(run / "config.json", begun)
+    file.touch()
     no_index = shutil.copytree(run, tmp_path / "no_index")
     (no_index / "checkpoints.json").unlink()
-    for path, says in {
-        "gpt2": "gpt2: no such run; a run is a folder that train.py made",
-        tmp_path / "runn": f"did you mean {os.path.relpath(run)}?",
-        run / "step_000002.pt": f"did you mean {os.path.relpath(run / 'step_000001.pt')}?",
-        empty: "no config.json in it",
-        file: "neither a run's folder nor the .pt file",
-        begun: "no checkpoint in it yet",
-        no_index: f"or use a checkpoint by itself: {no_index}/step_000001.pt",
-    }.items():
+    for path, says in (
+        (tmp_path / "runn", f"did you mean {os.path.relpath(run)}?"),
+        (run / "step_000002.pt", f"did you mean {os.path.relpath(run / 'step_000001.pt')}?"),
+        (begun, "no config.json in it"),
+        (file, "neither a run's folder nor the .pt file"),
+        (no_index, f"or use a checkpoint by itself: {no_index}/step_000001.pt"),
+    ):
         refused(capsys, lambda path=path: train("new", f"--init_from={path}"), says)
-        refused(capsys, lambda path=path: call(eval_length, path), says)
-        if path == "gpt2" or path.suffix != ".pt":
+        if path.suffix != ".pt":
             resume = lambda path=path: train("new", "--resume", f"--out_dir={path}")  # noqa: E731
             refused(capsys, resume, says)
+    shutil.copy(run / "config.json", begun)
+    refused(capsys, lambda: train("begun", "--resume"), "no checkpoint in it")
     assert not (tmp_path / "runn").exists()
 
 
@@ -191,54 +172,21 @@ def test_what_is_no_run_is_not_overwritten(train, capsys):
     refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
 
 
-@pytest.mark.parametrize("with_best", [True, False])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train, steps, with_best):
-    """By the same command, whatever it had logged until then; a kill may cut the last line.
-
-    The best weights so far, of step 0, may be saved already.
-    """
-    folder = train("run", f"--max_iters={steps}")
-    for path in folder.glob("step_*.pt" if with_best else "*.pt"):
-        path.unlink()
-    index = json.loads((folder / "checkpoints.json").read_text())
-    kept = {k: v for k, v in index["checkpoints"].items() if with_best and k.startswith("best")}
-    if with_best:
-        (folder / "checkpoints.json").write_text(json.dumps(index | {"checkpoints": kept}))
-    else:
-        (folder / "checkpoints.json").unlink()
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "lo')
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(train):
+    """By the same command; the best weights of step 0 may be saved already."""
+    folder = train("run", "--max_iters=0")
+    (folder / "step_000000.pt").unlink()
+    vouch_for(folder / "best_000000.pt")
     train("run", "--max_iters=2")
     assert list(metrics(folder)) == [1, 2]
 
 
-@pytest.mark.parametrize("interval", ["3", None, [3]])
-def test_a_run_without_a_checkpoint_whose_config_is_damaged_is_kept(train, capsys, interval):
-    folder = train("run", "--max_iters=1")
-    for path in (*folder.glob("*.pt"), folder / "checkpoints.json"):
-        path.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"checkpoint_interval": interval}))
-    refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
-
-
-def test_what_is_of_another_run_is_refused(train, capsys):
+def test_the_metrics_of_another_run_are_refused(train, capsys):
     folder, other = train("run"), train("other", "--seed=1")
-    before = (folder / "metrics.jsonl").read_bytes()
     shutil.copy(other / "metrics.jsonl", folder)
     refused(capsys, lambda: train("run", "--resume"), "metrics.jsonl belongs to a different run")
     (folder / "metrics.jsonl").write_bytes(b"")
     train("run", "--resume")  # lost, as after a full disk: the run goes on without
-    (folder / "metrics.jsonl").write_bytes(before)
-    newest = folder / "step_000006.pt"
-    renamed = newest.rename(folder / "step_000009.pt")
-    vouch_for(renamed)
-    message = ("step_000009.pt: it was renamed: it is of step 6",)
-    refused(capsys, lambda: train("run", "--resume", "--max_iters=12"), *message)
-    shutil.copy(other / newest.name, newest)
-    vouch_for(newest)
-    refused(capsys, lambda: train("run", "--resume"), "step_000006.pt: it belongs to another run")
 
 
 @pytest.mark.parametrize(
@@ -246,12 +194,8 @@ def test_what_is_of_another_run_is_refused(train, capsys):
     [
         ({"best_val_loss": "low"}, "Expected `float`, got `str` - at `$.best_val_loss`"),
         ({"optimizers": []}, "does not fit this run"),
-        ({"optimizers": [{}]}, "does not fit this run"),
-        ({"scaler": [1]}, "Expected `object`, got `array` - at `$.scaler`"),
         ({"model": {"wte.weight": 1}}, "does not fit this run"),
-        ({"step": -6}, "at `$.step`"),
         ({"run_id": ...}, "missing required field `run_id`"),
-        ({"optimizers": ...}, "missing required field `optimizers`"),
     ],
 )
 def test_a_checkpoint_with_a_field_of_another_kind_is_refused(train, capsys, change, says):
@@ -267,15 +211,8 @@ def test_a_checkpoint_with_a_field_of_another_kind_is_refused(train, capsys, cha
     "name, text, says",
     [
         ("checkpoints.json", '{"run_id": "a", "checkpoints": {"../x.pt": {}}}', "damaged"),
-        (
-            "checkpoints.json",
-            '{"run_id": "a", "checkpoints": {"/tmp/step_000001.pt": {}}}',
-            "damage",
-        ),
         ("checkpoints.json", '{"step_000006.pt": {"bytes": 1, "sha256": "0"}}', "`run_id`"),
-        ("checkpoints.json", "[1]", "Expected `object`, got `array`"),
         ("wandb.json", '{"id": "../../x"}', "at `$.id`"),
-        ("wandb.json", '{"id": 3}', "Expected `str`, got `int`"),
     ],
 )
 def test_files_of_a_run_are_checked_when_they_are_read(train, capsys, tmp_path, name, text, says):
@@ -334,7 +271,7 @@ def test_a_failed_write_ends_the_run_loudly(train, capsys, monkeypatch, when):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         resume = lambda: train("run", "--max_iters=1000", "--resume")  # noqa: E731
-        refused(capsys, resume, "000006.pt: No space left on device; this checkpoint needs")
+        refused(capsys, resume, "000006.pt: this checkpoint cannot be written", "No space left on")
     assert checkpoint.read_index(folder).newest_first("step") == before
     assert len(metrics(folder)) < 100
     train("run", "--resume")

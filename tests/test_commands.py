@@ -48,7 +48,7 @@ def test_a_measurement_of_other_weights_is_not_taken(train, call, tmp_path, modu
     shutil.copy(other / name, run)
     call(module, run, *arguments)
     measured = json.loads((run / name).read_text())
-    own = checkpoint.checkpoint_id(run)["sha256"]
+    own = checkpoint.find(run).sha256
     assert [one["sha256"] for one in measured[len(copied) :]] == [own] * len(copied)
     assert measured[: len(copied)] == copied  # the other's stay
     (run / name).unlink()

@@ -12,126 +12,110 @@ import torch
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from tests.faults import arguments, finish, group, run, start
-from tests.runs import (
-    assert_same_run,
-    metrics,
-    saved,
-    steps_logged,
-    wait_for,
-)
+from tests.runs import assert_same_run, metrics, saved, steps_logged, wait_for
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    """A run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(arguments(shards, folder, *LONGER)) == 0
+    return folder
+
+
+LONGER = ("--max_iters=20", "--checkpoint_interval=1000")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, name):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    command = arguments(shards, folder, "--max_iters=40", "--checkpoint_interval=1000")
-    process = start(command, output=tmp_path / "output", slow=0.05)
+def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, whole, name):
+    folder = tmp_path / "run"
+    command = arguments(shards, folder, *LONGER)
+    process = start(command, output=tmp_path / "output", slow=0.1)
     wait_for(lambda: steps_logged(folder) >= 4)
     for _ in range(2):  # torchrun and Slurm may each send it
         os.kill(process.pid, getattr(signal, name))
     assert finish(process) == EXIT_STOPPED == 75
-    output = (tmp_path / "output").read_text()
     step = saved(folder)["step"]
-    assert f"{name}: saving" in output and "a second one, in 3 s or later, ends" in output
-    assert f"stopped after step {step}" in output
-    assert 4 <= step < 40 and max(metrics(folder)) == step
-    assert run([*command, "--resume"]) == 0
-    assert run(arguments(shards, whole, "--max_iters=40", "--checkpoint_interval=1000")) == 0
-    assert_same_run(folder, whole)
+    assert f"step {step} of 20 is saved: stopped by a signal" in (tmp_path / "output").read_text()
+    assert 4 <= step < 20 and max(metrics(folder)) == step
+    if name == "SIGHUP":  # the others are handled alike
+        assert run([*command, "--resume"]) == 0
+        assert_same_run(folder, whole)
 
 
 def test_a_closed_terminal_does_not_stop_a_run_under_nohup(shards, tmp_path):
     folder = tmp_path / "run"
-    process = start(arguments(shards, folder), slow=0.1, nohup=True)
+    process = start(arguments(shards, folder), slow=0.1, nohup=True, output_lost="pipe")
     wait_for(lambda: steps_logged(folder) >= 2)
     os.kill(process.pid, signal.SIGHUP)
     assert finish(process) == 0
     assert max(metrics(folder)) == 6
 
 
-def test_a_second_signal_ends_at_once_even_when_stuck(shards, tmp_path):
-    folder = tmp_path / "run"
-    process = start(arguments(shards, folder), stuck_at=4, same_request_s=0.5)
-    wait_for(lambda: steps_logged(folder) >= 4)
-    time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.8)
-    assert process.is_alive()
-    os.kill(process.pid, signal.SIGTERM)
-    assert finish(process, timeout=5) == 128 + signal.SIGTERM
-    assert checkpoint.find(folder).path.name == "step_000003.pt"
-
-
 def both(processes):
     return [finish(process) for process in processes]
 
 
-def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    more = ("--max_iters=20", "--checkpoint_interval=1000")
-    command = arguments(shards, folder, *more)
-    # in the first of two micro-batches of step 6, which is given up
-    pair, _ = group(command, tmp_path, {1: {"signalled_in": 11}}, batch_size=2)
-    assert both(pair) == [EXIT_STOPPED] * 2
-    assert saved(folder)["step"] == max(metrics(folder)) == 5
-    assert run([*command, "--resume"]) == 0
-    assert run(arguments(shards, whole, *more)) == 0
+def agree(one, other, adam_eps=1e-8):
+    """The same run up to the order of sums."""
     for key in ("loss", "val_loss", "grad_norm"):
-        assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=1e-5)
-    a, b = saved(folder)["model"], saved(whole)["model"]
+        assert metrics(one, key) == pytest.approx(metrics(other, key), rel=1e-5), key
+    a, b = saved(one)["model"], saved(other)["model"]
     # the keys' biases have no gradient but rounding, of which Adam makes whole steps
     for bias in (x for state in (a, b) for name, x in state.items() if "c_attn.bias" in name):
         bias.view(3, -1)[1] = 0
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in a)
-    # and the other way: begun by one process, finished by two
-    back = tmp_path / "back"
-    assert run(arguments(shards, back, *more, "--max_iters=10")) == 0
-    pair, _ = group([*arguments(shards, back, *more), "--resume"], tmp_path, {})
-    assert both(pair) == [0, 0]
-    assert metrics(back) == pytest.approx(metrics(whole), rel=1e-5)
 
 
-def test_orbits_do_not_depend_on_the_number_of_processes(tmp_path):
-    settings = ("--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
-                "--systems=20", "--bins=50", "--val_tokens=64", "--max_iters=6")  # fmt: skip
-    pair, _ = group(arguments("none", tmp_path / "two", *settings), tmp_path, {}, batch_size=2)
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path, whole):
+    folder = tmp_path / "run"
+    command = arguments(shards, folder, *LONGER)
+    pair, _ = group(command, tmp_path, {1: {"signalled_at": 5}}, batch_size=2)
+    assert both(pair) == [EXIT_STOPPED] * 2
+    assert saved(folder)["step"] == max(metrics(folder)) == 6
+    assert run([*command, "--resume"]) == 0
+    agree(folder, whole)
+
+
+def test_two_processes_go_on_with_the_run_of_one(shards, tmp_path, whole):
+    folder = tmp_path / "run"
+    assert run(arguments(shards, folder, *LONGER, "--max_iters=10")) == 0
+    pair, _ = group([*arguments(shards, folder, *LONGER), "--resume"], tmp_path, {})
     assert both(pair) == [0, 0]
-    assert run(arguments("none", tmp_path / "one", *settings)) == 0
-    for key in ("loss", "val_loss", "grad_norm"):
-        two = metrics(tmp_path / "two", key)
-        assert two == pytest.approx(metrics(tmp_path / "one", key), rel=1e-5), key
+    assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
+
+
+# T6's output projections begin at 0, so that the first gradients of the others are near 0, and Adam
+# would make whole steps of their rounding.
+T6 = ["configs/t6.py", "--head_size=16", "--mlp_hidden=64", "--adam_eps=1e-4"]
+ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
+          "--systems=20", "--bins=50", "--val_tokens=64"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "faults, says",
-    [
-        ({"dead_at": 4}, "has ended or hangs; last seen"),
-        ({"stuck_at": 4}, "keeps the others waiting, reading the batch of step 5"),
-    ],
+    "settings", [["configs/ssmax.py"], T6, ORBITS], ids=["ssmax", "t6", "orbits"]
 )
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_process_is_named(shards, tmp_path, faults, says, rank):
-    pair, outputs = group(
-        arguments(shards, tmp_path / "run", "--timeout=8"), tmp_path, {rank: faults}
-    )
+def test_two_processes_agree_with_one(shards, tmp_path, settings):
+    one, two = tmp_path / "one", tmp_path / "two"
+    size = 2 if settings is T6 else 4  # with and without accumulation
+    pair, _ = group(arguments(shards, two, *settings), tmp_path, {}, batch_size=size)
+    assert both(pair) == [0, 0]
+    assert run(arguments(shards, one, *settings)) == 0
+    agree(one, two)
+
+
+@pytest.mark.parametrize("rank, fault", [(0, "dead_at"), (1, "stuck_at")])
+def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_path, rank, fault):
+    command = arguments(shards, tmp_path / "run", "--timeout=5")
+    pair, _ = group(command, tmp_path, {rank: {fault: 4}})
     started = time.monotonic()
     assert finish(pair[1 - rank]) == 1
-    assert time.monotonic() - started < 30
-    lost = pair[rank].pid
+    assert time.monotonic() - started < 60
     pair[rank].kill()
     finish(pair[rank])
-    output = outputs[1 - rank].read_text()
-    if rank == 0 and "dead_at" in faults:
-        # here rank 0 also hosts the store, which torchrun otherwise does
-        assert "rank 0, which hosts the store, does not answer" in output
-    else:
-        assert f"error: rank {rank} (" in output and f"process {lost})" in output
-        assert says in output
-    # the first process may have been killed while it still wrote step 3 beside its training
-    whole = {"step_000003.pt"} | ({"step_000000.pt"} if "dead_at" in faults and not rank else set())
-    assert checkpoint.find(tmp_path / "run").path.name in whole
+    assert checkpoint.find(tmp_path / "run").step == (3 if rank else 0) or not rank
 
 
 def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):
@@ -161,10 +145,9 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
             for pid in [*workers(), process.pid]:
                 os.kill(pid, signal.SIGKILL)
     output = (tmp_path / "output").read_text()
-    assert "error: rank 1 (" in output and "has ended" in output, output
     assert "SignalException" not in output  # torchrun's own traceback
     step = saved(folder)["step"]
-    assert f"stopped after step {step}" in output and step < 400
+    assert f"step {step} of 400 is saved: stopped by a signal" in output and step < 400
     last = str(step)
     assert run(arguments(shards, whole, *more[1:], f"--max_iters={last}")) == 0
     assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)

@@ -19,14 +19,11 @@ def test_a_run_is_trained_by_one_process_at_a_time(train, capsys):
 
 
 def test_a_folder_locked_for_nothing_is_gone_again(tmp_path):
-    folder = tmp_path / "out" / "new" / "run"
+    folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError), files.lock_folder(folder, "training this run"):
         assert folder.is_dir()
         1 / 0  # noqa: B018
-    assert not (tmp_path / "out").exists()
-    with files.lock_folder(folder, "training this run"):
-        (folder.parent / "other").touch()
-    assert not folder.exists() and (folder.parent / "other").exists()
+    assert not folder.exists()
     with files.lock_folder(folder, "training this run"):
         (folder / "config.json").touch()
     with files.lock_folder(folder, "training this run"):  # it was there before
@@ -48,20 +45,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(UserError, match="no file can be written there"):
         with files.lock_folder(path / "below a file", "training this run"):
             pass
-
-
-def test_a_refused_folder_is_left_as_it_was(tmp_path):
-    (tmp_path / "config.json").touch()
-    with pytest.raises(ZeroDivisionError), files.lock_folder(tmp_path, "training this run"):
-        1 / 0  # noqa: B018
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    with files.lock_folder(tmp_path, "training this run"):
-        (tmp_path / "metrics.jsonl").touch()
-    assert (tmp_path / ".lock").exists()
-    with pytest.raises(ZeroDivisionError), files.lock_folder(tmp_path / "new", "training"):
-        (tmp_path / "new" / ".lock").unlink()
-        (tmp_path / "new").rmdir()
-        1 / 0  # noqa: B018
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

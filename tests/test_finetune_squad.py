@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -157,9 +156,9 @@ def test_finetuning_is_resumed_and_never_overwritten(
     arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", dtype)
     call(finetune_squad, *arguments, "--out_dir", tmp_path / "whole")
 
-    def stops(log, logged=Log.step, **values):
-        logged(log, **values)
-        if values["step"] == 3:
+    def stops(log, step, logged=Log.step, **values):
+        logged(log, step, **values)
+        if step == 3:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -210,11 +209,10 @@ def test_finetuning_ends_after_a_signal_and_is_resumed(run, squad, call, tmp_pat
     out = tmp_path / "out"
     arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--out_dir", out)
 
-    def signalled(log, logged=Log.step, **values):
-        logged(log, **values)
-        if values["step"] == 2:
+    def signalled(log, step, logged=Log.step, **values):
+        logged(log, step, **values)
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)  # the thread that hears it
 
     with monkeypatch.context() as patch:
         patch.setattr(Log, "step", signalled)
@@ -240,7 +238,7 @@ def test_finetuning_that_diverges_keeps_its_checkpoint(run, squad, call, tmp_pat
         ("{", "JSON"),
         ("[]", "format"),
         ('{"data": 3}', "format"),
-        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "paragraphs[0]: KeyError('qas')"),
+        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "format: KeyError('qas')"),
         (
             '{"data": [{"paragraphs": [{"context": 1, "qas": [{"question": "b", "answers": '
             '[{"text": "c", "answer_start": 0}]}]}]}]}',
@@ -266,7 +264,6 @@ def test_squad_cannot_be_downloaded(trained, call, tmp_path, capsys, monkeypatch
     def fails(*arguments, **options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(finetune_squad, "reach_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", fails)
     for module in (datasets, None):
         monkeypatch.setitem(sys.modules, "datasets", module)
@@ -286,41 +283,31 @@ def test_squad_from_the_datasets_library(squad, monkeypatch):
         for q in questions
     ]  # fmt: skip
     rows.insert(3, {"context": "a", "question": "b", "answers": {"text": [], "answer_start": []}})
-    monkeypatch.setattr(finetune_squad, "reach_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
     assert finetune_squad.download() == questions
 
 
 @pytest.mark.parametrize(
-    "module, arguments, message",
+    "arguments, message",
     [
-        (finetune_squad, ["--out_dir", "o", "--squad", "s", "--epochs", "0"], "--epochs 0"),
-        (finetune_squad, ["--out_dir", "o", "--squad", "s", "--sequences", "-1"], "--sequences"),
-        (finetune_squad, ["--out_dir", "o", "--squad", "s", "--device", "x"], "device = 'x'"),
-        (finetune_squad, ["--out_dir", "README.md/o", "--squad", "s"], "README.md/o: no file can"),
-        (
-            finetune_squad,
-            ["--out_dir", "o", "--squad", "s", "--batch_size", "7"],
-            "--sequences 128 must be a multiple of --batch_size 7",
-        ),
-        (finetune_squad, ["--out_dir", "o", "--squad", "s", "--learning_rate", "-1"], "at least 0"),
+        (["--out_dir", "o", "--epochs", "0"], "--epochs: 0 must be at least 1"),
+        (["--out_dir", "o", "--device", "x"], "device = 'x'"),
+        (["--out_dir", "README.md/o"], "README.md/o: no file can"),
+        (["--out_dir", "o", "--batch_size", "7"], "128 must be a multiple of --batch_size 7"),
+        (["--out_dir", "o", "--learning_rate", "-1"], "at least 0"),
+        ([], "--out_dir FOLDER is missing"),
     ],
 )
-def test_refusals(run, call, text, capsys, module, arguments, message):
-    arguments = [text["gpt2"] if argument == "GPT2" else argument for argument in arguments]
-    there = sorted(path.name for path in run.iterdir())
+def test_refusals(trained, call, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        call(module, run, *arguments)
+        call(finetune_squad, trained, "--squad", "s", *arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-    assert sorted(path.name for path in run.iterdir()) == there
 
 
-@pytest.mark.parametrize("module", [finetune_squad])
-def test_a_run_without_a_checkpoint_is_refused(trained, call, tmp_path, capsys, squad, module):
-    more = ["--squad", squad, "--out_dir", tmp_path / "out"] if module is finetune_squad else []
-    for message in ("no config.json", "checkpoint"):
+def test_a_run_without_a_checkpoint_is_refused(trained, call, tmp_path, capsys, squad):
+    for message in ("no config.json", "no checkpoint in it"):
         with pytest.raises(SystemExit) as stop:
-            call(module, tmp_path, *more)
+            call(finetune_squad, tmp_path, "--squad", squad, "--out_dir", tmp_path / "out")
         assert stop.value.code == 2 and message in capsys.readouterr().err
         shutil.copy(trained / "config.json", tmp_path)
     assert not (tmp_path / "out").exists()

@@ -87,7 +87,7 @@ def test_the_recipe_of_ssmax():
 def test_the_fine_tuning_of_ssmax():
     """Its Table 3, in scripts/finetune_squad.py."""
     paper, base = dict(SSMAX["finetuning"]), Config()
-    settings = finetune_squad.recipe(base, paper.pop("examples"))
+    settings = finetune_squad.recipe(base, paper.pop("examples"), finetune_squad.FineTuning())
     for name in ("weight_decay", "grad_clip", "learning_rate"):
         assert settings[name] == paper.pop(name), name
     for name in ("optimizer", "schedule"):

@@ -10,19 +10,14 @@ import pytest
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint
-from runtime.distributed import EXIT_STOPPED
 from scripts import attention_maps, eval_length, needle, passkey
 from scripts.common.runner import (
     Store,
-    load_run,
     parse,
     picture_path,
-    refuse_early,
     stored,
 )
-from tests import faults
-from tests.runs import ROOT, wait_for
+from tests.runs import ROOT
 
 # ---- options ----
 
@@ -117,24 +112,6 @@ def test_the_documented_way_to_measure_something_else(trained, tmp_path, monkeyp
     exec(block, {})
     text, value = capsys.readouterr().out.split(": ")
     assert text == "mean probability of the likeliest token" and 0 < float(value) < 1
-
-
-def test_a_run_in_training_can_always_be_opened(shards, tmp_path):
-    """Each checkpoint is deleted a step after it was saved."""
-    out = tmp_path / "run"
-    often = ["--checkpoint_interval=1", "--eval_interval=1", "--keep_last=1", "--val_tokens=16"]
-    arguments = faults.arguments(shards, out, *often, "--max_iters=1000000", "--log_interval=1000")
-    process = faults.start(arguments, output=tmp_path / "output")
-    wait_for(lambda: (checkpoint.step(out) or 0) > 0)
-    seen = {"latest": set(), "best": set()}
-    for i in range(100):
-        which = "best" if i % 5 == 0 else "latest"
-        options = eval_length.LossByLength(lengths=(16,), tokens=16, checkpoint=which, device="cpu")
-        refuse_early([out], options)
-        seen[which].add(load_run(out, options).facts["sha256"])
-    assert process.is_alive() and len(seen["latest"]) > 10 and seen["best"]
-    process.terminate()
-    assert faults.finish(process) == EXIT_STOPPED
 
 
 # ---- stored measurements ----

@@ -6,8 +6,6 @@ import math
 import os
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,39 +17,19 @@ from config import Config
 from data.shards import write_shard
 from model import GPT
 from runtime import checkpoint
+from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import SMALL
 from tests.runs import (
     assert_same_run,
     identical,
     launch,
-    lines,
     metrics,
     refused,
     same_weights,
     saved,
     weights,
 )
-
-
-@pytest.mark.parametrize("stop", [1, 4])
-def test_resumed_is_identical_whatever_is_random(train, monkeypatch, stop):
-    """Also what a variant of one's own might draw in a step: here noise on the loss."""
-    forward = GPT.forward
-
-    def noisy(self, idx, targets=None, cache=None):
-        out = forward(self, idx, targets, cache)
-        return out if targets is None else out * torch.rand(())
-
-    monkeypatch.setattr(GPT, "forward", noisy)
-    whole = train("whole", "configs/ssmax.py", "--optimizer=muon")
-    part = train("part", "configs/ssmax.py", "--optimizer=muon", f"--max_iters={stop}")
-    torch.rand(7)  # what else drew from the generator does not matter
-    train("part", "configs/ssmax.py", "--optimizer=muon", "--resume")
-    text = [line for line in lines(part) if line["step"] != stop or "val_loss" not in line]
-    assert text == [line for line in lines(whole) if line in text]
-    assert identical(saved(part)["model"], saved(whole)["model"])
-    assert identical(saved(part)["optimizers"], saved(whole)["optimizers"])
 
 
 def test_orbits_are_trained_as_language_is(train, capsys):
@@ -102,51 +80,36 @@ def test_a_run_goes_on_in_the_data_order_of_another(train):
     assert metrics(stopped) == metrics(part)
 
 
-@pytest.mark.parametrize("variant", ["softmax", "lssar_p15", "ssmax"])
-def test_accumulation_splits_agree(train, variant):
-    whole = train("whole", f"configs/{variant}.py")
+def test_accumulation_splits_agree(train):
+    whole = train("whole", "configs/ssmax.py")
     for size in (4, 1):
-        split = train(f"split{size}", f"configs/{variant}.py", f"--batch_size={size}")
+        split = train(f"split{size}", "configs/ssmax.py", f"--batch_size={size}")
         for key in ("loss", "val_loss", "grad_norm"):
             assert metrics(split, key) == pytest.approx(metrics(whole, key), rel=1e-5)
         for name, tensor in weights(whole).items():
             assert torch.allclose(weights(split)[name], tensor, atol=1e-4), name
 
 
-# Its output projections begin at 0, so that the first gradients of the others are near 0, and Adam
-# would make whole steps of their rounding.
-T6_SMALL = ["configs/t6.py", "--head_size=16", "--mlp_hidden=64", "--adam_eps=1e-4"]
-
-
-def test_two_processes_agree_with_one(train, shards, tmp_path):
-    # with and without accumulation
-    for size, arguments in ((4, ["configs/ssmax.py"]), (2, T6_SMALL)):
-        one, two = train(f"one{size}", *arguments), tmp_path / f"two{size}"
-        arguments = [*SMALL, f"--data_dir={shards}", *arguments]
-        done = launch(2, *arguments, f"--out_dir={two}", f"--batch_size={size}")
-        assert done.returncode == 0, done.stderr
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-5)
-        for name, tensor in weights(one).items():
-            assert torch.allclose(weights(two)[name], tensor, atol=1e-4), name
-
-
 @pytest.mark.parametrize("optimizer, projections", [("adamw", "linear"), ("muon", "tpa")])
-def test_resumed_equals_uninterrupted_bit_for_bit(train, optimizer, projections):
+def test_resumed_equals_uninterrupted_bit_for_bit(train, monkeypatch, optimizer, projections):
+    """Also what a variant of one's own might draw in a step: here noise on the loss."""
+    forward = GPT.forward
+
+    def noisy(self, idx, targets=None, cache=None):
+        out = forward(self, idx, targets, cache)
+        return out if targets is None else out * torch.rand(())
+
+    monkeypatch.setattr(GPT, "forward", noisy)
     arguments = ("configs/lssar_p3.py", f"--optimizer={optimizer}", f"--projections={projections}")
     whole = train("whole", *arguments, "--max_iters=8")
     run = train("run", *arguments, "--max_iters=3")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 9.0}\n{"step": 5, "lo')  # logged after the checkpoint
+    torch.rand(7)  # what else drew from the generator does not matter
     assert train("run", *arguments, "--max_iters=8", "--resume") == run
-    assert same_weights(weights(run), weights(whole))
-    for key in ("loss", "grad_norm", "lr"):
-        assert metrics(run, key) == metrics(whole, key)
-    # the last step of the first part validates too; it is no multiple of the interval otherwise
-    assert metrics(run, "val_loss") == metrics(whole, "val_loss")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines.pop(0)) == {"run_id": saved(run)["run_id"]}
-    assert len(lines) == len({(json.loads(x)["step"], "val_loss" in x) for x in lines})
+    assert_same_run(run, whole)
+    first = (run / "metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(first) == {"run_id": saved(run)["run_id"]}
 
 
 def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
@@ -154,53 +117,49 @@ def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
     before = weights(run), (run / "metrics.jsonl").read_text()
     capsys.readouterr()
     train("run", "--resume")
-    assert capsys.readouterr().out.splitlines()[1:] == ["finished: step 6 of 6 is saved"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["step 6 of 6 is saved: finished"]
     assert same_weights(weights(run), before[0])
     assert (run / "metrics.jsonl").read_text() == before[1]
 
 
-@pytest.mark.parametrize(
-    "where, calls, step",
-    [("token_losses", 3, 0), ("token_losses", 11, 3), ("token_losses", 19, 6), ("forward", 14, 3)],
-)
+@pytest.mark.parametrize("where, calls, step", [("token_losses", 11, 3), ("forward", 14, 4)])
 def test_a_stop_within_a_step_or_a_validation(train, monkeypatch, where, calls, step):
-    """It leaves the state before the step, and the validation is repeated."""
-    arguments = ("configs/lssar_p3.py", "--optimizer=muon", "--batch_size=2", "--keep_last=3")
+    """The step, or the validation, is finished and saved."""
+    arguments = ("configs/lssar_p3.py", "--optimizer=muon", "--batch_size=2")
     whole = train("whole", *arguments)
     real, count = getattr(GPT, where), 0
 
-    def signalled(self, idx, *more):
+    def signalled(self, *tensors):
         nonlocal count
-        count += len(idx) == 2  # of the 4 micro-batches of a step, the 8 batches of a validation
-        if count == calls and len(idx) == 2:
+        count += 1  # a step has 4 micro-batches, a validation 8 batches
+        if count == calls:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # a thread handles it
-        return real(self, idx, *more)
+        return real(self, *tensors)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(GPT, where, signalled)
         train("part", *arguments)
     part = whole.parent / "part"
-    assert stop.value.code == EXIT_STOPPED and count == calls
-    assert saved(part)["step"] == step and max(metrics(part), default=0) == step
-    before = torch.load(whole / f"step_{step:06d}.pt", weights_only=True)
-    for key in ("model", "optimizers"):
-        assert identical(saved(part)[key], before[key])
+    assert stop.value.code == EXIT_STOPPED
+    assert saved(part)["step"] == step and max(metrics(part)) == step
     train("part", *arguments, "--resume")
-    if step < 6:
-        assert_same_run(part, whole)
-    assert lines(part) == lines(whole) and same_weights(weights(part), weights(whole))
-    assert identical(saved(part, "best")["model"], saved(whole, "best")["model"])
+    assert_same_run(part, whole)
 
 
-def test_an_existing_run_is_never_overwritten(train, capsys):
+def test_a_run_is_never_overwritten_nor_resumed_with_other_settings(train, capsys, tmp_path):
     run = train("run")
     refused(capsys, lambda: train("run"), str(run), "--resume", "--out_dir")
     refused(capsys, lambda: train("run", "--resume", "--n_layer=1"), "n_layer = 2", "--init_from")
-
-
-def test_resume_without_a_checkpoint_is_refused(train, capsys):
     refused(capsys, lambda: train("new", "--resume"), "new: no such run")
+    (tmp_path / "file").touch()
+    where = f"{tmp_path / 'file/run'}: no file can be written there: Not a directory"
+    refused(capsys, lambda: train("file/run"), where)
+
+
+def test_auto_resumes_where_a_checkpoint_is(train, capsys):
+    for steps in (3, 5):
+        run = train("run", "--resume=auto", f"--max_iters={steps}")
+        assert list(metrics(run)) == list(range(1, steps + 1))
 
 
 def test_resuming_on_other_data_is_refused(train, capsys, shards, tmp_path):
@@ -227,16 +186,14 @@ def test_init_from_another_variant(train, capsys):
     train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
     assert list(metrics(second)) == [1, 2, 3]
     began_with = json.loads((second / "began_with.json").read_text())
-    assert began_with == checkpoint.checkpoint_id(first) and began_with["step"] == 6
+    assert began_with == checkpoint.find(first).id and began_with["step"] == 6
     refused(capsys, lambda: train("third", "--n_embd=64", f"--init_from={first}"), "model differs")
 
 
 def test_a_checkpoint_of_the_other_projections_is_refused_by_name(train, capsys):
-    linear, tpa = train("linear", "--max_iters=1"), train("t", "--max_iters=1", "--projections=tpa")
-    for run, own, other in ((linear, "linear", "tpa"), (tpa, "tpa", "linear")):
-        arguments = ("new", f"--projections={other}", f"--init_from={run}")
-        says = f"its model differs: projections {own} for {other}, "
-        refused(capsys, lambda arguments=arguments: train(*arguments), says)
+    tpa = train("t", "--max_iters=1", "--projections=tpa")
+    linear = ("new", "--projections=linear", f"--init_from={tpa}")
+    refused(capsys, lambda: train(*linear), "its model differs: projections tpa for linear, ")
     again = ("t", "--projections=linear", "--resume")
     refused(capsys, lambda: train(*again), "t was trained with projections = 'tpa'")
     # 10 ranks in all, of as many columns
@@ -244,33 +201,30 @@ def test_a_checkpoint_of_the_other_projections_is_refused_by_name(train, capsys)
     refused(capsys, lambda: train(*ranks), "q_rank 6 for 4, kv_rank 2 for 3 do not fit")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_trains(train, dtype):
-    # at 1e-2 the loss of so small a model with p = 15 jumps now and then, in float32 too
-    settings = [f"--dtype={dtype}", "--max_iters=20", "--learning_rate=3e-3"]
-    run = train("run", "configs/lssar_p15.py", *settings)
+@pytest.mark.parametrize("first, then", [("float32", "float16"), ("float16", "bfloat16")])
+def test_low_precision_trains_and_a_run_goes_on_in_another(train, first, then):
+    run = train("run", "--max_iters=3", f"--dtype={first}")
+    train("run", "--max_iters=15", f"--dtype={then}", "--resume")
     losses = metrics(run)
-    assert losses[20] < 0.9 * losses[1]
+    assert sorted(losses) == list(range(1, 16)) and losses[15] < 0.95 * losses[1]
     assert all(tensor.dtype == torch.float32 for tensor in weights(run).values())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a compiler")
-def test_compiled_agrees_and_saves_plain_names(train):
-    plain = train("plain", "configs/lssar_p15.py", "--max_iters=3")
-    compiled = train("compiled", "configs/lssar_p15.py", "--max_iters=3", "--compile")
+def test_compiled_agrees_and_saves_plain_names(train, monkeypatch):
+    """With the graphs that torch.compile captures, but without its C++ compiler, which is slow."""
+    compile = torch.nn.Module.compile
+    eager = lambda module: compile(module, backend="aot_eager")  # noqa: E731
+    monkeypatch.setattr(torch.nn.Module, "compile", eager)
+    plain = train("plain", "configs/lssar_p15.py", "--max_iters=2")
+    compiled = train("compiled", "configs/lssar_p15.py", "--max_iters=2", "--compile")
     assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
     assert weights(compiled).keys() == weights(plain).keys()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_refusals_of_the_command(processes, shards, tmp_path):
-    done = launch(
-        processes, *SMALL, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--lerning_rate=1"
-    )
-    assert done.returncode == (2 if processes == 1 else 1)
-    assert "did you mean learning_rate" in done.stderr
-    if processes == 1:
-        assert "Traceback" not in done.stderr
+def test_a_mistake_in_a_command_is_one_sentence(shards, tmp_path):
+    done = launch(1, *SMALL, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--lerning_rate=1")
+    assert done.returncode == 2 and "did you mean learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_three_processes_that_do_not_divide_the_batch(train, capsys, monkeypatch):
@@ -278,12 +232,6 @@ def test_three_processes_that_do_not_divide_the_batch(train, capsys, monkeypatch
     refused(
         capsys, lambda: train("run"), "total_batch_size = 128", "8 x 16 x 3 = 384", "384 or 768"
     )
-
-
-def test_an_out_dir_that_cannot_be_made_is_refused_before_any_work(train, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    where = f"{tmp_path / 'file/run'}: no file can be written there: Not a directory"
-    refused(capsys, lambda: train("file/run", "--data_dir=nowhere"), where)
 
 
 def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
@@ -315,77 +263,63 @@ def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
     assert not (tmp_path / "run").exists()
 
 
-def test_help(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    with pytest.raises(SystemExit) as stop:
-        train_module.main()
-    assert not stop.value.code
-    text = capsys.readouterr().out
-    assert "--learning_rate=0.0006" in text and "--total_batch_size=524288" in text
+def one_step(model, loss_fn, pairs, lr, grad_clip=0.0, optimizer=torch.optim.SGD, scale=None):
+    """train_step's loss and gradient norm; the optimizers and the scaler keep their state."""
+    enabled = scale is not None
+    scaler = torch.amp.GradScaler("cpu", scale or 1.0, backoff_factor=0.5, enabled=enabled)
+    optimizers = [optimizer(part.parameters(), lr=lr) for part in model.children()]
+    training = Training(model, optimizers, scaler)
+    batch = train_module.Batch(pairs, divisor=1, tokens=0)
+    call = (training, loss_fn, batch, grad_clip, torch.float32)
+    return training, functools.partial(train_module.train_step, *call)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
     """Against the gradient, the clipping and the update written out for SGD, in float64."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1, bias=False).double()
-    first = model.weight.detach().clone()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False)).double()
+    (weight,) = model.parameters()
+    first = weight.detach().clone()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=99.0)]
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss, norm = train_module.train_step(
-        lambda x, y: (model(x) - y).square().sum(),
-        [(x[:4], y[:4]), (x[4:], y[4:])], 2,
-        model, optimizers, scaler, 0.5, clip, torch.float32,
-    )  # fmt: skip
+    pairs = [(x[:4], y[:4]), (x[4:], y[4:])]
+    _, step = one_step(model, lambda x, y: (model(x) - y).square().sum(), pairs, 0.5, clip)
+    loss, norm = step()
     errors = x @ first.T - y
     gradient = 2 * errors.T @ x
     assert loss == pytest.approx(errors.square().sum().item(), rel=1e-6)  # summed in float32
     assert norm == pytest.approx(gradient.norm().item(), rel=1e-12)
     if clip:
         gradient *= clip / (norm + 1e-6)  # torch's own
-    torch.testing.assert_close(model.weight.detach(), first - 0.5 * gradient, rtol=1e-12, atol=0)
-    assert model.weight.grad is None
+    torch.testing.assert_close(weight.detach(), first - 0.5 * gradient, rtol=1e-12, atol=0)
+    assert weight.grad is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_leaves_the_weights(bad):
-    model = torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     before = [p.detach().clone() for p in model.parameters()]
-    optimizers = [torch.optim.AdamW(model.parameters())]
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    batches = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), bad), torch.zeros(1))]
-    loss, norm = train_module.train_step(
-        lambda x, y: model(x).square().sum(), batches, 2, model, optimizers, scaler, 1.0, 1.0,
-        torch.float32,
-    )  # fmt: skip
-    assert not math.isfinite(loss) and not math.isfinite(norm)
+    pairs = [(torch.ones(1, 2), torch.zeros(1)), (torch.full((1, 2), bad), torch.zeros(1))]
+    loss_fn = lambda x, y: model(x).square().sum()  # noqa: E731
+    training, step = one_step(model, loss_fn, pairs, 1.0, 1.0, torch.optim.AdamW)
+    assert not any(map(math.isfinite, step()))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert not optimizers[0].state and all(p.grad is None for p in model.parameters())
+    assert not training.optimizers[0].state and all(p.grad is None for p in model.parameters())
 
 
 def test_a_float16_step_that_overflows_only_lowers_the_scale():
-    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    model = torch.nn.Sequential(first, second)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     before = [p.detach().clone() for p in model.parameters()]
-    optimizers = [torch.optim.AdamW(m.parameters()) for m in (first, second)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=0.5)
-    batches = [(torch.ones(1, 2), torch.zeros(1))]
-    step = functools.partial(
-        train_module.train_step, lambda x, y: model(x).square().sum() * 1e4, batches, 1, model,
-        optimizers, scaler, 1e-3, 1.0, torch.float32,
-    )  # fmt: skip
+    pairs, loss_fn = (
+        [(torch.ones(1, 2), torch.zeros(1))],
+        lambda x, y: 1e4 * model(x).square().sum(),
+    )
+    training, step = one_step(model, loss_fn, pairs, 1e-3, 1.0, torch.optim.AdamW, scale=2.0**120)
     loss, norm = step()
     assert math.isfinite(loss) and not math.isfinite(norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert scaler.get_scale() == 2.0**119 and not any(o.state for o in optimizers)
+    assert training.scaler.get_scale() == 2.0**119
+    assert not any(optimizer.state for optimizer in training.optimizers)
     while not math.isfinite(norm):
         loss, norm = step()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("first, then", [("float32", "float16"), ("float16", "bfloat16")])
-def test_a_run_goes_on_in_another_precision(train, first, then):
-    run = train("run", "--max_iters=3", f"--dtype={first}")
-    train("run", "--max_iters=9", f"--dtype={then}", "--resume")
-    assert sorted(metrics(run)) == list(range(1, 10)) and metrics(run)[9] < metrics(run)[1]
