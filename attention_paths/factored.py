@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention import attention_weights
-from attention_paths.reference import Context, ReferenceAttention, l2_normalise
+from attention import attention_weights, l2_normalise
+from attention_paths.reference import Context, ReferenceAttention
 
 
 @dataclass(frozen=True)

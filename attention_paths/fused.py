@@ -50,32 +50,37 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     variant, cut = layer.variant, layer.window is not None and layer.window < k.shape[2]
     rows = layer.rows(q, k.shape[2], slice(None), context)
 
-    def per_row(x: Tensor | float) -> Tensor:  # [1 or B, H, Lq]
+    shape = q.shape[:3]
+
+    def per_row(x: Tensor | float) -> Tensor:  # [B, H, Lq]
         x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-        return x.expand(len(x) if x.ndim == 4 else 1, *q.shape[1:3], 1)[..., 0]
+        return x.expand(*shape, 1)[..., 0]
 
     bias = None if variant.bias is None else per_row(variant.bias(rows))
     key_bias, decay = None, rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0][None]
+        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*shape[:2], -1)
         decay = alibi if decay is None else decay + alibi
     if decay is not None:
         own, key_bias = of_queries(decay, rows), -decay
         # softmax is the same for all scores of a row shifted alike: no gradient to compute
         shifts = variant.is_softmax and layer.p is None and not layer.has_sink
         bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
-    return launch.attend(
-        q.to(v.dtype), k.to(v.dtype), v,
+    choices = launch.Choices(
+        p=float(layer.p or 0),
+        unit=variant.l2_normalise,
+        phi=variant.phi.kernel,
+        # softpick, whose weights are of whole rows, is rectified, and always shifted
+        shifted=variant.row_weights is not None or shift_of(variant, rows) is not None,
+        signed=variant.phi.signed and variant.row_weights is None,
+        window=layer.window if cut else None,
+        softcap=layer.softcap,
+    )
+    numbers = launch.Numbers(
         scale=per_row(context.score_scale * variant.scale(rows)),
         bias=bias,
         norm=None if variant.norm is None else per_row(variant.norm(rows)),
-        phi=variant.phi.kernel,
-        shifted=shift_of(variant, rows) is not None,
-        p=layer.p,
-        unit=variant.l2_normalise,
-        signed=variant.phi.signed and variant.row_weights is None,
-        window=layer.window if cut else None,
-        sink=None if rows.sink is None else rows.sink[:, 0, 0],
+        sink=None if rows.sink is None else rows.sink[:, 0, 0].contiguous(),
         key_bias=key_bias,
-        softcap=layer.softcap,
-    )  # fmt: skip
+    )
+    return launch.attend(q.to(v.dtype), k.to(v.dtype), v, choices, numbers)

@@ -41,7 +41,7 @@ Products are in the inputs' dtype and accumulate in float32; everything else is 
 inputs are multiplied in full precision, or in TF32 if torch.backends.cuda.matmul.allow_tf32 is set.
 """
 
-import contextlib
+from typing import NamedTuple
 
 import torch
 import triton
@@ -103,9 +103,28 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 # ---- arguments of kernels ----
 
 
-def _device(x: Tensor) -> contextlib.AbstractContextManager:
-    """A context that launches kernels on x's device."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+class Choices(NamedTuple):
+    """What the kernels of a call are compiled for, beside the dtype and the head size."""
+
+    p: float  # the power of stage 2; 0: there is none
+    unit: bool  # q and k are normalised to length 1
+    phi: str  # an entry of PHIS
+    shifted: bool  # its shift applies
+    signed: bool  # phi may be negative
+    window: int | None  # the number of keys that a row sees
+    softcap: float | None  # c makes a scaled product z into c tanh(z / c)
+
+
+class Numbers(NamedTuple):
+    """Tensors that enter the scores, float32 of any strides; gradients flow to all but norm."""
+
+    scale: Tensor  # [B, H, Lq]
+    bias: Tensor | None  # [B, H, Lq]; learnt, it takes the backward pass of 7 products
+    norm: Tensor | None  # [B, H, Lq]; None: l1
+    # [H]: the logit of one more key, whose value is 0, without scale and bias; n does not count it.
+    # It needs l1 and a phi that is never 0.
+    sink: Tensor | None
+    key_bias: Tensor | None  # [B, H, Lk]
 
 
 def _precision() -> str:
@@ -131,11 +150,9 @@ def _strided(x: Tensor | None) -> Strided | None:
     return Strided(x, x.stride()[:3])
 
 
-def _compiled(
-    q: Tensor, l1: bool, biased: bool, p: float, unit: bool, phi: str, shifted: bool, signed: bool,
-    window: int | None, softcap: float | None,
-) -> tuple[Functions, Constants]:  # fmt: skip
-    """What the kernels of a call are compiled for; the last arguments are the call's `choices`."""
+def _compiled(q: Tensor, choices: Choices, l1: bool, biased: bool) -> tuple[Functions, Constants]:
+    """What Triton compiles the kernels of a call for."""
+    p, unit, phi, shifted, signed, window, softcap = choices
     entry, d = PHIS[phi], q.shape[3]
     if q.dtype.itemsize == 2:
         entry = PHIS.get(f"{phi}16", entry)
@@ -172,9 +189,9 @@ def _forward(
     (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
     outputs = _outputs(q, k, save, p, unit)
     out, u, scaled_q, unit_k, rows, inverse = outputs
-    choices = p, unit, phi, shifted, signed, window, softcap
-    F, C = _compiled(q, norm is None, bias is not None, *choices)
-    with _device(q):
+    choices = Choices(p, unit, phi, shifted, signed, window, softcap)
+    F, C = _compiled(q, choices, norm is None, bias is not None)
+    with torch.cuda.device_of(q):
         forward.scale_queries[B * H, triton.cdiv(Lq, 64)](
             *map(_strided, (q, scale, bias, norm)), scaled_q, rows, H, Lq, C=C, M=64
         )
@@ -232,8 +249,9 @@ def _backward(
     atomic = dbias is None and not torch.are_deterministic_algorithms_enabled()
     summed, scaled_dout, terms = _like(q, torch.float32), _like(dout), _numbers(q, 3)
     added = Added(sink, _strided(key_bias))
-    F, C = _compiled(q, l1, biased, p, unit, phi, shifted, signed, window, softcap)
-    with _device(q):
+    choices = Choices(p, unit, phi, shifted, signed, window, softcap)
+    F, C = _compiled(q, choices, l1, biased)
+    with torch.cuda.device_of(q):
         backward.backward_rows[B * H, triton.cdiv(Lq, 64)](
             _strided(dout), out, u, scaled_dout, rows, terms, dsink, H, Lq, added, F, C=C, M=64
         )
@@ -297,8 +315,8 @@ def _decode(
 ) -> Tensor:  # fmt: skip
     """The output of a single query, with the cache split over enough programs to fill the GPU."""
     (B, H), (Hk, Lk) = q.shape[:2], k.shape[1:3]
-    choices = p, unit, phi, shifted, signed, None, softcap
-    F, C = _compiled(q, norm is None, bias is not None, *choices)
+    choices = Choices(p, unit, phi, shifted, signed, None, softcap)
+    F, C = _compiled(q, choices, norm is None, bias is not None)
     block_n = 16 if INTERPRETED else 64
     processors = 2
     if q.is_cuda:
@@ -310,16 +328,16 @@ def _decode(
     parts = q.new_empty(B, H, splits, 3, dtype=torch.float32)
     sums = q.new_empty(B, H, splits, C.BLOCK_D + 1, dtype=torch.float32)
     out = _like(q)
-    scale, bias, norm = (x if x is None else x.contiguous() for x in (scale, bias, norm))
+    scales, biases, norms = (x if x is None else x.contiguous() for x in (scale, bias, norm))
     sizes = H, H // Hk, Lk, chunk, Added(sink, _strided(key_bias)), F
     reduced = triton.next_power_of_2(splits)
-    with _device(q):
+    with torch.cuda.device_of(q):
         decode.decode_scores[B * H, splits](
-            _strided(q), _strided(k), scale, bias, y, parts, *sizes, C=C._replace(EXACT=True),
+            _strided(q), _strided(k), scales, biases, y, parts, *sizes, C=C._replace(EXACT=True),
             BLOCK_N=block_n,
         )  # fmt: skip
         decode.decode_values[B * H, splits](
-            _strided(v), y, parts, norm, sums, *sizes, C=C, BLOCK_N=block_n, SPLITS=reduced
+            _strided(v), y, parts, norms, sums, *sizes, C=C, BLOCK_N=block_n, SPLITS=reduced
         )
         decode.decode_sum[(B * H,)](sums, out, splits, C=C, SPLITS=reduced)
     return out
@@ -328,34 +346,13 @@ def _decode(
 _decode.register_fake(lambda q, *_: _like(q))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: Tensor, bias: Tensor | None, norm: Tensor | None,
-    phi: str, shifted: bool, p: float | None, unit: bool, signed: bool, window: int | None,
-    sink: Tensor | None = None, key_bias: Tensor | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, k: Tensor, v: Tensor, choices: Choices, numbers: Numbers) -> Tensor:
     """Causal attention [B, H, Lq, d] of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
     positions. A single query for which no gradient is needed sees all keys, whatever the window.
-
-    scale, bias, norm: float32 [B or 1, H, Lq] of any strides; without norm it is l1.
-    phi: the name of an entry of PHIS; `shifted` applies its shift; `signed`: phi may be negative.
-    p: the power of stage 2, or None.
-    unit: q and k are normalised to length 1.
-    window: the number of keys that a row sees, or None.
-    sink [H]: the logit of one more key, whose value is 0, without scale and bias; n does not count
-        it. It needs l1 and a phi that is never 0.
-    key_bias, float32 [B or 1, H, Lk]: added to the scores of each key.
-    softcap: c makes a scaled product z into c tanh(z / c), before anything is added to it.
-
-    Gradients flow to q, k, v, scale, bias, sink and key_bias. A learnt bias takes the backward pass
-    of 7 products. Where phi is exp, in one stage without a sink, its gradient is 0: detach it.
+    Where phi is exp, in one stage without a sink, the gradient of the bias is 0: detach it.
     """
-    rows = (x if x is None else x.expand(q.shape[:3]) for x in (scale, bias, norm))
-    if key_bias is not None:
-        key_bias = key_bias.expand(q.shape[0], q.shape[1], k.shape[2])
-    numbers = *rows, None if sink is None else sink.contiguous(), key_bias
-    choices = float(p or 0), unit, phi, shifted or PHIS[phi].rectified, signed, window, softcap
     save = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, *numbers)
     )

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from attention import Rows, Variant, attention_weights
+from attention import Rows, Variant, attention_weights, l2_normalise
 
 ALL = slice(None), slice(None)
 
@@ -163,15 +163,6 @@ class ReferenceAttention(nn.Module):
             zero = rows.n.new_zeros(len(head), 1, 1)
             rows.sink = zero if self.sink is None else self.sink[head].to(dtype)
         return rows
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    """x at unit length along the last dimension, in float32 at least.
-
-    The 1e-12 bounds the gradient of a zero vector.
-    """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
 
 
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import l2_normalise
 from attention_paths.blocked import BLOCK_QUERIES, first_key
-from attention_paths.reference import Context, ReferenceAttention, l2_normalise
+from attention_paths.reference import Context, ReferenceAttention
 
 
 def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
