@@ -89,6 +89,12 @@ def evaluate(layer, tensors, formula=call):
     return dict(zip(names, values, strict=True))
 
 
+def exact_evaluation(case, tensors, device="cpu"):
+    """What the reference path gives in float64."""
+    layer = build(case, tensors[0].shape[-1], REFERENCE).to(device).double()
+    return evaluate(layer, [x.double() for x in tensors])
+
+
 def compare(case, tensors, device="cpu", formula=call, coarser=None):
     """Asserts that the kernels' error is at most twice that of a formula in the same dtype, plus
     roundings, which p multiplies. The last row is also computed by decoding.
@@ -99,8 +105,7 @@ def compare(case, tensors, device="cpu", formula=call, coarser=None):
     d, dtype = tensors[0].shape[-1], tensors[0].dtype
     tensors = [x.to(device) for x in tensors]
     fused, reference = (build(case, d, impl).to(device) for impl in (TRITON, REFERENCE))
-    exactly = build(case, d, REFERENCE).to(device).double()
-    truth = evaluate(exactly, [x.double() for x in tensors])
+    truth = exact_evaluation(case, tensors, device)
     ours, bar = evaluate(fused, tensors), evaluate(reference, tensors, formula)
     if not all(x.isfinite().all() for x in bar.values()):  # the formula overflows in float16
         bar = evaluate(reference, [x.bfloat16() for x in tensors], formula)

@@ -1,20 +1,13 @@
 """The fused kernels on an NVIDIA GPU: pytest -m cuda, and -m stress for the long ones."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import train as training
 from attention import VARIANTS
-from attention_paths.fused import variant_obstacle
-from data.shards import write_meta, write_shard
+from attention_paths.fused import launch, variant_obstacle
 from tests import textbook
 from tests.fused import (
     REFERENCE,
@@ -27,7 +20,7 @@ from tests.fused import (
     evaluate,
     inputs_of,
 )
-from tests.helpers import ATTENTIONS, set_meta, small_config
+from tests.helpers import ATTENTIONS, small_config
 
 pytestmark = [
     pytest.mark.cuda,
@@ -64,12 +57,6 @@ def test_every_variant(case, dtype):
     check(f"{case} --window=40", 129, 129, 64, dtype)
 
 
-@pytest.mark.parametrize("L", LENGTHS)
-@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py"])
-def test_every_length(case, L):
-    check(case, L, L, 64, BFLOAT16)
-
-
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 100, 128, 200, 299])
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "softmax_p3.py", "ssmax_bias.py"])
 def test_every_window(case, window):
@@ -77,15 +64,12 @@ def test_every_window(case, window):
     check(f"{case} --window={window}", 70, 300, 64, FLOAT32)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 2.5, 100])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-def test_powers(p, dtype):
-    check(f"lssa.py --p={p}", 300, 300, 64, dtype)
-
-
-# Each setting alone, with one stage and with two, and some together. The second half of heads has
-# ALiBi where nope_share is 0.5.
+# Powers, each setting alone, with one stage and with two, and some together. The second half of
+# heads has ALiBi where nope_share is 0.5.
 SETTINGS = [
+    "lssa.py --p=1",
+    "lssa.py --p=2.5",
+    "lssa.py --p=100",
     "softmax.py --softcap=2",
     "lssar_p15.py --softcap=5",
     "softmax.py --positions=alibi",
@@ -120,45 +104,22 @@ def test_long(case, L):
     check(case, 256, L, 64, BFLOAT16)
 
 
-# ---- every block shape, in a process of its own: one that faults would take the others along ----
-
-SHAPES = [(kind, d) for kind in ("hopper", "ampere", "small", "tf32", "ieee") for d in (64, 128)]
-MEMORY = {"hopper": 227 * 1024, "ampere": 163 * 1024}
-CHECK = """
-import torch
-from attention_paths.launch import SHAPES
-from tests.test_kernels_cuda import check
-
-SHAPES.update(dict.fromkeys(SHAPES, SHAPES["{kind}"]))
-torch.backends.cuda.matmul.allow_tf32 = {tf32}
-for deterministic in (False, True):  # True: dq has a kernel of its own
-    torch.use_deterministic_algorithms(deterministic)
+@pytest.mark.stress
+@pytest.mark.parametrize("deterministic", [False, True])  # True: dq has a kernel of its own
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kind", ["hopper", "ampere", "small", "tf32", "ieee"])
+def test_every_block_shape(kind, d, deterministic, monkeypatch):
+    """On every GPU whose shared memory is enough; worth running under compute-sanitizer."""
+    memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    if memory < {"hopper": 227 * 1024, "ampere": 163 * 1024}.get(kind, 0):
+        pytest.skip("this GPU has too little shared memory")
+    monkeypatch.setattr(launch, "SHAPES", dict.fromkeys(launch.SHAPES, launch.SHAPES[kind]))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", kind == "tf32")
+    dtype = FLOAT32 if kind in ("tf32", "ieee") else BFLOAT16
     for case in ("lssar_p15.py", "lssa.py", "sigmoid.py", "softmax_p3.py"):
         for window in ("", " --window=200"):
-            check(case + window, 300, 300, {d}, torch.{dtype}, {coarser})
-"""
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("kind, d", SHAPES)
-def test_every_block_shape(kind, d, tmp_path):
-    """Under compute-sanitizer, where it is installed."""
-    memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    if memory < MEMORY.get(kind, 0):
-        pytest.skip("this GPU has too little shared memory")
-    dtype = "float32" if kind in ("tf32", "ieee") else "bfloat16"
-    coarser = "torch.bfloat16" if kind == "tf32" else None
-    script = tmp_path / "check.py"
-    script.write_text(
-        CHECK.format(kind=kind, d=d, tf32=kind == "tf32", dtype=dtype, coarser=coarser)
-    )
-    sanitizer = shutil.which("compute-sanitizer")
-    prefix = [sanitizer, "--error-exitcode=1"] if sanitizer else []
-    more = {"PYTHONPATH": str(Path(__file__).parent.parent), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        [*prefix, sys.executable, script], env=os.environ | more, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            check(case + window, 300, 300, d, dtype, BFLOAT16 if kind == "tf32" else None)
 
 
 # ---- decoding, and within torch ----
@@ -236,34 +197,17 @@ def test_deterministic_gradients_are_bitwise_the_same():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.fixture
-def words(tmp_path):
-    """Shards of 2.2 million bytes with something to learn."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, 9, size=2000)
-    vocabulary = [rng.integers(97, 123, n, np.uint8).tobytes() + b" " for n in lengths]
-    for name, n in (("text_val_000000", 40000), ("text_train_000001", 360000)):
-        text = b"".join(vocabulary[i] for i in rng.integers(0, 2000, size=n))
-        write_shard(tmp_path / f"{name}.bin", np.frombuffer(text, np.uint8).astype(np.uint16))
-    write_meta(tmp_path, set_meta("bytes"))
-    return tmp_path
-
-
-def test_200_steps_of_the_45m_model_follow_those_of_the_reference(words, tmp_path, monkeypatch):
+def test_200_steps_follow_those_of_the_reference(train):
     def losses(impl):
-        out = tmp_path / impl
-        settings = [
-            "configs/lssar_p15.py", "configs/scales/45m.py", "--tokenizer=bytes", "--compile=False",
-            "--batch_size=8", "--total_batch_size=8192", "--max_iters=200", "--warmup_iters=50",
-            "--wandb_mode=disabled", "--val_tokens=65536", "--eval_interval=1000",
-            "--dtype=bfloat16", f"--data_dir={words}", f"--attention_impl={impl}",
-            f"--out_dir={out}", "--log_interval=50",
-        ]  # fmt: skip
-        monkeypatch.setattr("sys.argv", ["train.py", *settings])
-        training.main()
+        out = train(
+            impl, "configs/lssar_p15.py", "--device=cuda", "--dtype=bfloat16", "--compile=False",
+            "--n_embd=128", "--block_size=256", "--total_batch_size=2048", "--max_iters=200",
+            "--warmup_iters=50", "--learning_rate=1e-3", "--eval_interval=1000",
+            f"--attention_impl={impl}",
+        )  # fmt: skip
         lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         return np.array([line["loss"] for line in lines if "loss" in line])
 
     ours, reference = losses("triton"), losses("reference")
-    assert len(ours) == 200 and ours[-1] < 0.7 * ours[0]
+    assert len(ours) > 0 and ours[-1] < 0.7 * ours[0]
     assert np.abs(ours - reference).max() < 0.02
