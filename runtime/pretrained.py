@@ -73,8 +73,7 @@ def check_settings(config: Config, name: str, theirs: Any) -> None:
         raise UserError(f"hf:{name} is not OpenAI's: its activation or LayerNorm differs")
     if config.block_size > theirs.n_positions:
         raise UserError(
-            f"block_size = {config.block_size} is beyond the {theirs.n_positions} positions of "
-            f"hf:{name}"
+            f"block_size = {config.block_size}, but hf:{name} has {theirs.n_positions} positions"
         )
     wanted = {
         "positions": "learned", "projections": "linear", "norm": "layernorm", "mlp": "gelu",

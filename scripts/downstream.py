@@ -40,13 +40,9 @@ from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
 
-PAPER_TASKS = tuple(
-    dict.fromkeys(
-        column.split()[0]
-        for table in ("table2", "table_a1", "table_a2")
-        for column in LSSAR[table]["columns"]
-    )
-)
+# The columns of the paper's tables are tasks with a metric, such as "piqa acc_norm".
+COLUMNS = [c for table in ("table2", "table_a1", "table_a2") for c in LSSAR[table]["columns"]]
+PAPER_TASKS = tuple(dict.fromkeys(column.split()[0] for column in COLUMNS))
 # Metrics that are shares of correct answers, printed in percent and drawn.
 SHARES = ("acc", "exact_match")
 # The bootstrap is for standard errors without a closed form, such as perplexity's.
@@ -208,18 +204,14 @@ def readable(results: dict) -> dict:
                     "value": float(value),
                     "stderr": float(error) if isinstance(error, (int, float)) else None,
                 }
-        tables[name] = {
-            "samples": values["sample_len"],
-            "num_fewshot": results["n-shot"].get(name),
-            "metrics": metrics,
-        }
+        shots = results["n-shot"].get(name)
+        tables[name] = {"samples": values["sample_len"], "num_fewshot": shots, "metrics": metrics}
     return tables
 
 
 def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print all scores, and draw the shares of correct answers."""
     names, results = zip(*named, strict=True)
-    print()
     for name, result in named:
         print(
             f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "

@@ -38,45 +38,41 @@ def test_logits_are_those_of_transformers(folder):
     ours, expected = model.double().eval()(tokens()), theirs(tokens()).logits
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     assert found.step == 0 and len(found.sha256) == 64
-    again = load_initial(GPT(load_config(SIZES)), f"hf:{folder}")
-    assert again.sha256 == found.sha256
     assert not model.wte.weight[257:].any()  # padding stays 0
-
-
-@torch.no_grad()
-def test_any_attention_may_use_the_weights(folder):
-    """SSMax with s such that the mean of its scale is softmax's, LSSAR, and fewer positions."""
-    softmax, ssmax = GPT(load_config(SIZES)), GPT(load_config([*SIZES, "--attention=ssmax"]))
-    for model in (softmax, ssmax):
-        load_initial(model, f"hf:{folder}")
-    assert [*ssmax.trunk.blocks[0].attn.attention.s] == [1, 1]
-    assert not torch.allclose(softmax(tokens()), ssmax(tokens()))
-    lssar = GPT(load_config([*SIZES, "--attention=lssar", "--p=3", "--sink=learned"]))
-    load_initial(lssar, f"hf:{folder}")
     short = GPT(load_config([*SIZES, "--block_size=8", "--total_batch_size=8"]))
-    load_initial(short, f"hf:{folder}")
-    torch.testing.assert_close(short(tokens()[:, :8]), softmax(tokens()[:, :8]))
+    assert load_initial(short, f"hf:{folder}").sha256 == found.sha256
+    expected = theirs(tokens()[:, :8]).logits
+    torch.testing.assert_close(short.double().eval()(tokens()[:, :8]), expected)
+    ssmax = GPT(load_config([*SIZES, "--attention=ssmax", "--sink=learned"]))
+    load_initial(ssmax, f"hf:{folder}")
+    assert [*ssmax.trunk.blocks[0].attn.attention.s] == [1, 1]  # its own initial values
 
 
-def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
-    def refused(*settings, name=folder):
-        with pytest.raises(UserError) as caught:
-            load_initial(GPT(load_config([*SIZES, *settings])), f"hf:{name}")
-        return str(caught.value)
+REFUSED = {
+    "--positions=rope": "positions = 'rope', but hf:",
+    "--n_layer=3": "n_layer = 3, but hf:",
+    "--vocab_size=300": "n_vocab = 300, but hf:",
+    "--gate=head": "gate = 'head', but hf:",
+    "--attention=asentmax": "asentmax' has weights that hf:",
+    "--block_size=32 --total_batch_size=32": "block_size = 32, but hf:",
+}
 
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(folder, settings, monkeypatch):
     weights = transformers.GPT2LMHeadModel
-    with pytest.MonkeyPatch.context() as patch:  # before the weights are read
-        patch.setattr(weights, "from_pretrained", lambda name: pytest.fail("the weights"))
-        assert "positions = 'rope', but hf:" in refused("--positions=rope")
-    assert "n_layer = 3, but hf:" in refused("--n_layer=3")
-    assert "n_vocab = 300, but hf:" in refused("--vocab_size=300")
-    assert "gate = 'head', but hf:" in refused("--gate=head")
-    assert "asentmax' has weights that hf:" in refused("--attention=asentmax")
-    long = refused("--block_size=32", "--total_batch_size=32")
-    assert "block_size = 32 is beyond the 16 positions of hf:" in long
-    assert f"hf:{tmp_path / 'none'} cannot be loaded" in refused(name=tmp_path / "none")
+    if "asentmax" not in settings:  # the others before the weights are read
+        monkeypatch.setattr(weights, "from_pretrained", lambda name: pytest.fail("the weights"))
+    with pytest.raises(UserError, match=REFUSED[settings]):
+        load_initial(GPT(load_config([*SIZES, *settings.split()])), f"hf:{folder}")
+
+
+def test_what_is_no_gpt2_is_refused(tmp_path):
+    model = GPT(load_config(SIZES))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "is a llama model" in refused(name=tmp_path)
+    for name, message in (("none", "none cannot be loaded"), ("", "is a llama model")):
+        with pytest.raises(UserError, match=message):
+            load_initial(model, f"hf:{tmp_path / name}")
 
 
 def test_train_begins_with_them(folder, train):
