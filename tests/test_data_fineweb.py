@@ -110,25 +110,24 @@ class Hub(BaseHTTPRequestHandler):
     sent: list[str]
 
     def do_GET(self):
-        url = urlsplit(unquote(self.path))
-        if match := re.fullmatch("/api/datasets/[^/]+/[^/]+/revision/.*", url.path):
-            files = [{"rfilename": str(f.relative_to(self.root))} for f in self.files(self.root)]
-            self.answer(json.dumps({"id": "owner/name", "sha": "0" * 40, "siblings": files}))
-        elif match := re.fullmatch("/api/datasets/[^/]+/[^/]+/tree/[^/]+/?(.*)", url.path):
-            deep = "recursive=true" in url.query.lower()
-            self.answer(json.dumps([self.entry(f) for f in self.files(self.root / match[1], deep)]))
-        elif match := re.fullmatch("/datasets/[^/]+/[^/]+/resolve/[^/]+/(.*)", url.path):
-            file = self.root / match[1]
-            if self.command == "GET" and file.suffix == ".parquet":
+        pattern = "/(?:api/)?datasets/[^/]+/[^/]+/(revision|tree|resolve)/[^/]+/?(.*)"
+        match = re.fullmatch(pattern, urlsplit(unquote(self.path)).path)
+        kind, path = match.groups() if match else ("resolve", "none")
+        place = self.root / path
+        if kind == "resolve":
+            if self.command == "GET" and place.suffix == ".parquet":
                 self.sent.append(self.headers.get("Range"))
-            self.answer(file.read_bytes() if file.is_file() else None)
+            self.answer(place.read_bytes() if place.is_file() else None)
+        elif kind == "tree":
+            deep = "recursive=true" in self.path.lower()
+            found = (place.rglob("*") if deep else place.iterdir()) if place.is_dir() else []
+            self.answer(json.dumps([self.entry(file) for file in sorted(found)]).encode())
         else:
-            self.answer(None)
+            files = [{"rfilename": self.entry(file)["path"]} for file in self.root.rglob("*")]
+            content = {"id": "owner/name", "sha": "0" * 40, "siblings": files}
+            self.answer(json.dumps(content).encode())
 
     do_HEAD = do_GET
-
-    def files(self, folder, deep=True):
-        return sorted(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
 
     def entry(self, file):
         kind = "file" if file.is_file() else "directory"
@@ -136,15 +135,14 @@ class Hub(BaseHTTPRequestHandler):
         return {"type": kind, "path": path, "size": file.stat().st_size, "oid": "0" * 40}
 
     def answer(self, data):
-        found, data = data is not None, data.encode() if isinstance(data, str) else data or b""
-        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{len(data)}"'}
-        status = 200
-        if not found:
-            status, headers["X-Error-Code"] = 404, "EntryNotFound"
+        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{len(data or b"")}"'}
+        status = 404 if data is None else 200
+        if data is None:
+            data, headers["X-Error-Code"] = b"", "EntryNotFound"
         elif wanted := self.headers.get("Range"):
-            first, last = wanted.removeprefix("bytes=").split("-")
+            first, last = map(int, wanted.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            status, data = 206, data[int(first) : int(last) + 1]
+            status, data = 206, data[first : last + 1]
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(key, value)

@@ -161,30 +161,21 @@ def test_a_file_of_words(words_file):
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, monkeypatch):
-    def with_content(name, change=lambda content: None):
+    def refused(name, change, *says):
         content = json.loads(words_file.read_text())
         change(content)
         (tmp_path / name).write_text(json.dumps(content))
-        return str(tmp_path / name)
+        for make, message in zip(
+            (get_tokenizer, lambda f: Config(tokenizer=f)), says, strict=False
+        ):
+            with pytest.raises(UserError, match=message):
+                make(str(tmp_path / name))
 
-    (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(UserError, match="none.json: not a tokenizer.json of tokenizers: "):
-        get_tokenizer(str(tmp_path / "none.json"))
-    with pytest.raises(UserError, match="tokenizer = .*none.json' is not a tokenizer.json"):
-        Config(tokenizer=str(tmp_path / "none.json"))
-
-    def large(content):
-        content["model"]["vocab"]["large"] = 65536
-
-    with pytest.raises(UserError, match="large.json: 65,537 ids, but a shard's uint16 .* 65,536"):
-        get_tokenizer(with_content("large.json", large))
-    with pytest.raises(UserError, match="vocab_size = 65537 must be at most 65536"):
-        Config(tokenizer=str(tmp_path / "large.json"))
-    unmarked = with_content("unmarked.json", lambda content: content["added_tokens"].clear())
-    with pytest.raises(
-        UserError, match="unmarked.json: none of its tokens is one of <|endoftext|>"
-    ):
-        get_tokenizer(unmarked)
+    none = ("none.json: not a tokenizer.json of tokenizers: ", "none.json' is not a tokenizer.json")
+    refused("none.json", dict.clear, *none)
+    large = ("large.json: 65,537 ids, but a shard's uint16 .* 65,536", "vocab_size = 65537 must be")
+    refused("large.json", lambda c: c["model"]["vocab"].update(large=65536), *large)
+    unmarked = "unmarked.json: none of its tokens is one of <|endoftext|>"
+    refused("unmarked.json", lambda c: c["added_tokens"].clear(), unmarked)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="other.json: to read it, pip install tokenizers"):
-        get_tokenizer(with_content("other.json"))
+    refused("other.json", lambda c: None, "other.json: to read it, pip install tokenizers")

@@ -119,12 +119,11 @@ def test_the_draws_are_distributed_as_documented():
 
 @pytest.mark.parametrize("bins", [500, 7000])
 def test_coordinates_are_back_from_their_tokens_within_half_a_bin(bins):
-    at = np.random.default_rng(0).uniform(-50, 50, 10000)
+    at = np.append(np.random.default_rng(0).uniform(-50, 50, 10000), [-50, 50])
     tokens = orbits.to_tokens(at, bins)
     assert tokens.dtype == np.uint16 and tokens.max() < bins
     assert np.abs(orbits.to_coordinates(tokens, bins) - at).max() <= 50 / bins * (1 + 1e-9)
-    ends = orbits.to_tokens(np.array([-60.0, -50.0, 50.0, 1e9]), bins)
-    assert ends.tolist() == [0, 0, bins - 1, bins - 1]
+    assert orbits.to_tokens(np.array([-60.0, 1e9]), bins).tolist() == [0, bins - 1]
 
 
 def test_a_sequence_is_a_time_step_and_the_bodies_in_turns():

@@ -9,8 +9,8 @@ from data import text
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime import checkpoint
-from scripts import eval_length, export_hf, finetune_squad, sample
-from scripts.common.runs import RunOptions, open_run
+from scripts import eval_length, export_hf, sample
+from scripts.common.runner import load_run
 from tests.corpora import make_documents
 from tests.runs import metrics, refused
 
@@ -78,15 +78,6 @@ def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_pat
     altered = shutil.copytree(folder, tmp_path / "altered")
     shutil.copy(other, altered / "tokenizer.json")
     with pytest.raises(UserError, match="tokenizer sha256:.* for sha256:.*do not fit"):
-        open_run(altered, RunOptions(device="cpu"))
+        load_run(altered)
     (altered / "tokenizer.json").unlink()
     call(sample, altered, "--max_new_tokens=2")  # the file that config.json names is still there
-    squad = tmp_path / "squad.json"
-    answers = [{"text": "two", "answer_start": 3}]
-    paragraph = {"context": "of two", "qas": [{"question": "a?", "answers": answers}]}
-    squad.write_text(json.dumps({"data": [{"paragraphs": [paragraph] * 3}]}))
-    more = ["--squad", squad, "--epochs=1", "--sequences=3", "--batch_size=3", "--device=cpu"]
-    config = checkpoint.read_config(folder).replace(block_size=64, total_batch_size=512)
-    (folder / "config.json").write_text(json.dumps(config.as_dict()))
-    call(finetune_squad, folder, "--out_dir", tmp_path / "tuned", *more)
-    assert (tmp_path / "tuned/tokenizer.json").read_bytes() == file.read_bytes()
