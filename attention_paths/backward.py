@@ -137,7 +137,7 @@ def backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tiles.load(tiles.head_of(K, b, h // GROUP), K.strides[2], keys, Lk, C)
     v = tiles.load(tiles.head_of(V, b, h // GROUP), V.strides[2], keys, Lk, C)
-    bias = tiles.key_bias_of(ADDED, b, h, keys, Lk, 1, C)
+    bias = None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, 1, C)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     parts = row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, C)
 
@@ -206,7 +206,9 @@ def backward_queries(
             v = tiles.load(v_head, V.strides[2], keys, Lk, C)
             y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
-            key_bias = tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+            key_bias = (
+                None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+            )
             visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
             _, dz, dy = gradients(y, dp, terms, visible, key_bias, F, C, HALF, PART > 0)
             if DBIAS is not None:

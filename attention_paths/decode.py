@@ -36,7 +36,9 @@ def decode_scores(
         y = tl.sum(k * q, 1)
         if C.UNIT:
             y = y * tiles.inverse_norm(k)
-        key_bias = tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+        key_bias = (
+            None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+        )
         y, _ = tiles.argument(y[None, :], alpha, beta, key_bias, C.BIASED, C)
         visible = (keys < Lk)[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)

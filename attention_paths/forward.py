@@ -56,7 +56,7 @@ def arguments(
     """The argument y of phi for a tile [rows, keys]."""
     k = tiles.load(K, stride, keys, Lk, C)
     y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
-    key_bias = tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
+    key_bias = None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
     y, _ = tiles.argument(y, alpha[:, None], beta[:, None], key_bias, BIASED, C)
     return y
 

@@ -159,12 +159,9 @@ def visible_to(rows, keys, past, C: tl.constexpr):
 
 @triton.jit
 def key_bias_of(ADDED, b, h, keys, Lk, AXIS: tl.constexpr, C: tl.constexpr):
-    """The biases of keys with a new axis for the rows, or None."""
-    if ADDED.key_bias is None:
-        return None
-    else:
-        bias = C.ARGUMENT * numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
-        return tl.expand_dims(bias, AXIS)
+    """The biases of keys, with a new axis for the rows."""
+    bias = C.ARGUMENT * numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
+    return tl.expand_dims(bias, AXIS)
 
 
 @triton.jit
