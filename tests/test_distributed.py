@@ -156,7 +156,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
 
 def test_the_script_for_all_gpus_needs_one():
     command = ["bash", "scripts/train_8gpu.sh", "configs/softmax.py"]
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    hidden = os.environ | {"GPUS": "0"}
     done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: no GPU on this machine; python train.py trains without one\n"

@@ -15,14 +15,12 @@ from tests.runs import metrics, refused
 ROOT = Path(__file__).parent.parent
 
 
-def test_wandb_offline_says_how_to_sync_and_resumes_the_same_run(shards, tmp_path):
-    # in processes of their own: wandb leaves its service behind in the one that uses it
+def test_wandb_offline_says_how_to_sync(shards, tmp_path):
+    # in a process of its own: wandb leaves its service behind in the process that uses it
     folder, output = tmp_path / "run", tmp_path / "output"
-    command = arguments(shards, folder, "--wandb_mode=offline")
-    assert run([*command, "--max_iters=3"], output=output) == 0
-    assert run([*command, "--resume"], output=output) == 0
+    assert run(arguments(shards, folder, "--wandb_mode=offline"), output=output) == 0
     identity = json.loads((folder / "wandb.json").read_text())["id"]
-    *_, told = re.findall("wandb sync (.*)", output.read_text())
+    (told,) = re.findall("wandb sync (.*)", output.read_text())
     assert Path(told) in folder.glob(f"wandb/offline-run-*-{identity}")
 
 
