@@ -56,9 +56,9 @@ class Curves:
 
 @command
 def main() -> None:
-    options, given = parse(Curves)
-    runs = dict(zip(run_names(given.runs), map(read_steps, given.runs), strict=True))
-    picture = given.out or picture_path(given.runs, "curves")
+    options, arguments = parse(Curves)
+    runs = dict(zip(run_names(arguments.runs), map(read_steps, arguments.runs), strict=True))
+    picture = arguments.out or picture_path(arguments.runs, "curves")
     save_picture(plot(runs, options), picture)
     with atomic_write(picture.with_suffix(".csv"), "w") as file:
         sheet = csv.DictWriter(file, COLUMNS, lineterminator="\n")

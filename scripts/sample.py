@@ -34,12 +34,12 @@ class Sampling(Options):
 
 @command
 def main() -> None:
-    options, given = parse(Sampling)
+    options, arguments = parse(Sampling)
     if options.temperature and not 1e-4 <= options.temperature <= 1e4:
         raise UserError(f"--temperature {options.temperature} must be 0, or 0.0001 to 10000")
-    if len(given.runs) > 1:
-        raise UserError(f"{len(given.runs)} runs: sample from one at a time")
-    run = load_run(given.runs[0], options)
+    if len(arguments.runs) > 1:
+        raise UserError(f"{len(arguments.runs)} runs: sample from one at a time")
+    run = load_run(arguments.runs[0], options)
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]

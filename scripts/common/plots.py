@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 from runtime.files import atomic_write
 
 CURVE_MARKERS = "osD^v<>pPX*hd8H"
-# Curves less than EQUAL pixels apart look like one; the first of them is up to WIDEST points wider.
-EQUAL, WIDEST = 1.5, 9
 Values = Sequence[float] | np.ndarray
 
 
@@ -34,47 +32,21 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 def row_style(i: int) -> dict[str, Any]:
     """Line style of the i-th curve; 20 styles are distinct."""
-    return {"color": f"C{i % 10}", "marker": CURVE_MARKERS[i % len(CURVE_MARKERS)],
+    return {"color": f"C{i % 10}", "marker": CURVE_MARKERS[i % len(CURVE_MARKERS)], "alpha": 0.8,
             "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
 
 
 def add_legend(figure: Figure) -> None:
-    """A legend beside all axes, or one below each if their curves differ; it covers no curve."""
-    entries = {axes: axes.get_legend_handles_labels() for axes in figure.axes}
-    legends = {axes: entry for axes, entry in entries.items() if entry[1]}
-    first, *others = legends.values()
-    if all(labels == first[1] for _, labels in others):
-        # about 0.075 inches a character, and the handle
-        figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, first[1])))
-        figure.legend(*first, loc="outside right center", fontsize="small")
-        return
-    down = -(-len(legends) // 3)
-    longest = max(len(labels) for _, labels in legends.values())
-    figure.set_figheight(figure.get_figheight() + 0.2 * down * longest)
-    for axes in legends:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize="small")
-
-
-def show_equal_curves(axes: Axes) -> None:
-    """Widen every curve that an equal one, drawn later, would hide."""
-    axes.autoscale_view()
-    points = {
-        line: axes.transData.transform(np.asarray(line.get_xydata()))
-        for line in axes.lines
-        if not str(line.get_label()).startswith("_") and np.size(line.get_xydata())
+    """A legend beside all axes, in which a label has the same style."""
+    entries: dict[str, Any] = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    for line, own in points.items():
-        same = [
-            other
-            for other, its in points.items()
-            if its.shape == own.shape and np.allclose(its, own, 0, EQUAL, equal_nan=True)
-        ]
-        if later := len(same) - 1 - same.index(line):
-            wider = later * min(3, WIDEST / len(same))
-            line.set(
-                linewidth=line.get_linewidth() + wider, markersize=line.get_markersize() + wider,
-                alpha=0.5,
-            )  # fmt: skip
+    # about 0.075 inches a character, and the handle
+    figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, entries)))
+    handles, labels = list(entries.values()), list(entries)
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
 
 
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
@@ -179,6 +151,5 @@ def draw_curves(
         axes.set_ylabel(y)
         axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
-        show_equal_curves(axes)
     add_legend(figure)
     return figure

@@ -326,18 +326,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
-def parse(kind: type[Any], arguments: Sequence[str] | None = None) -> tuple[Any, Any]:
+def parse(kind: type[Any], argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     """A dataclass of options from the command line, and the arguments with `runs` and `out`."""
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a .pt in it")
     picture = f"the picture of all runs: {', '.join(PICTURES)}"
     parser.add_argument("--out", metavar="FILE", type=picture_file, help=picture)
     add_options(parser, kind)
-    given = parser.parse_args(arguments)
-    given.runs = in_natural_order(given.runs)
-    if given.out:
-        check_writable(given.out.parent)
-    return from_arguments(kind, given), given
+    arguments = parser.parse_args(argv)
+    arguments.runs = in_natural_order(arguments.runs)
+    if arguments.out:
+        check_writable(arguments.out.parent)
+    return from_arguments(kind, arguments), arguments
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
@@ -352,9 +352,9 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
         parser.add_argument(f"--{one.name}", help=about["help"] + default, **settings)
 
 
-def from_arguments(kind: type[Any], given: argparse.Namespace) -> Any:
+def from_arguments(kind: type[Any], arguments: argparse.Namespace) -> Any:
     """An instance of the class, from a parser with `add_options`."""
-    return kind(**{one.name: getattr(given, one.name) for one in fields(kind)})
+    return kind(**{one.name: getattr(arguments, one.name) for one in fields(kind)})
 
 
 def value_of(hint: Any, at_least: int | None, text: str) -> Any:
@@ -404,13 +404,13 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
 
     @command
     def main() -> None:
-        evaluation, given = parse(kind)
-        several = evaluation.for_runs(given.runs)
+        evaluation, arguments = parse(kind)
+        several = evaluation.for_runs(arguments.runs)
         for one in several.values():
-            refuse_early(given.runs, one)
+            refuse_early(arguments.runs, one)
         named: list[tuple[str, dict]] = []
         own: dict[Path, Figure] = {}
-        for name, path in zip(run_names(given.runs), given.runs, strict=True):
+        for name, path in zip(run_names(arguments.runs), arguments.runs, strict=True):
             named += [(name + more, with_control(one, path)) for more, one in several.items()]
             if figure := evaluation.picture(path, named[-1][1]):
                 own[picture_path([path], evaluation.name)] = figure
@@ -418,8 +418,10 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         for file, figure in own.items():
             save_picture(figure, file)
         for i, (name, figure) in enumerate(pictures.items()):
-            file = given.out or picture_path(given.runs, name)
-            save_picture(figure, file.with_stem(f"{file.stem}_{name}") if given.out and i else file)
+            file = arguments.out or picture_path(arguments.runs, name)
+            if arguments.out and i:
+                file = file.with_stem(f"{file.stem}_{name}")
+            save_picture(figure, file)
 
     return main
 
