@@ -46,7 +46,7 @@ from data.loader import epoch_order
 from errors import UserError
 from runtime.device import autocast
 from runtime.divergence import finite_step
-from scripts.common.runner import Evaluation, Run, Store, as_command, option, select_parts
+from scripts.common.runner import Evaluation, Run, Store, as_command, option
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
 from train import Batch, begin, train_step
@@ -90,10 +90,6 @@ class Physics(Evaluation):
     oracle: bool = option(False, "the nearest labels, not the model")
     vectors_only: bool = option(False, "no magnitudes, no laws")
 
-    @property
-    def probes(self) -> tuple[str, ...]:
-        return ("vectors",) if self.vectors_only else ("vectors", "magnitudes", "laws")
-
     def facts(self, config: Config) -> dict:
         if config.block_size < 2 * VECTOR_LABELS + 4:
             raise UserError(
@@ -105,19 +101,13 @@ class Physics(Evaluation):
             )
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        return select_parts(measurement, "parts", self.probes)
+    def parts(self, config: Config) -> dict[str, int]:
+        return dict.fromkeys(("vectors",) if self.vectors_only else PROBES, 1)
 
     def measure(self, run: Run, store: Store) -> None:
-        probes = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
-        for part in self.probes:
-            if part in store.parts:
-                continue
-            if part == "laws":
-                states = np.array(store.parts["magnitudes"]["nearest"])
-                store.add(part, find_laws(states, run.config.seed, f"{run.path}"))
-            else:
-                store.add(part, probes[part](run, self))
+        for part in self.parts(run.config):
+            if part not in store.parts:
+                store.add(part, PROBES[part](run, self, store.parts))
 
 
 # ---- the labels ----
@@ -264,7 +254,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     return np.concatenate(predicted)
 
 
-def probe_vectors(run: Run, physics: Physics) -> dict:
+def probe_vectors(run: Run, physics: Physics, parts: dict) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task = vector_task(run.config)
     predicted = predict(run, physics, "vectors", task)
@@ -298,7 +288,7 @@ def farthest_points(at: Floats, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def probe_magnitudes(run: Run, physics: Physics) -> dict:
+def probe_magnitudes(run: Run, physics: Physics, parts: dict) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from sklearn.neighbors import NearestNeighbors
 
@@ -338,12 +328,13 @@ class Equation:
     formula: str
 
 
-def find_laws(nearest: Floats, seed: int, name: str) -> dict:
-    """The equation of best score for F in each draw from [positions, (r, m1, m2, F)]."""
+def find_laws(run: Run, physics: Physics, parts: dict) -> dict:
+    """The equation of best score for F, in each draw from the nearest states of the magnitudes."""
+    nearest = np.array(parts["magnitudes"]["nearest"])  # [positions, (r, m1, m2, F)]
     engine = f"pyoperon {importlib.metadata.version('pyoperon')}"
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(run.config.seed)
     draws = []
-    for _ in tqdm(range(DRAWS), desc=f"{name}: laws by {engine}", unit="draw"):
+    for _ in tqdm(range(DRAWS), desc=f"{run.path}: laws by {engine}", unit="draw"):
         sample = nearest[rng.choice(len(nearest), min(SAMPLE, len(nearest)), replace=False)]
         x, y = sample[:, :-1], sample[:, -1]
         candidates: list[Equation] = []
@@ -413,6 +404,10 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
         "powers": [by_name.get(name, 0.0) for name in VARIABLES],
         "factor": float(factor),
     }
+
+
+# The parts of a measurement, in the order in which they are measured.
+PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes, "laws": find_laws}
 
 
 # ---- the numbers and the picture ----

@@ -132,7 +132,7 @@ def test_fine_tuning_learns_its_labels(orbit_run, config):
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run):
     request = Physics(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(load_run(orbit_run, request), request)
+    measured = physics.probe_magnitudes(load_run(orbit_run, request), request, {})
     assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
 

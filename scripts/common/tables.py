@@ -86,12 +86,7 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
         return ["One seed: the spread between seeds is not known, so nothing is ranked."]
     if len(seeds) < 2:
         return []
-    entries, digits = table["rows"].values(), table["digits"]
-    widest = [max(spread(entry, i) or 0 for entry in entries) for i in range(len(table["columns"]))]
-    sentences = [
-        "± is half the range over seeds, where it is not 0; the widest range of each column: "
-        f"{', '.join(f'{width:.{digits}f}' for width in widest)}."
-    ]
+    sentences = ["± is half the range over seeds, where it is not 0."]
     if best := best_rows(table, last):
         names = ", ".join(f"`{name}`" for name in table["rows"] if name in best)
         sentences.append(

@@ -161,28 +161,23 @@ def dots(truths: Mapping[str, float | None] | None = None) -> Callable[[dict], P
     """
 
     def draw(table: dict) -> Pictures:
-        names, columns, softmax = (
-            list(table["rows"]),
-            table["columns"],
-            table["rows"].get("softmax"),
-        )
-        if truths is None and softmax is None:
+        rows, columns = table["rows"], table["columns"]
+        if truths is None and "softmax" not in rows:
             return {}
         across = min(5, len(columns))
         down = -(-len(columns) // across)
-        size = max(6.4, 2.8 * across), 1 + down * (1.2 + 0.35 * len(names))
+        size = max(6.4, 2.8 * across), 1 + down * (1.2 + 0.35 * len(rows))
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(down, across, sharey=True, squeeze=False)
         for i, (column, axes) in enumerate(zip(columns, grid.flat, strict=False)):
             line = 0.0 if truths is None else truths[column]
-            base = (softmax or {}) if truths is None else {}
-            for y, entry in enumerate(table["rows"].values()):
-                ours = [run["values"][i] - base.get("mean", {i: 0})[i] for run in entry["runs"]]
-                axes.plot(
-                    ours, [y] * len(ours), "o", color="C0", alpha=0.7, label="ours, each seed"
-                )
+            softmax = rows["softmax"]["mean"][i] if truths is None else 0
+            for y, entry in enumerate(rows.values()):
+                ours = [run["values"][i] - softmax for run in entry["runs"]]
+                style = {"color": "C0", "alpha": 0.7, "label": "ours, each seed"}
+                axes.plot(ours, [y] * len(ours), "o", **style)
                 if truths is None and entry["paper"] and entry["paper"][i] is not None:
-                    paper = entry["paper"][i] - base["paper"][i]
+                    paper = entry["paper"][i] - rows["softmax"]["paper"][i]
                     axes.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
             if line is not None:
                 axes.axvline(line, color="0.6", linewidth=1)
@@ -190,15 +185,13 @@ def dots(truths: Mapping[str, float | None] | None = None) -> Callable[[dict], P
             axes.grid(alpha=0.3)
         for axes in grid.flat[len(columns) :]:
             axes.axis("off")
-        grid[0, 0].set_yticks(range(len(names)), names)
-        grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
+        grid[0, 0].set_yticks(range(len(rows)), list(rows))
+        grid[0, 0].set_ylim(len(rows) - 0.5, -0.5)
         truth = "" if truths is None else "; line: the truth"
         figure.suptitle(f"{table['unit']}, scale {table['scale']}{truth}", fontsize="medium")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
-        figure.legend(
-            unique.values(), unique, loc="outside lower center", ncols=2, fontsize="small"
-        )
+        figure.legend(unique.values(), unique, loc="outside lower center", ncols=2)
         return figure
 
     return draw

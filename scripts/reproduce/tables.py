@@ -365,8 +365,7 @@ EXPERIMENTS = {
     "loss_by_length": Experiment(
         "LSSAR Fig. A2, loss to 16 times the training length", LOSS, TWO, loss(*LENGTHS),
         pictures.beside_the_paper, TABLE1, notes=(
-            "Fig. A2 has curves without numbers, of 45M, 124M and 355M models trained on "
-            "FineWeb-Edu. The paper's values here are those of its Table 1.",
+            "Fig. A2 has curves without numbers; the paper's values here are of its Table 1.",
         ),
     ),
     "p_sweep": Experiment(
@@ -386,9 +385,8 @@ EXPERIMENTS = {
         "LSSAR taken apart: phi, scale and re-weighting", LOSS, COMPONENTS, loss(*LENGTHS),
         grouped(pictures.by_stage), TABLE1, notes=(
             "phi is exp (`softmax`, `ssmax_fixed`, `softmax_cosine`) or softplus (`phi_softplus`, "
-            "`softplus_logn`, `lssa`), each l1-normalised; the scale of the scores is 1/√d, "
-            "log n/√d or, with unit q and k, log d log n. `lssa_threshold` drops what `lssar` "
-            "drops, without the power.",
+            "`softplus_logn`, `lssa`); the scale of the scores is 1/√d, log n/√d or, with unit q "
+            "and k, log d log n. `lssa_threshold` drops what `lssar` drops, without the power.",
         ),
     ),
     "rope": Experiment(
@@ -469,8 +467,8 @@ EXPERIMENTS = {
             columns=("median", "highest", "share of steps clipped"), read=formulas.gradient_norms
         ),
         lines("step", "gradient norm before clipping", log="y"), notes=(
-            "After the warm-up. The paper says that softmax suffers from severe gradient "
-            "explosion at p = 15, and LSSAR does not; it shows no norms.",
+            "After the warm-up. The paper says that softmax, unlike LSSAR, suffers from severe "
+            "gradient explosion at p = 15.",
         ),
     ),
     "gradient_slopes": Experiment(
@@ -497,7 +495,7 @@ EXPERIMENTS = {
             "Rows of the last layer in windows of 16 times the training length, means over heads; "
             "a column is of rows that see more than half as many keys, and at most as many. "
             "Slope: of entropy over log n, from the training length on. 0 is the invariance that "
-            "the scale log d log n is to give; equal weights have 1. The paper has no numbers.",
+            "the scale log d log n is to give; equal weights have 1.",
         ),
     ),
     "entropy_random": Experiment(
@@ -510,8 +508,7 @@ EXPERIMENTS = {
         lines("keys n of a row", "entropy of the weights (nats)", "x", equal_weights=True),
         notes=(
             f"q and k are normal, of head size {formulas.HEAD_SIZE}; means over "
-            f"{formulas.QUERIES} queries. Slope: of entropy over log n. 0 is invariance, equal "
-            "weights have 1. The paper has no numbers.",
+            f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1.",
         ),
     ),
     "sparsity": Experiment(
@@ -522,24 +519,23 @@ EXPERIMENTS = {
         notes=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
             "training length; far: at least half of it. The weights of dead rows are all 0; dead "
-            "keys get weight 0 from every later query of the window (of its first half). For ReLU "
-            "a weight of 0 is a score without gradient; for LSSAR it is not, as l1 comes before.",
+            "keys get weight 0 from every later query of the window (of its first half).",
         ),
     ),
     "ssmax_figure1": Experiment(
         "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"),
         OfFormulas(columns=SIZES, compute=formulas.attention_fading),
         lines("size n of the input vector", "largest weight", log="x"), notes=(
-            "The scores are {others}, the last {last}; s = {s}. The paper has curves only: "
-            "softmax's decreases, SSMax's stays close to 1.".format(**formulas.FADING),
+            "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
+            "to 1.".format(**formulas.FADING),
         ),
     ),
     "ssmax_figure2": Experiment(
         "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
         OfRuns(columns=("a_1", "a_2", "R²"), read=formulas.learned_p),
         lines("input vector size n", "p_n", log="x"), notes=(
-            "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. The "
-            "paper has a curve only, and says that p_n closely follows the logarithm.",
+            "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. In the "
+            "paper p_n closely follows the logarithm.",
         ),
     ),
     "ssmax_figure3": Experiment(
@@ -548,9 +544,8 @@ EXPERIMENTS = {
         OfFormulas(columns=SIZES, digits=2, compute=formulas.attention_focus),
         lines("z_max; the other n - 1 scores are spread evenly from 0 to 1", "weight of z_max"),
         formulas.FOCUS_RULE, notes=(
-            "The n - 1 other scores are spread evenly from 0 to 1. The paper has curves only, of "
-            "sizes and s that it does not name; its values here are its rule, that z_max must "
-            "exceed the others by approximately 1 / s, whatever n is.",
+            "The n - 1 other scores are spread evenly from 0 to 1. The paper's values are its rule "
+            "that z_max must exceed the others by approximately 1 / s, whatever n is.",
         ),
     ),
     "ssmax_figure4": Experiment(
@@ -560,8 +555,7 @@ EXPERIMENTS = {
             read=formulas.learning_curve,
         ),
         lines("step", "training loss (nats per token)"), SSMAX["figure4"], "ssmax_paper", notes=(
-            "Means over the last tenth of the steps. Softmax and SSMax of one seed see the same "
-            "batches.",
+            "Means over the last tenth of the steps; all runs of a seed see the same batches.",
         ),
     ),
     "ssmax_figure5": Experiment(
