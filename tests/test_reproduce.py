@@ -104,7 +104,7 @@ def test_a_signal_ends_the_training(scale, shards, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=one, start_new_session=True)
     folder = tmp_path / "out/small/softmax/seed1337"
     try:
-        wait_for(lambda: (checkpoint.step(folder) or 0) > 0)
+        wait_for(lambda: (checkpoint.step(folder) or 0) > 0, timeout=120)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == EXIT_STOPPED
     finally:
@@ -139,9 +139,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
         thread = threading.Thread(target=lambda: failures.extend(planned.train(runs)))
         thread.start()
         wait_for(lambda: trained == ["second", "fourth"])
-        printed = ""
-        while "first: another process is training this run" not in printed:
-            printed += capsys.readouterr().out
+        wait_for(lambda: "first: another process is training" in capsys.readouterr().out)
     thread.join(timeout=10)
     assert trained == ["second", "fourth", "first"] and not thread.is_alive()
     assert "second stopped with exit code 1" in failures[0]
