@@ -155,20 +155,16 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
 
 
 def test_counts_of_a_window():
-    A = torch.zeros(1, 4, 4)
+    """A negative weight is neither positive nor dead."""
+    A = torch.zeros(2, 4, 4)
     for query, key in ((0, 0), (1, 0), (3, 3), (3, 1)):  # query 2 has none
         A[0, query, key] = 0.5
+    A[1, 1, 0], A[1, 2, 2], A[1, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
+    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None, None]))
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
-    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None]))
     assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
+    assert shares[1].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
     assert attention_maps.distances(4) == [0, 1, 3] and attention_maps.distances(6) == [0, 1, 3, 5]
-
-
-def test_negative_weights_are_neither_positive_nor_dead():
-    A = torch.zeros(1, 4, 4)
-    A[0, 1, 0], A[0, 2, 2], A[0, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
-    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None]))
-    assert shares[0].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,10 @@ class Evaluation(Options):
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement, reduced to the requested parts; None if one of them is missing."""
-        return select_parts(measurement, "parts", list(self.parts(config)))
+        names, known = self.parts(config), measurement.get("parts", {})
+        if not names.keys() <= known.keys():
+            return None
+        return measurement | {"parts": {name: known[name] for name in names}}
 
     def control(self, config: Config) -> "Evaluation | None":
         """Another measurement of a run, which its own is compared with."""
@@ -307,13 +310,6 @@ def read_measurements(path: Path) -> list[dict]:
     if measurements is not None and not isinstance(measurements, list):
         raise UserError(f"{path}: it has no list of measurements; move it out of the way")
     return measurements or []
-
-
-def select_parts(measurement: dict, key: str, names: Sequence[str]) -> dict | None:
-    """The measurement with only these entries of measurement[key]; None if one is missing."""
-    if not set(names) <= measurement.get(key, {}).keys():
-        return None
-    return measurement | {key: {name: measurement[key][name] for name in names}}
 
 
 # ---- commands ----
