@@ -110,24 +110,21 @@ class Training:
     tokens: int = 0  # of an epoch of the data
     resumed_at: int | None = None
 
-    def weights(self, config: Config) -> dict[str, Any]:
-        """The fields of every checkpoint."""
-        settings = settings_of(config)
-        weights = self.model.state_dict()
-        return {"run_id": self.run_id, "model": weights, "step": self.step, "config": settings}
-
     def best_weights(self, config: Config) -> Weights:
-        return Weights(**self.weights(config), val_loss=self.best_val_loss)
+        """The weights, whose validation loss is `best_val_loss`."""
+        return Weights(
+            run_id=self.run_id, model=self.model.state_dict(), step=self.step,
+            config=settings_of(config), val_loss=self.best_val_loss,
+        )  # fmt: skip
 
     def state(self, config: Config) -> TrainingState:
         """All that resuming needs; `restore` loads it back."""
         return TrainingState(
-            **self.weights(config),
+            run_id=self.run_id, model=self.model.state_dict(), step=self.step,
+            config=settings_of(config), scaler=self.scaler.state_dict(),
             optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
-            scaler=self.scaler.state_dict(),
-            best_val_loss=self.best_val_loss,
-            tokens=self.tokens,
-        )
+            best_val_loss=self.best_val_loss, tokens=self.tokens,
+        )  # fmt: skip
 
     def restore(self, state: TrainingState) -> None:
         """Copy a state into the model, its optimizers and the loss scaler.
@@ -319,40 +316,26 @@ def exists(run: str | Path) -> bool:
 def resumes(run: Path, resume: bool | str) -> bool:
     """Whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
 
-    Raises UserError where there is nothing to resume, or a new run would overwrite something.
+    Raises UserError where there is nothing to resume, or a new run would overwrite something. A run
+    that ended before its first checkpoint was saved may be overwritten: it has no steps.
     """
-    if resume is not True:
-        check_writable(run)
     found = exists(run)
     if resume is True and not found:
         raise UserError(why_none(run))
-    if not resume or not found:
-        require_unused_folder(run)
-    return bool(resume) and found
-
-
-def require_unused_folder(run: Path) -> None:
-    """Raise UserError for a folder that holds a run, or files that a new run would overwrite.
-
-    A run that ended before its first checkpoint was saved may be overwritten: it has no steps.
-    """
-    if exists(run):
+    if found and not resume:
         raise UserError(f"{run} holds a run; continue it with --resume, or give another --out_dir")
-    if not run.is_dir():
-        return
+    if found:
+        return True
+    check_writable(run)
     path, metrics = run / "config.json", run / "metrics.jsonl"
-    config, at_risk = read_json(path, dict[str, Any]), None
-    if config is not None and "attention" not in config:  # another program's
-        at_risk = path
-    elif metrics.exists():
-        text = metrics.read_text(errors="replace")
-        if text and ('"loss"' in text or not text.startswith('{"run_id"')):
-            at_risk = metrics
-    if at_risk:
+    foreign = "attention" not in (read_json(path, dict[str, Any]) or {"attention": None})
+    text = metrics.read_text(errors="replace") if metrics.is_file() else ""
+    if foreign or '"loss"' in text or (text and not text.startswith('{"run_id"')):
         raise UserError(
-            f"{at_risk} belongs to no run that can be resumed, and a new run would overwrite it; "
-            "move it away, or give another --out_dir"
+            f"{path if foreign else metrics} belongs to no run that can be resumed, and a new run "
+            "would overwrite it; move it away, or give another --out_dir"
         )
+    return False
 
 
 # ---- reading ----
@@ -456,8 +439,7 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
         if asked.get(key) != saved and (key not in SETTINGS or SETTINGS[key]["fixed"]):
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{asked.get(key)!r}; give its original settings (its config.json "
-                f"has them), or start a new run from its weights: --init_from={run}"
+                f"{asked.get(key)!r}; to start a new run from its weights: --init_from={run}"
             )
     if state.step > config.max_iters:
         raise UserError(f"{run} has {state.step} steps, above max_iters = {config.max_iters}")
@@ -498,9 +480,8 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
             different.append(f"{name} {there} for {here}")
     if different:
         raise UserError(
-            f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; n_layer, "
-            "n_head, n_embd, projections, norm, mlp, bias, ties, tokenizer and what a variant "
-            "projects from the input (asentmax) must agree"
+            f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; only the "
+            "attention may be another, if it projects the same from its input"
         )
     model.load_state_dict(saved, strict=False)
     return found
