@@ -34,7 +34,7 @@ from triton.compiler import CompiledKernel
 from attention import VARIANTS
 from attention_paths.fused import fused, variant_obstacle
 from attention_paths.reference import Context
-from tests.fused import build
+from tests.fused import SETTINGS, build
 from tests.helpers import ATTENTIONS, small_config
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
@@ -49,16 +49,6 @@ COUNTED = [
     for capability in (90, 80)
 ]
 QUICK = [(80, "relu_li.py", 64)]
-# what combines with any variant, alone and together
-SETTINGS = [
-    "softmax.py --sink=learned",
-    "softmax.py --forget=True",
-    "softmax.py --softcap=50",
-    "softpick.py",
-    "ablations/phi_softplus.py --p=2.5",
-    "softmax_p3.py --sink=learned --forget=True --softcap=50",
-    "softpick.py --forget=True --softcap=50 --window=100",
-]
 
 
 class Driver:

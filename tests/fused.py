@@ -13,6 +13,35 @@ from tests.helpers import small_config
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
 
+# Powers, of which whole ones are computed by multiplication, and what combines with any variant,
+# alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:
+# the queries follow a cache, a window's edge is in the diagonal's tile or in another, and with a
+# window of 50 keys some tiles are seen whole.
+SETTINGS = {
+    "lssa.py --p=1": (19, 19),
+    "softmax.py --p=2": (19, 19),
+    "lssa.py --p=2.5": (19, 19),
+    "ablations/phi_softplus.py --p=100": (19, 19),
+    "softmax.py --window=1": (21, 21),
+    "lssar_p15.py --window=8": (33, 50),
+    "relu_shen.py --window=50": (70, 70),
+    "lssa.py --n_kv_head=1": (5, 37),
+    "lssar_p3.py --n_kv_head=1 --window=31": (20, 40),
+    "softmax.py --softcap=2": (3, 20),
+    "lssar_p15.py --softcap=5 --window=9": (17, 20),
+    "softmax.py --sink=learned --n_kv_head=1": (5, 37),
+    "lssar_p3.py --sink=learned": (18, 20),
+    "ssmax_bias.py --positions=alibi --window=3": (21, 24),
+    "lssar_p3.py --positions=alibi --nope_share=0.5 --sink=one": (18, 18),
+    "softmax.py --forget=True --softcap=3 --n_kv_head=1": (18, 20),
+    "softmax_p3.py --forget=True --sink=learned --window=9": (18, 20),
+    "sigmoid_logn.py --forget=True --window=9": (18, 20),
+    "sigmoid_l1.py --p=2 --softcap=3 --sink=learned": (17, 18),
+    "ablations/phi_softplus.py --p=1.5 --forget=True --n_kv_head=1": (17, 18),
+    "ablations/phi_gelu.py --forget=True": (17, 18),
+    "softpick.py --forget=True --softcap=3 --window=9": (18, 20),
+}
+
 
 def build(case, d, *more):
     """The attention of a config file, with settings behind it if any, and scalars of its own."""

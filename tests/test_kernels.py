@@ -20,6 +20,7 @@ from generation import generate
 from model import GPT
 from tests.fused import (
     REFERENCE,
+    SETTINGS,
     TRITON,
     build,
     call,
@@ -69,39 +70,6 @@ def test_every_variant(case):
 def test_float16(case):
     """The interpreter multiplies no bfloat16."""
     compare(case, inputs_of(case, draw_off_kinks(21, 21, 16, FLOAT16)))
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["lssa.py --p=1", "softmax.py --p=2", "lssa.py --p=2.5", "ablations/phi_softplus.py --p=100"],
-)
-def test_powers(case):
-    """Whole powers are computed by multiplication, others by exp2 and log2."""
-    compare(case, draw_off_kinks(19, 19, 16, FLOAT32))
-
-
-# What combines with any variant, alone and together, with one stage and with two. (Lq, Lk): the
-# queries follow a cache, a window's edge is in the diagonal's tile or in another, and with 50 keys
-# some tiles are seen whole.
-SETTINGS = {
-    "softmax.py --window=1": (21, 21),
-    "lssar_p15.py --window=8": (33, 50),
-    "relu_shen.py --window=50": (70, 70),
-    "lssa.py --n_kv_head=1": (5, 37),
-    "lssar_p3.py --n_kv_head=1 --window=31": (20, 40),
-    "softmax.py --softcap=2": (3, 20),
-    "lssar_p15.py --softcap=5 --window=9": (17, 20),
-    "softmax.py --sink=learned --n_kv_head=1": (5, 37),
-    "lssar_p3.py --sink=learned": (18, 20),
-    "ssmax_bias.py --positions=alibi --window=3": (21, 24),
-    "lssar_p3.py --positions=alibi --nope_share=0.5 --sink=one": (18, 18),
-    "softmax.py --forget=True --softcap=3 --n_kv_head=1": (18, 20),
-    "softmax_p3.py --forget=True --sink=learned --window=9": (18, 20),
-    "sigmoid_logn.py --forget=True --window=9": (18, 20),
-    "sigmoid_l1.py --p=2 --softcap=3 --sink=learned": (17, 18),
-    "ablations/phi_softplus.py --p=1.5 --forget=True --n_kv_head=1": (17, 18),
-    "ablations/phi_gelu.py --forget=True": (17, 18),
-}
 
 
 @pytest.mark.parametrize("case", SETTINGS)

@@ -11,6 +11,7 @@ from attention_paths.fused import launch, variant_obstacle
 from tests import textbook
 from tests.fused import (
     REFERENCE,
+    SETTINGS,
     TRITON,
     build,
     call,
@@ -38,6 +39,10 @@ LENGTHS = [1, 3, 4, 5, 63, 64, 65, 127, 129, 1000, 1024, 4096]
 KINKED, FREE = {"relu", "relu6", "identity", "gelu", "mish"}, 129
 
 
+def kinked(case):
+    return VARIANTS[small_config(case).attention].phi.kernel in KINKED
+
+
 def check(case, Lq, Lk, d, dtype, coarser=None):
     """tests.fused.compare on the GPU, with the formula as printed in the same dtype."""
     draws = draw_off_kinks if Lk <= FREE else draw
@@ -51,8 +56,7 @@ def test_every_variant(case, dtype):
     index = FUSED.index(case)
     for step in (0, 5):
         L, d = LENGTHS[(index + step) % len(LENGTHS)], (64, 128, 16)[(index + step) % 3]
-        if VARIANTS[small_config(case).attention].phi.kernel in KINKED:
-            L = min(L, FREE)
+        L = min(L, FREE) if kinked(case) else L
         check(case, L, L, d, dtype)
     check(f"{case} --window=40", 129, 129, 64, dtype)
 
@@ -64,33 +68,10 @@ def test_every_window(case, window):
     check(f"{case} --window={window}", 70, 300, 64, FLOAT32)
 
 
-# Powers, each setting alone, with one stage and with two, and some together. The second half of
-# heads has ALiBi where nope_share is 0.5.
-SETTINGS = [
-    "lssa.py --p=1",
-    "lssa.py --p=2.5",
-    "lssa.py --p=100",
-    "softmax.py --softcap=2",
-    "lssar_p15.py --softcap=5",
-    "softmax.py --positions=alibi",
-    "lssar_p3.py --positions=alibi --nope_share=0.5",
-    "softmax.py --forget=True",
-    "lssar_p3.py --forget=True",
-    "softmax.py --sink=one",
-    "lssar_p3.py --sink=learned",
-    "softmax.py --n_kv_head=1",
-    "lssar_p15.py --n_kv_head=1",
-    "softpick.py --positions=alibi --softcap=3",
-    "softmax_p3.py --forget=True --sink=learned",
-    "lssar_p3.py --positions=alibi --n_kv_head=1 --window=100",
-    "softmax.py --forget=True --softcap=5 --n_kv_head=1 --window=100",
-]
-
-
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings(case, dtype):
-    for Lq, Lk in ((300, 300), (129, 129), (70, 300)):
+    for Lq, Lk in ((129, 129), (70, 129) if kinked(case) else (70, 300)):
         check(case, Lq, Lk, 64, dtype)
 
 
