@@ -145,8 +145,9 @@ def _make(
     progress: Progress = read_json(out_dir / shards.PROGRESS, Progress) or {
         **settings, "shards": [], "following": []
     }  # fmt: skip
-    done = list(takewhile(lambda s: shards.is_whole(out_dir / s["name"]), progress["shards"]))
-    places = progress["following"][: len(done)]
+    found = zip(progress["shards"], progress["following"], strict=False)
+    whole = list(takewhile(lambda pair: shards.is_whole(out_dir / pair[0]["name"]), found))
+    done, places = [shard for shard, _ in whole], [place for _, place in whole]
     if done:
         print(f"{out_dir}: {len(done)} shards exist; continuing after them")
     place = places[-1] if places else (0, None, 0)

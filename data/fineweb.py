@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data import shards
-from data.build import BATCH, COLUMN, SHARD_SIZE, Read, add_options, build, claim
+from data.build import BATCH, COLUMN, Read, add_options, build
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from runtime.files import write_json
@@ -29,9 +29,6 @@ from runtime.files import write_json
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 SAMPLE = "sample-10BT"
 READY = "kjj0/fineweb10B-gpt2"
-READY_SETTINGS: shards.Settings = {
-    "tokenizer": "gpt2", "shard_size": SHARD_SIZE, "fingerprint": READY, "source": READY
-}  # fmt: skip
 
 
 def open_dataset(source: str, path: str, column: str, split: str, **where: Any) -> Read:
@@ -129,21 +126,20 @@ def download_ready(out_dir: Path, n_train: int) -> None:
     """
     from huggingface_hub import snapshot_download
 
+    if shards.read_meta(out_dir):
+        raise UserError(f"{out_dir}: holds shards made on this machine; use another --out_dir")
     names = [f"fineweb_train_{number:06d}.bin" for number in range(1, n_train + 1)]
     names.insert(0, "fineweb_val_000000.bin")
-    with claim(out_dir, READY_SETTINGS) as meta:
-        state = "already done"
-        if not meta or not all(shards.is_whole(out_dir / name) for name in names):
-            reach_hub()
-            write_json(out_dir / shards.PROGRESS, READY_SETTINGS)
-            with reading(READY):
-                snapshot_download(
-                    READY, repo_type="dataset", allow_patterns=names, local_dir=out_dir
-                )
-            made, state = [shards.entry(path) for path in sorted(out_dir.glob("*.bin"))], "done"
-            shards.write_meta(out_dir, {**READY_SETTINGS, "shards": made})
-            (out_dir / shards.PROGRESS).unlink()
-    print(f"{out_dir}: {state}")
+    if not all(shards.is_whole(out_dir / name) for name in names):
+        reach_hub()
+        out_dir.mkdir(parents=True, exist_ok=True)
+        write_json(out_dir / shards.PROGRESS, {})
+        with reading(READY):
+            snapshot_download(READY, repo_type="dataset", allow_patterns=names, local_dir=out_dir)
+        for name in names:
+            shards.read_shard(out_dir / name)
+        (out_dir / shards.PROGRESS).unlink()
+    print(f"{out_dir}: done, {len(names)} shards")
 
 
 def part_of(files: list[tuple[str, int]], text: str) -> list[tuple[str, int]]:

@@ -42,20 +42,14 @@ class Batching:
 class Loader(ABC):
     """Shuffled training batches, and validation batches; an epoch has `n_windows` sequences.
 
-    Raises UserError where an epoch has fewer sequences than one batch takes, or the batch does not
-    divide equally among the ranks.
+    Raises UserError where an epoch has fewer sequences than one batch takes.
     """
 
     source: str  # human-readable: what the batches are from
     tokens: int  # of an epoch
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
-        size, ranks = batching.batch_size, batching.world_size
-        if size % ranks:
-            raise UserError(
-                f"a batch of {size} sequences cannot be split equally among {ranks} processes: "
-                f"make the batch a multiple of {ranks}"
-            )
+        size = batching.batch_size
         if n_windows < size:
             raise UserError(
                 f"{self.source}: {self.tokens} training tokens make {n_windows} windows of "

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.tokenizer import TOKENIZER, identify
 from errors import UserError
-from runtime.files import atomic_write, read_json, sha256_of, write_json
+from runtime.files import atomic_write, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -83,23 +83,17 @@ def read_shard(path: str | Path) -> NDArray[np.uint16]:
         header = np.fromfile(path, dtype=HEADER, count=3)
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
-    if size < HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}")
-    magic, version, n = (int(value) for value in header)
+    start = header.tolist()
+    if len(start) < 3 or start[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path}: not a shard: it starts with {start[:2]}, not {MAGIC}, {VERSION}")
+    n = start[2]
     expected = HEADER_BYTES + n * TOKEN.itemsize
-    if (magic, version) != (MAGIC, VERSION):
-        raise UserError(f"{path}: not a shard: it starts with {magic}, {version}, not {MAGIC}, 1")
     if n < 1 or size != expected:
         raise UserError(
             f"{path}: its header gives {n} tokens, which take {expected} bytes, but the file "
             f"has {size}; it is truncated or damaged: repeat the command that made it"
         )
     return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
-
-
-def entry(path: Path) -> Entry:
-    """What meta.json says of a shard. Raises UserError where it cannot be read."""
-    return {"name": path.name, "tokens": len(read_shard(path)), "sha256": sha256_of(path)}
 
 
 def is_whole(path: Path) -> bool:

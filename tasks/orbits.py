@@ -235,12 +235,9 @@ class OrbitLoader(Loader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
 
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
-        size, length = batching.batch_size, batching.block_size
-        if systems < size:
-            raise UserError(f"systems = {systems} are fewer than one batch takes, {size}")
         of = "1 planet" if planets == 1 else f"1 to {planets} planets"
         self.source = f"simulated orbits of {of}"
-        self.planets, self.bins, self.tokens = planets, bins, systems * length
+        self.planets, self.bins, self.tokens = planets, bins, systems * batching.block_size
         super().__init__(systems, batching)
 
     def batch_location(self, step: int) -> str:

@@ -34,13 +34,13 @@ def test_the_published_format(tmp_path):
 @pytest.mark.parametrize(
     "data, message",
     [
-        (shard_bytes([1, 2, 3], magic=7), "not a shard: it starts with 7, 1, not 20240520, 1"),
-        (shard_bytes([1, 2, 3], version=2), "starts with 20240520, 2"),
+        (shard_bytes([1, 2, 3], magic=7), r"not a shard: it starts with \[7, 1\], not 20240520, 1"),
+        (shard_bytes([1, 2, 3], version=2), r"starts with \[20240520, 2\]"),
         (shard_bytes([1, 2, 3])[:-1], "3 tokens, which take 1030 bytes, but the file has 1029"),
         (shard_bytes([1, 2, 3]) + b"\0\0", "but the file has 1032"),
         (shard_bytes([]), "0 tokens"),
-        (b"", "0 bytes, less than a shard's header"),
-        (shard_bytes([1])[:1000], "1000 bytes, less than"),
+        (b"", r"starts with \[\]"),
+        (shard_bytes([1])[:1000], "but the file has 1000"),
         (None, "the shard cannot be read: No such"),
     ],
 )
