@@ -76,7 +76,7 @@ def test_models_take_the_baseline_of_their_length():
     assert models["nanoGPT at 32"] == models["softmax auto at 32"]
 
 
-def test_steps_are_measured_in_processes_of_their_own(call, capsys, monkeypatch, tmp_path):
+def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
     # fork the processes from one that has imported torch already
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scripts.benchmark"])
@@ -89,7 +89,6 @@ def test_steps_are_measured_in_processes_of_their_own(call, capsys, monkeypatch,
     assert saved["baselines"] == {"lssar_p3": "lssar_p3"} and saved["settings"]["rounds"] == 3
     low, high = figures["eval_ms_spread"]
     assert 0 < low <= figures["eval_ms"] <= high and figures["eval_mb"] > 50
-    assert "lssar_p3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
@@ -122,22 +121,19 @@ class GPT(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize("nanogpt", [False, True])
-def test_a_training_step_changes_the_weights_and_clears_the_gradients(
-    monkeypatch, tmp_path, nanogpt
-):
+@pytest.mark.parametrize("nanogpt, padded", [(False, 384), (True, 320)])
+def test_a_training_step_changes_the_weights(monkeypatch, tmp_path, nanogpt, padded):
     models, build = [], benchmark.build_optimizers
     monkeypatch.setattr(
         benchmark, "build_optimizers", lambda model, c: models.append(model) or build(model, c)
     )
     (tmp_path / "model.py").write_text(NANOGPT)
-    config = load_config(["configs/softmax.py", *SHORT])
-    folder = str(tmp_path) if nanogpt else None
-    step = benchmark.build_step(config, "train", folder, torch.device("cpu"))
+    config, folder = load_config(["configs/softmax.py", *SHORT]), str(tmp_path)
+    step = benchmark.build_step(config, "train", folder if nanogpt else None, torch.device("cpu"))
     weight = models[0].wte.weight
-    assert len(weight) == (320 if nanogpt else 384)  # padded to 64, to 128
     before = weight.detach().clone()
     step()
+    assert len(weight) == padded
     assert not torch.equal(weight, before) and weight.grad is None
 
 
