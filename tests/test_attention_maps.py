@@ -15,6 +15,7 @@ from model import GPT
 from runtime import checkpoint
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, mean_shares, row_numbers, signs, summary
+from scripts.common import runner
 from scripts.common.runner import load_run
 from tests.helpers import not_blank, saved_run, small_config, small_model
 from tests.runs import refused
@@ -227,13 +228,15 @@ def test_what_a_window_hides_does_not_count(settings, windows, far, shards, call
 # ---- the command ----
 
 
-def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
+def test_several_runs_are_compared(shards, call, tmp_path, monkeypatch, capsys):
     """Signed, unnormalised and sparse variants, with dead rows."""
-    names = ("relu_wortsman", "sigmoid", "lssar_p15", "ablations/softmax_inverse")
-    runs = [train(name.split("/")[-1], f"configs/{name}.py", "--max_iters=1") for name in names]
-    capsys.readouterr()
-    asked = (*runs, "--layer", "0", "--lengths", "16,32", "--tokens", "64")
-    call(attention_maps, *asked)
+    runs = []
+    for name in ("relu_wortsman", "sigmoid", "lssar_p15", "ablations/softmax_inverse"):
+        torch.manual_seed(0)
+        model = GPT(small_config(f"{name}.py", f"--data_dir={shards}"))
+        runs.append(saved_run(tmp_path / name.split("/")[-1], model))
+    asked = ("--layer", "0", "--lengths", "16,32", "--tokens", "64")
+    call(attention_maps, *runs, *asked)
     assert not_blank(tmp_path / f"attention_by_row_{'_'.join(run.name for run in runs)}.png")
     printed = capsys.readouterr().out
     by_name = {}
@@ -243,23 +246,25 @@ def test_several_runs_are_compared(train, call, tmp_path, monkeypatch, capsys):
         assert result["layer"] == 0
         assert [part["length"] for part in result["parts"].values()] == [len(TEXT), 16, 32]
         by_name[run.name] = result["parts"]["32 tokens"]["heads"]
-        # the maps differ from head to head, and the keys that a row may not see are white
-        picture = matplotlib.image.imread(run / "attention_maps.png")[..., :3]
-        assert (picture == 1).all(-1).mean() > 0.3
-        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
+    # the maps differ from head to head, and the keys that a row may not see are white
+    picture = matplotlib.image.imread(run / "attention_maps.png")[..., :3]
+    assert (picture == 1).all(-1).mean() > 0.3
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
     assert by_name["softmax_inverse"]["sum"] == pytest.approx([1, 1])
     assert min(by_name["lssar_p15"]["zeros"]) > 0.2 and by_name["sigmoid"]["zeros"] == [0, 0]
     assert min(by_name["relu_wortsman"]["dead"]) > 0 and by_name["lssar_p15"]["dead"] == [0, 0]
     # validation tokens are not measured again with another text, but for another layer they are
+    drawn = []
+    monkeypatch.setattr(runner, "save_picture", lambda figure, path: drawn.append(path))
     monkeypatch.setattr(attention_maps, "validation_batches", None)
-    call(attention_maps, *asked, "--text", "It costs $5, café.\n")
-    assert len(read(runs[0])) == 1 and len(read(runs[0])[0]["parts"]) == 4
+    call(attention_maps, run, *asked, "--text", "It costs $5, café.\n")
+    assert len(read(run)) == 1 and len(read(run)[0]["parts"]) == 4
     with pytest.raises(TypeError):
-        call(attention_maps, *asked, "--layer", "1")
-    monkeypatch.undo()
-    call(attention_maps, runs[0], "--tokens", "0", "--data_dir=nowhere", f"--out={tmp_path}/a.png")
-    assert (read(runs[0])[-1]["tokens"], read(runs[0])[-1]["layer"]) == (0, 1)
-    assert not_blank(tmp_path / "a.png")
+        call(attention_maps, run, *asked, "--layer", "1")
+    drawn.clear()
+    call(attention_maps, run, "--tokens", "0", "--data_dir=nowhere", f"--out={tmp_path}/a.png")
+    assert (read(run)[-1]["tokens"], read(run)[-1]["layer"]) == (0, 1)
+    assert drawn == [run / "attention_maps.png", tmp_path / "a.png"]
 
 
 def test_refuses_before_anything_is_written(train, call, tmp_path, capsys):
