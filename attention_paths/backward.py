@@ -27,9 +27,9 @@ def backward_rows(
     dout = tiles.load(tiles.head_of(DOUT, b, h), DOUT.strides[2], rows, L, C).to(tl.float32)
     out = tiles.load(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
     along = tl.sum(dout * out, 1)
-    factor = tiles.saved(ROWS, tiles.WEIGHT if C.P else tiles.GAIN, bh, rows, L)
+    factor = tiles.saved(ROWS, tiles.WEIGHT if C.P > 0 else tiles.GAIN, bh, rows, L)
     dz = -factor * along
-    if C.P:
+    if C.P > 0:
         u = tiles.load(tiles.own_head_of(U, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
         coupled = tiles.saved(ROWS, tiles.COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
         tiles.save(TERMS, tiles.COUPLED, coupled, bh, rows, L)
@@ -38,7 +38,7 @@ def backward_rows(
         y = tl.zeros([M], tl.float32) + C.ARGUMENT * tl.load(ADDED.sink + h)
         if F.shift is not None:
             y += tiles.saved(ROWS, tiles.SHIFT, bh, rows, L)
-        if C.P:
+        if C.P > 0:
             gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, L)
             t = tiles.reweighted(F.phi(y), gain, tiles.saved(ROWS, tiles.OFFSET, bh, rows, L))
             dz = (tiles.power_less_one(t, C) * dz - coupled) * gain
@@ -61,7 +61,7 @@ def row_terms(
         alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, L)
     if C.BIASED:
         beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, L)
-    if C.P:
+    if C.P > 0:
         gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, L)
         offset = tiles.saved(ROWS, tiles.OFFSET, bh, rows, L)
         coupled = tiles.saved(TERMS, tiles.COUPLED, bh, rows, L)
@@ -86,7 +86,7 @@ def gradients(
     a = F.phi(y)
     if HALF:
         dp = dp * factor
-    if C.P:
+    if C.P > 0:
         t = tiles.reweighted(a, gain, offset)
         u = tiles.power_less_one(t, C)
         A = u * t
@@ -173,7 +173,7 @@ def backward_keys(
     if C.UNIT:
         inverse = tiles.saved(INVERSE, 0, bh // GROUP, keys, Lk)
         dk = tiles.project(dk, k, inverse) * inverse[:, None]
-    if C.P:
+    if C.P > 0:
         dv *= 1 / C.P
     tiles.store(tiles.own_head_of(DK, b, h, H, Lk, C.D), H * C.D, keys, Lk, dk, C)
     tiles.store(tiles.own_head_of(DV, b, h, H, Lk, C.D), H * C.D, keys, Lk, dv, C)

@@ -85,13 +85,13 @@ def decode_values(
     if ADDED.sink is not None:
         total, a_max = total + a_sink, tl.maximum(a_max, a_sink)
     gain, offset, _ = tiles.second_stage(total, a_max, Lk.to(tl.float32))
-    if not C.P:
+    if C.P == 0:
         if C.L1:
             gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
         else:
             gain = 1 / (C.VALUE * tl.load(norm + bh))
     acc, total_w = tl.arange(0, C.BLOCK_D) * 0.0, 0.0
-    if C.P and ADDED.sink is not None:  # in the first chunk's sum alone
+    if C.P > 0 and ADDED.sink is not None:  # in the first chunk's sum alone
         t_sink = tiles.reweighted(a_sink, gain, offset)
         total_w += tl.where(split == 0, tiles.power_less_one(t_sink, C) * t_sink, 0.0)
     end = tl.minimum(split * chunk + chunk, Lk)
@@ -100,7 +100,7 @@ def decode_values(
         a = F.phi(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)
         if C.RECTIFIED:
             a = relu(a - tl.exp2(shift))
-        if C.P:
+        if C.P > 0:
             t = tiles.reweighted(a, gain, offset)
             w = tiles.power_less_one(t, C) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
@@ -126,7 +126,7 @@ def decode_sum(SUMS, OUT, splits, C: tl.constexpr, SPLITS: tl.constexpr):
     at, exists = SUMS + parts * (C.BLOCK_D + 1), parts < splits
     acc = tl.load(at[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
     acc = tl.sum(acc, 0)
-    if C.P:
+    if C.P > 0:
         total_w = tl.sum(tl.load(at + C.BLOCK_D, exists, 0.0), 0)
         acc *= tl.where(total_w <= 0, 0.0, 1 / total_w)
     at = OUT + bh.to(tl.int64) * C.D + columns
