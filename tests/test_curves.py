@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-from matplotlib.figure import Figure
 
 from scripts import curves
 from tests.helpers import not_blank
@@ -47,20 +46,9 @@ def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
     assert [row["tokens"] for row in curves.read_steps(run)] == [300, 500, 577]
 
 
-def test_several_runs(run, call, tmp_path, monkeypatch):
-    """Their order is natural, and the picture has a name of its own."""
+def test_several_runs_are_in_natural_order(run, call, tmp_path):
     runs = [shutil.copytree(run, tmp_path / name) for name in ("p10", "p3")]
-    call(curves, *runs, "--x=time")
-    with open(tmp_path / "curves_p3_p10.csv") as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["p3"] * 7 + ["p10"] * 7
-    assert not_blank(tmp_path / "curves_p3_p10.png")
-    monkeypatch.setattr(curves, "plot", lambda *arguments: Figure())
     call(curves, *runs, f"--out={tmp_path / 'of/mine.pdf'}")
-    assert sorted(path.name for path in (tmp_path / "of").iterdir()) == ["mine.csv", "mine.pdf"]
-
-
-def test_a_run_without_steps_is_refused(run, call, capsys):
-    (run / "metrics.jsonl").write_text('{"run_id": "a"}\n')
-    with pytest.raises(SystemExit) as stop:
-        call(curves, run)
-    assert stop.value.code == 2 and f"{run}: its metrics.jsonl has no" in capsys.readouterr().err
+    with open(tmp_path / "of/mine.csv") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["p3"] * 7 + ["p10"] * 7
+    assert (tmp_path / "of/mine.pdf").exists()

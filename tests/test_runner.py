@@ -10,34 +10,19 @@ import pytest
 
 from config import Config
 from errors import UserError
-from scripts import eval_length, passkey
-from scripts.common.runner import (
-    Store,
-    parse,
-    picture_path,
-)
+from scripts import eval_length
+from scripts.common.runner import Store, parse, picture_path
 from tests.runs import ROOT
 
 # ---- options ----
 
-OPENED = {
-    "rope": "yarn", "rope_factor": 2.5, "rope_theta": 500000.0, "checkpoint": "best",
-    "attention": "lssa", "window": 7, "p": 2.0, "attention_impl": "reference", "device": "cpu",
-    "dtype": "bfloat16",
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "evaluation",
-    [
-        eval_length.LossByLength(
-            lengths=(16, 32), tokens=64, samples=5, sample_seed=3, data_dir="here",
-            per_position=True, **OPENED,
-        ),
-        passkey.Passkeys(lengths=(300,), trials=7, seed=1, **OPENED),
-    ],
-)  # fmt: skip
-def test_every_option_comes_from_the_command_line(evaluation):
+def test_every_option_comes_from_the_command_line():
+    evaluation = eval_length.LossByLength(
+        lengths=(16, 32), tokens=64, samples=5, sample_seed=3, data_dir="here", per_position=True,
+        rope="yarn", rope_factor=2.5, rope_theta=500000.0, checkpoint="best", attention="lssa",
+        window=7, p=2.0, attention_impl="reference", device="cpu", dtype="bfloat16",
+    )  # fmt: skip
     argv = ["out/run", "--out=a/b.pdf"]
     for one in fields(evaluation):
         value = getattr(evaluation, one.name)
@@ -54,13 +39,9 @@ def test_every_option_comes_from_the_command_line(evaluation):
     "option, message",
     [
         ("--samples=0", "--samples 0 must be at least 1"),
-        ("--tokens=x", "--tokens 'x' must be a whole number"),
-        ("--p=x", "--p 'x' must be a number"),
         ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
-        ("--lengths=1,0", "--lengths '1,0' must be positive and distinct"),
         ("--lengths=8,8", "--lengths '8,8' must be positive and distinct"),
         ("--out=one.jpg", "--out 'one.jpg' must end in .png, .pdf, .svg"),
-        ("--checkpoint=first", "--checkpoint invalid choice: 'first'"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
     ],
 )
@@ -74,8 +55,6 @@ def test_options_are_refused_in_a_sentence(option, message):
     [
         ("out/p1 out/p10 out/p15 out/p3", "out/p1 out/p3 out/p10 out/p15"),  # of a glob
         ("out/loss.csv out/p10 out/p3 out/sweep.png", "out/p3 out/p10"),
-        ("softmax p10 p3", "softmax p10 p3"),  # as somebody wants it
-        ("curves.png", "curves.png"),  # to be refused
     ],
 )
 def test_runs_are_in_natural_order(given, runs):

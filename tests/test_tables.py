@@ -1,20 +1,8 @@
-"""Tables of aligned columns, and tables of results over seeds."""
+"""Tables of results over seeds."""
 
 import json
 
-from scripts.common.tables import best_rows, print_table, summarise, write
-
-
-def test_columns_are_aligned(capsys):
-    print_table([["", "1x"], ["", "128"], ["softmax", "1.5"]], width=9, remarks=["of all"])
-    print_table([["task", "metric", "value"], ["a", "acc_norm", "50.00"]], left=2)
-    assert capsys.readouterr().out.splitlines() == [
-        "                1x   of all",
-        "               128",
-        "softmax        1.5",
-        "task  metric      value",
-        "a     acc_norm    50.00",
-    ]
+from scripts.common.tables import best_rows, summarise, write
 
 
 def table_of(**seeds):
