@@ -120,6 +120,16 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
+@pytest.fixture
+def pictures(monkeypatch):
+    """The paths of the pictures that a command would write; drawing one takes a second."""
+    from scripts.common import runner
+
+    paths = []
+    monkeypatch.setattr(runner, "save_picture", lambda figure, path: paths.append(path))
+    return paths
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """Shards of 20,000 validation tokens of each tokenizer, with ends of text between."""

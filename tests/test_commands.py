@@ -37,10 +37,9 @@ def test_what_cannot_be_written_is_not_measured(run, call, monkeypatch, capsys):
     ],
 )
 def test_a_measurement_of_other_weights_is_not_taken(
-    shards, call, tmp_path, monkeypatch, module, arguments
+    shards, call, tmp_path, pictures, module, arguments
 ):
     """Another run's results, where the two differ in their weights only."""
-    monkeypatch.setattr("scripts.common.runner.save_picture", lambda *arguments: None)
     name = f"{module.__name__.removeprefix('scripts.')}.json"
     config = small_config("softmax.py", f"--data_dir={shards}", "--n_layer=1")
     other, run = (saved_run(tmp_path / name, GPT(config)) for name in "ab")

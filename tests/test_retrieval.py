@@ -15,7 +15,7 @@ from generation import generate
 from model import GPT
 from runtime import checkpoint
 from scripts import needle, passkey
-from scripts.common import retrieval, runner
+from scripts.common import retrieval
 from scripts.common.runner import Store
 from tests.helpers import Reader, first_layer, not_blank, small_config, small_model, stub_run
 from tests.runs import refused
@@ -46,7 +46,7 @@ def haystack_of(text, name):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
-    evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=40, seed=1)
+    evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for change, accuracy in (
         (str, 1),
@@ -58,13 +58,13 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
         # prompt and answer together have the length
         assert reader.lengths == {320 - 16, 400 - 16} and reader.never == {None}
         for part in parts.values():
-            assert part["accuracy"] == accuracy and len(part["trials"]) == 40
+            assert part["accuracy"] == accuracy and len(part["trials"]) == 10
             assert set(part["accuracy_by_depth"]) - {None} == {accuracy}
 
 
 def test_passkey_prompts():
     tokenizer = get_tokenizer("gpt2")
-    trials = passkey.make_trials(tokenizer, 1024, 200, seed=1)
+    trials = passkey.make_trials(tokenizer, 1024, 60, seed=1)
     for trial in trials:
         assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
         text = tokenizer.decode(trial.prompt)
@@ -93,13 +93,13 @@ def test_passkey_depths_are_counted_in_tenths():
     assert [trial["correct"] for trial in part["trials"]] == [True] * 3 + [False] * 2
 
 
-def test_passkey_of_trained_runs(run, call, tmp_path, monkeypatch):
+def test_passkey_of_trained_runs(run, call, tmp_path, monkeypatch, pictures):
     arguments = (run, "--trials", 5)
     call(passkey, *arguments, "--lengths", "320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
     assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
     assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
-    assert not_blank(run / "passkey.png") and not_blank(run / "passkey_by_length.png")
+    assert pictures == [run / "passkey.png", run / "passkey_by_length.png"]
     # an answer is what the model itself writes after that prompt
     model = GPT(checkpoint.read_config(run)).eval()
     checkpoint.load_weights(model, run)
@@ -117,13 +117,12 @@ def test_passkey_of_trained_runs(run, call, tmp_path, monkeypatch):
             call(passkey, *arguments, *more.split())
     assert json.loads((run / "passkey.json").read_text()) == [result]
     # two runs have one more picture, or the picture of --out
+    pictures.clear()
     other = shutil.copytree(run, tmp_path / "other")
     call(passkey, run, other, *arguments[1:], "--lengths", "300")
-    assert not_blank(tmp_path / "passkey_by_length_run_other.png")
-    drawn = []
-    monkeypatch.setattr(runner, "save_picture", lambda figure, path: drawn.append(path))
     call(passkey, *arguments, "--lengths", "300", f"--out={tmp_path}/new/mine.pdf")
-    assert drawn == [run / "passkey.png", tmp_path / "new/mine.pdf"]
+    assert pictures[2] == tmp_path / "passkey_by_length_run_other.png"
+    assert pictures[3:] == [run / "passkey.png", tmp_path / "new/mine.pdf"]
 
 
 # ---- needles ----
@@ -178,12 +177,9 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers, name):
     zeros = torch.zeros(1, 1, 1)
     monkeypatch.setattr(needle, "needle_scores", lambda run, batch: zeros.expand(len(batch), 1, 1))
     for change, grade in (
-        (str, "correct"),
         (lambda number: number + "3", "correct"),  # it cannot end its answer
-        (lambda number: f"{number[0]}{(int(number[1]) + 1) % 10}{number[2:]}", "first digit"),
         (lambda number: number[:6], "first digit"),
         (lambda number: f"{10 - int(number[0]) if number[0] != '5' else 1}{number[1:]}", "wrong"),
-        (lambda number: "none", "wrong"),
     ):
         reader, parts = answers(evaluation, name, pattern, change)
         assert reader.never == {get_tokenizer(name).eot} and reader.lengths == {184, 284, 234}
@@ -213,9 +209,7 @@ def test_needle_scores_against_the_softmax_formula(text):
         torch.testing.assert_close(found[0], expected, rtol=1e-9, atol=1e-12, check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    "case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py", "sigmoid.py", "softmax.py"]
-)
+@pytest.mark.parametrize("case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py"])
 def test_needle_scores_are_of_the_generation_itself(text, case):
     """Where RoPE depends on the current length, that is the length at the answer's end."""
     model = small_model(case)
@@ -262,35 +256,17 @@ def test_needle_continues_where_it_was_stopped(run, text, call, tmp_path, monkey
     assert len(asked) == 8
     for name in ("heads", "scores"):
         assert not_blank(tmp_path / f"needle_{name}_run_other.png")
-    drawn = []
-    monkeypatch.setattr(runner, "save_picture", lambda figure, path: drawn.append(path.name))
-    call(needle, run, *few, f"--out={tmp_path / 'mine.svg'}")
-    assert drawn == ["needle.png", "mine.svg", "mine_needle_scores.svg"]
 
 
-# ---- refusals ----
-
-
-def test_learned_positions_are_not_exceeded():
-    config, learned = small_config("softmax.py"), small_config("softmax.py --positions=learned")
-    assert passkey.Passkeys().lengths_of(config) == (16, 24, 32, 64, 128)
-    assert passkey.Passkeys().lengths_of(learned) == needle.Needles().lengths_of(learned) == (16,)
-    with pytest.raises(UserError, match="a length of 400 is beyond its learned positions"):
-        passkey.Passkeys(lengths=(400,)).facts(learned)
-    with pytest.raises(UserError, match="a length of 8000 is beyond its learned positions"):
-        needle.Needles(data_dir="nowhere").facts(learned)
-
-
-def test_refusals(run, call, text, capsys):
-    before = sorted(path.name for path in run.iterdir())
-    for module, arguments, message in (
+@pytest.mark.parametrize(
+    "module, arguments, message",
+    [
         (passkey, "--lengths=200", "too short"),
-        (passkey, "--lengths=300 --trials=0", "--trials 0 must be at least 1"),
         (needle, "--lengths=100", "too short"),
         (needle, "--lengths=200,4096 --score_length=200", "600 validation tokens"),
-        (needle, "--lengths=200", "8000"),
-        (needle, "--lengths=200 --data_dir=nowhere", "nowhere"),
-        (needle, f"--lengths=200 --data_dir={text['gpt2']}", "made with another tokenizer"),
-    ):
-        refused(capsys, lambda m=module, a=arguments: call(m, run, *a.split()), message)
-    assert sorted(path.name for path in run.iterdir()) == before
+    ],
+)
+def test_refusals(trained, call, capsys, module, arguments, message):
+    before = sorted(path.name for path in trained.iterdir())
+    refused(capsys, lambda: call(module, trained, *arguments.split()), message)
+    assert sorted(path.name for path in trained.iterdir()) == before
