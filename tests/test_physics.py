@@ -1,18 +1,18 @@
 """The probes of a model of orbits: its labels, the fine-tuning, the laws, and what is refused."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
 from config import load_config
+from model import GPT
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.curves import read_steps
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tasks.orbits import PAIRS, G, draw_pair, simulated
-from tests.helpers import CONFIGS, SMALL, not_blank
+from tests.helpers import SMALL, not_blank, saved_run
 from tests.runs import refused
 
 ORBITS = [
@@ -35,24 +35,16 @@ def searched(monkeypatch):
 
 
 @pytest.fixture
-def probe(monkeypatch):
-    """`python -m scripts.physics ...` in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["physics", *map(str, arguments)])
-        physics.main()
-
-    return run
-
-
-@pytest.fixture
 def config():
     return load_config([*SMALL, *ORBITS])
 
 
-@pytest.fixture
-def orbit_run(train):
-    return train("orbits", *ORBITS)
+@pytest.fixture(scope="module")
+def orbit_run(tmp_path_factory):
+    """A saved model of orbits, not trained: fine-tuning is what these tests are about."""
+    return saved_run(
+        tmp_path_factory.mktemp("runs") / "orbits", GPT(load_config([*SMALL, *ORBITS]))
+    )
 
 
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
@@ -84,8 +76,8 @@ def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
         assert np.allclose(np.linalg.norm(at[:, :16, 0] - at[:, :16, 1], axis=-1), distance[places])
 
 
-def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, searched, capsys):
-    probe(orbit_run, *FEW)
+def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, call, searched, capsys):
+    call(physics, orbit_run, *FEW)
     (measured,) = json.loads((orbit_run / "physics.json").read_text())
     vectors, magnitudes, laws = measured["parts"].values()
     assert list(vectors["planets"]) == list(physics.SOLAR_SYSTEM)
@@ -100,9 +92,9 @@ def test_a_run_is_probed_once_and_its_files_say_everything(orbit_run, probe, sea
     assert ": F = 39.5*m1*m2/r^2" in printed
     assert not_blank(orbit_run / "forces.png")
     before = (orbit_run / "physics.json").read_text()
-    probe(orbit_run, *FEW)
+    call(physics, orbit_run, *FEW)
     assert (orbit_run / "physics.json").read_text() == before
-    probe(orbit_run, *FEW, "--oracle", "--vectors_only")
+    call(physics, orbit_run, *FEW, "--oracle", "--vectors_only")
     saved = json.loads((orbit_run / "physics.json").read_text())
     assert len(saved) == 2 and saved[1]["oracle"] and list(saved[1]["parts"]) == ["vectors"]
     assert not_blank(orbit_run / "oracle.png")
@@ -155,13 +147,6 @@ def test_laws_are_products_of_powers():
     assert "0.5" in law("m1*m2/r**2 + 0.5", 1.0)["equation"]
 
 
-def test_arrows_are_far_from_each_other():
-    angles = np.linspace(0, 2 * np.pi, 200, endpoint=False)
-    chosen = physics.farthest_points(np.column_stack((np.cos(angles), np.sin(angles))), 8)
-    assert np.diff(chosen).min() >= 20 and chosen[0] == 0
-    assert physics.farthest_points(np.zeros((3, 2)) + np.arange(3)[:, None], 40) == [0, 1, 2]
-
-
 def test_pyoperon_finds_newtons_law():
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.uniform(1, 20, 300), rng.uniform(1e-4, 1e-2, (300, 2))])
@@ -170,12 +155,18 @@ def test_pyoperon_finds_newtons_law():
     assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
 
 
-def test_what_cannot_be_probed_is_refused(orbit_run, run, call, probe, capsys, monkeypatch):
-    refused(capsys, lambda: probe(run), "task = 'language', but this command is for runs with task")
+def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monkeypatch):
+    refused(
+        capsys,
+        lambda: call(physics, trained),
+        "task = 'language', but this command is for runs with task",
+    )
     refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
-    refused(capsys, lambda: probe(orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
+    refused(capsys, lambda: call(physics, orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
     monkeypatch.setattr(physics.importlib.util, "find_spec", lambda name: None)
-    refused(capsys, lambda: probe(orbit_run), "need scikit-learn and pyoperon: pip install -e")
+    refused(
+        capsys, lambda: call(physics, orbit_run), "need scikit-learn and pyoperon: pip install -e"
+    )
 
 
 def test_table3_from_nothing(call, commands, searched, tmp_path, capsys):
@@ -211,10 +202,3 @@ def test_table3_from_nothing(call, commands, searched, tmp_path, capsys):
     assert len(commands) == 6  # nothing is trained twice
     for name in ("earth", "planets"):
         assert not_blank(tmp_path / f"results/small/physics_figures/{name}.png")
-    for arguments, part in (
-        (["--scale=124m"], "--scale '124m' must be one of 109m, tiny"),
-        ([f"--scale={CONFIGS}/scales/45m.py"], "task = 'language', but this needs 'orbits'"),
-    ):
-        with pytest.raises(SystemExit):
-            call(reproduce, "table3", *arguments)
-        assert part in capsys.readouterr().err
