@@ -8,10 +8,10 @@ Config files and settings are those of train.py, but a setting of the command li
 values, with commas between them. Each combination of values is a run, in the folder
 out/sweep_CONFIGS/p3_seed1, or in the --out_dir, such as out/mine/p{p}_{seed}.
 
-Every run is evaluated as by scripts.eval_length, a run of orbits by its last validation. The table
-of the losses by length, with the mean over seeds for each combination, goes to the folder that
-contains the runs as sweep_RUN_RUN.md and .json; the picture, sweep_RUN_RUN.png, has the loss over
-the first setting that is a number, or without such a setting over the length.
+Every run is evaluated as in the tables of scripts.reproduce, with the control and the gain from
+context; a run of orbits by its last validation. The table of the losses by length, with the mean
+over seeds for each combination, goes to the folder that contains the runs as sweep_RUN_RUN.md and
+.json, and its picture as sweep_RUN_RUN.png.
 
 An interrupted command continues where it stopped; nothing is done twice, and a larger grid takes
 over the runs of a smaller grid. A run that fails does not stop the others. Each run takes all GPUs.
@@ -21,10 +21,8 @@ CUDA_VISIBLE_DEVICES: runs that another process is training are left to it.
 
 import argparse
 import itertools
-import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,32 +30,35 @@ from typing import Any
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from matplotlib.figure import Figure
-
-from config import load_config, names, pop_value, require_known_setting
+from config import Config, load_config, names, pop_value, require_known_setting
 from errors import UserError, command
-from runtime.files import check_writable, read_json
 from runtime.log import read_metrics
 from scripts.common import runner
-from scripts.common.planned import PlannedRun, check, check_data, cost, stop_on_signals, train
-from scripts.common.plots import Curve, draw_curves, save_picture
-from scripts.common.tables import SIDES, how_measured, ranged, seed_sentences, summarise, write
-from scripts.eval_length import LossByLength
+from scripts.common.planned import PlannedRun
+from scripts.reproduce import pictures
+from scripts.reproduce.measure import Measurement, Values, Work
+from scripts.reproduce.report import carry_out
+from scripts.reproduce.rows import Scale
+from scripts.reproduce.tables import LOSS, Experiment, loss
 
 # Lengths at which the runs are evaluated, in training lengths.
 MULTIPLES = (1, 2, 4, 8)
-# Settings with a single value: losses on other data cannot be compared.
-SINGLE = (*names("data"), "out_dir")
-LOSS = "validation loss (nats per token)"
+# Settings with a single value: losses on other data or at other lengths cannot be compared.
+SINGLE = (*names("data"), "block_size", "out_dir")
 
 
 @dataclass(frozen=True)
-class Point:
-    """A combination of values, and its run for each seed."""
+class Grid(Scale):
+    """The runs of a grid, by the name of their combination of values and by their seed."""
 
-    name: str
-    values: dict[str, Any]
-    runs: list[PlannedRun]
+    runs: dict[tuple[str, int], PlannedRun]
+
+    @property
+    def config(self) -> Config:
+        return next(iter(self.runs.values())).config
+
+    def run(self, name: str, seed: int) -> PlannedRun:
+        return self.runs[name, seed]
 
 
 @command
@@ -69,40 +70,24 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--lengths",
-        type=runner.lengths_of,
-        help="to evaluate at, in tokens (default: 1x to 8x training)",
-    )
+    help = "to evaluate at, in tokens, besides the training length (default: 1x to 8x training)"
+    add("--lengths", type=runner.lengths_of, help=help)
     add("--plan", action="store_true", help="print what it would cost, and stop")
     options, settings = parser.parse_known_args()
-    fixed, grid = parse_grid(settings)
-    points = make_points(fixed, grid)
-    # all values of a seed before the next seed
-    runs = [run for of_seed in zip(*(p.runs for p in points), strict=True) for run in of_seed]
-    folder = runner.common_folder([run.folder for run in runs])
-    check(runs, "--out_dir")
-    check_data(runs)
-    lengths = lengths_of(runs, options.lengths)
-    check_writable(folder)
-
-    swept = "; ".join(f"{key} = {', '.join(values)}" for key, values in grid.items())
-    print(f"{len(runs)} runs in {os.path.relpath(folder)}: {swept}\n{cost(runs)}", flush=True)
-    if options.plan:
-        return
-    stop_on_signals()
-    failures = train(runs)
-    table = build_table(points, lengths, failures)
-    picture = runner.picture_path([run.folder for point in points for run in point.runs], "sweep")
-    save_picture(plot(points, table, lengths), picture)
-    write(picture.parent, picture.stem, table, [picture.name])
-    print("\n" + picture.with_suffix(".md").read_text())
-    print(f"written: {os.path.relpath(picture.with_suffix(''))}.md, .json, .png")
-    if failures:
-        sys.exit(1)
-
-
-# ---- the grid ----
+    fixed, values = parse_grid(settings)
+    grid = make_grid(fixed, values)
+    rows, seeds = (tuple(dict.fromkeys(keys)) for keys in zip(*grid.runs, strict=True))
+    picture = runner.picture_path([run.folder for run in grid.runs.values()], "sweep")
+    experiment = Experiment(
+        title="; ".join(f"{key} = {', '.join(texts)}" for key, texts in values.items()),
+        unit=LOSS,
+        rows=rows,
+        measurement=measurement(grid, options.lengths),
+        draw=pictures.grouped(lambda name: [("", name)]),
+        notes=(f"Made by `python -m scripts.sweep {shlex.join(sys.argv[1:])}`.",),
+    )
+    work = Work(grid, rows, seeds, picture.parent)
+    carry_out(picture.stem, experiment, work, picture.stem, "--out_dir", options.plan)
 
 
 def parse_grid(arguments: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -131,11 +116,11 @@ def parse_grid(arguments: list[str]) -> tuple[list[str], dict[str, list[str]]]:
     return files + [f"--{key}={text}" for key, text in settings.items() if key not in grid], grid
 
 
-def make_points(fixed: list[str], grid: dict[str, list[str]]) -> list[Point]:
-    """The combinations, in the order of the values."""
+def make_grid(fixed: list[str], grid: dict[str, list[str]]) -> Grid:
+    """The runs of all combinations, in the order of the values."""
     stems = [Path(file).stem for file in fixed if not file.startswith("--")]
     has_folder = any(argument.startswith("--out_dir=") for argument in fixed)
-    points: dict[str, Point] = {}
+    runs: dict[tuple[str, int], PlannedRun] = {}
     folders: set[str] = set()
     for texts in itertools.product(*grid.values()):
         arguments = [*fixed, *(f"--{key}={text}" for key, text in zip(grid, texts, strict=True))]
@@ -153,115 +138,32 @@ def make_points(fixed: list[str], grid: dict[str, list[str]]) -> list[Point]:
             )
         folders.add(config.out_dir)
         values.pop("seed", None)
-        name = named(values) or config.variant_name
-        run = PlannedRun(name, config, arguments)
-        points.setdefault(name, Point(name, values, [])).runs.append(run)
-    return list(points.values())
-
-
-def named(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} = {shown(value)}" for key, value in values.items())
+        name = ", ".join(f"{k} = {shown(v)}" for k, v in values.items()) or config.variant_name
+        runs[name, config.seed] = PlannedRun(name, config, arguments)
+    out = runner.common_folder(sorted(folders))
+    return Grid("_".join(stems) or "124m", (), out, runs)
 
 
 def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def lengths_of(runs: Sequence[PlannedRun], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The lengths to evaluate at. Raises UserError where a run cannot be evaluated there."""
-    configs = [run.config for run in runs]
-    orbits = any(config.task == "orbits" for config in configs)
-    if orbits and wanted:
-        raise UserError("--lengths: runs of orbits are validated at the training length alone")
-    ends = orbits or any(config.positions == "learned" for config in configs)
-    shortest = min(config.block_size for config in configs)
-    lengths = wanted or tuple(n * shortest for n in ((1,) if ends else MULTIPLES))
-    for config in configs if not orbits else ():
-        LossByLength(lengths=lengths).facts(config)
-    return lengths
+def measurement(grid: Grid, lengths: tuple[int, ...] | None) -> Measurement:
+    """The losses by length; of orbits, the last validation of training."""
+    configs = [run.config for run in grid.runs.values()]
+    if grid.config.task == "orbits":
+        if lengths:
+            raise UserError("--lengths: runs of orbits are validated at the training length alone")
+        return Measurement(columns=(1,), better="lower", read=last_validation)
+    trained = grid.config.block_size
+    if lengths:
+        return loss(*(length / trained for length in sorted({trained, *lengths})))
+    learned = any(config.positions == "learned" for config in configs)
+    return loss(*(MULTIPLES[:1] if learned else MULTIPLES))
 
 
-# ---- the table and its picture ----
-
-
-def evaluate(run: PlannedRun, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """A finished run's losses at the lengths; of orbits, the last validation of training."""
-    if run.config.task == "orbits":
-        losses = [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step]
-        return {"loss": losses[-1:], "environment": read_json(run.folder / "environment.json")}
-    device, dtype = run.config.device, run.config.dtype
-    return runner.measured(LossByLength(lengths=lengths, device=device, dtype=dtype), run.folder)
-
-
-def build_table(points: Sequence[Point], lengths: tuple[int, ...], failures: list[str]) -> dict:
-    """The table, in the format of scripts.common.tables; evaluates the finished runs."""
-    entries = {}
-    for point in points:
-        measured = [(run, evaluate(run, lengths)) for run in point.runs if run.finished]
-        if measured:
-            results = [run.entry(one["loss"], one) for run, one in measured]
-            entries[point.name] = summarise(results) | {"paper": None}
-    if not entries:
-        raise UserError("no run has finished: " + "; ".join(failures))
-    trained = {run.config.block_size for point in points for run in point.runs}
-    multiples = [f"{n / min(trained):g}x, " if len(trained) == 1 else "" for n in lengths]
-    runs = [run for entry in entries.values() for run in entry["runs"]]
-    seeds = sorted({run["seed"] for run in runs})
-    table = {
-        "title": "Loss by length",
-        "columns": [f"{text}{n:,}" for text, n in zip(multiples, lengths, strict=True)],
-        "paper_columns": [None] * len(lengths),
-        "better": ["lower"] * len(lengths),
-        "digits": 4,
-        "rows": entries,
-    }
-    table["caption"] = [
-        f"{LOSS} after {ranged([run['tokens'] for run in runs])} tokens of training, by `python -m "
-        f"scripts.sweep {shlex.join(sys.argv[1:])}`; "
-        f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}.",
-        *seed_sentences(table, seeds),
-        how_measured(runs),
-        *(f"{failure}." for failure in failures),
-    ]
-    return table
-
-
-def plot(points: Sequence[Point], table: dict, lengths: tuple[int, ...]) -> Figure:
-    """The loss over the first setting that is a number, with a curve for each length.
-
-    The other settings have a panel for each combination. Without such a setting, the loss is drawn
-    over the length, with a curve for each combination.
-    """
-    made, entries = [point for point in points if point.name in table["rows"]], table["rows"]
-    numbers = [key for key in made[0].values if all(is_number(p.values[key]) for p in points)]
-    if not numbers:
-        curves = [Curve(name, lengths, *(e[side] for side in SIDES)) for name, e in entries.items()]
-        ticks = {float(n): f"{n:,}" for n in lengths}
-        return draw_curves({"": curves}, "length in tokens", LOSS, "x", ticks)
-    key = numbers[0]
-    made.sort(key=lambda point: point.values[key])
-    panels: dict[str, list[Point]] = {}
-    for point in made:
-        others = {k: value for k, value in point.values.items() if k != key}
-        panels.setdefault(named(others), []).append(point)
-    drawn = {
-        title: [
-            Curve(
-                f"{column} tokens",
-                [point.values[key] for point in members],
-                *([entries[point.name][side][i] for point in members] for side in SIDES),
-            )
-            for i, column in enumerate(table["columns"])
-        ]
-        for title, members in panels.items()
-    }
-    places = [point.values[key] for point in made]
-    log = "x" if places[-1] >= 10 * places[0] > 0 else ""
-    return draw_curves(drawn, key, LOSS, log, {place: shown(place) for place in places})
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def last_validation(run: PlannedRun) -> Values:
+    return [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step][-1:], {}
 
 
 if __name__ == "__main__":

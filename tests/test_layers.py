@@ -24,6 +24,7 @@ LAYERS = (
     ("scripts.common",),
     ("scripts",),
     ("scripts.reproduce",),
+    ("scripts.sweep",),
 )
 LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entries}
 # An exported model carries these files and no others.

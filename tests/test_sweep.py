@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config import load_config
 from runtime import checkpoint
 from scripts import sweep
-from scripts.common.planned import PlannedRun
 from tests.helpers import SMALL, measured_losses, not_blank
 
 
@@ -38,7 +36,7 @@ def test_a_grid_of_orbits(call, commands, tmp_path, capsys):
 
 
 def test_a_grid_end_to_end(swept, commands, capsys):
-    folder = swept("--p=3,15", "--seed=1,2", "--lengths=16,64")
+    folder = swept("--p=3,15", "--seed=1,2", "--lengths=64")
     printed = capsys.readouterr().out
     assert "4 runs" in printed and "p = 3, 15; seed = 1, 2" in printed
     assert printed.index("3,072 tokens") < printed.index("step 6/6") < printed.index("| `p = 3` |")
@@ -54,17 +52,23 @@ def test_a_grid_end_to_end(swept, commands, capsys):
             config = checkpoint.read_config(run["run"])
             assert (config.p, config.seed, run["seed"], run["tokens"]) == (p, seed, seed, 768)
             assert run["run"].startswith(str(folder))
-            (measured,) = measured_losses(Path(run["run"]))
-            assert measured["lengths"] == [16, 64] and measured["loss"] == run["values"]
-            losses.append(measured["loss"])
+            measured, control = measured_losses(Path(run["run"]))
+            assert measured["lengths"] == [16, 64] and control["window"] == 16
+            alone, window = control["loss"]
+            gain = min(alone, window) - measured["loss"][-1]
+            assert run["values"] == [*measured["loss"], window, gain]
+            losses.append(run["values"])
         assert row["mean"] == [pytest.approx(sum(both) / 2) for both in zip(*losses, strict=True)]
-    assert "| 1x, 16 | 4x, 64 |" in table.with_suffix(".md").read_text()
+    assert (
+        "| 1x, 16 | 4x, 64 | 4x, sliding window of 1x | gain from context |"
+        in table.with_suffix(".md").read_text()
+    )
     assert "seeds 1, 2" in table.with_suffix(".md").read_text()
     assert not_blank(table.with_suffix(".png"))
     # a larger grid shares the runs, and neither of the tables replaces the other
     commands.clear()
     before = table.read_text()
-    swept("--p=3,7,15", "--seed=1", "--lengths=16,64")
+    swept("--p=3,7,15", "--seed=1", "--lengths=64")
     assert [re.search(r"--p=(\d+)", " ".join(command))[1] for command in commands] == ["7"]
     assert table.read_text() == before and len(list(folder.glob("*.json"))) == 2
     # what was trained with other settings is refused before anything is trained
@@ -85,6 +89,8 @@ def test_a_grid_end_to_end(swept, commands, capsys):
         (["--p=3,5", "--p=7"], ["nothing to compare"]),  # the last one counts, as for train.py
         (["--learning_rate=1e-3,2e-3"], ["two runs", "{p}"]),
         (["--p=3,5", "--resume"], ["--resume"]),
+        (["--p=3,5", "--positions=learned", "--lengths=16,32"], ["length of 32", "learned"]),
+        (["--block_size=16,32"], ["--block_size=16,32", "one value"]),
         (["--val_tokens=64,128"], ["--val_tokens=64,128", "one value"]),
         (["--p=3,5", "--lengths=4096"], ["validation tokens", "4096"]),
     ],
@@ -100,34 +106,26 @@ def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys,
     assert all(part in message for part in parts), message
 
 
+def test_learned_positions_are_evaluated_to_their_end():
+    for positions, columns in (("rope", 6), ("learned", 1)):
+        grid = sweep.make_grid([f"--positions={positions}"], {"p": ["None", "3"]})
+        assert len(sweep.measurement(grid, None).columns) == columns
+
+
 def test_folders_and_names(tmp_path, monkeypatch):
     """Values as in the config; a comma separates values on the command line only."""
     file = tmp_path / "mine.py"
     file.write_text("wandb_project = 'a,b'\n")
-    grid = sweep.parse_grid([str(file), "--attention", "lssa,softmax", "--p", "None,7.0"])
-    points = sweep.make_points(*grid)
-    assert [point.name for point in points][:2] == [
+    grid = sweep.make_grid(
+        *sweep.parse_grid([str(file), "--attention", "lssa,softmax", "--p", "None,7.0"])
+    )
+    assert [name for name, _ in grid.runs][:2] == [
         "attention = lssa, p = None", "attention = lssa, p = 7"
     ]  # fmt: skip
-    folders = [str(point.runs[0].folder) for point in points]
+    runs = list(grid.runs.values())
+    folders = [str(run.folder) for run in runs]
     assert folders[1:3] == ["out/sweep_mine/lssa_p7", "out/sweep_mine/softmax_pNone"]
-    assert {point.runs[0].config.wandb_project for point in points} == {"a,b"}
-    (point,) = sweep.make_points([], {"seed": ["1", "2"]})
-    assert point.name == "softmax" and [run.config.seed for run in point.runs] == [1, 2]
-    assert str(point.runs[1].folder) == "out/sweep/seed2"
-
-
-def test_the_picture_of_a_grid_has_a_panel_for_each_setting_that_is_no_number():
-    entry = {"mean": [1.0, 2.0], "low": [1.0, 2.0], "high": [1.0, 2.0]}
-    run = PlannedRun("", load_config(["--out_dir=unused"]), [])
-    grid = [
-        sweep.Point(f"{name} {rate}", {"attention": name, "learning_rate": rate}, [run])
-        for name in ("lssa", "softmax")
-        for rate in (0.01, 0.001)
-    ]
-    table = {"rows": {point.name: entry for point in grid}, "columns": ["1x", "2x"]}
-    panels = sweep.plot(grid, table, (16, 32)).axes
-    assert [axes.get_title() for axes in panels] == ["attention = lssa", "attention = softmax"]
-    for axes in panels:
-        assert axes.get_xlabel() == "learning_rate" and axes.get_xscale() == "log"
-        assert [list(line.get_xdata()) for line in axes.lines] == [[0.001, 0.01]] * 2
+    assert {run.config.wandb_project for run in runs} == {"a,b"}
+    runs = sweep.make_grid([], {"seed": ["1", "2"]}).runs
+    assert list(runs) == [("softmax", 1), ("softmax", 2)]
+    assert str(runs["softmax", 2].folder) == "out/sweep/seed2"

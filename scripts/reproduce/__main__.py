@@ -8,31 +8,26 @@ machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json
 tables share the runs. An interrupted command continues where it stopped; nothing is done twice.
 Runs that another process is training are left to it and waited for. --only and --seeds limit the
 work; --only also takes a variant of the table with any p (lssar_p7). The table has every available
-row for these seeds. Where RESULTS has the table with other seeds, or with runs that are not here,
-the new table is <name>_2 beside it.
+row for these seeds. RESULTS is out/results, so that the repository's own tables in results/ stay.
 
 Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step; SSMax's Figs. 6 to
 8, needles in a haystack, are scripts.needle for runs fine-tuned by scripts.finetune_squad.
 """
 
 import argparse
-import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file: the repository's modules are two folders above
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from matplotlib.figure import Figure
-
 from config import choices
 from errors import UserError, command
-from runtime.files import check_writable
-from scripts.common.planned import check, check_data, cost, stop_on_signals, train, with_bases
-from scripts.common.plots import write_picture
-from scripts.common.tables import write
+from runtime.files import read_json
+from scripts.common.planned import with_bases
 from scripts.reproduce.measure import Work
-from scripts.reproduce.report import build_table, table_folder, with_p
+from scripts.reproduce.report import carry_out, with_p
 from scripts.reproduce.rows import FIRST_SEED, open_scale
 from scripts.reproduce.tables import EXPERIMENTS
 
@@ -48,43 +43,12 @@ def main() -> None:
     settings = (f"wandb_mode={arguments.wandb_mode}", *arguments.set)
     scale = open_scale(arguments.scale, arguments.out, experiment.task, arguments.data, settings)
     rows = tuple(arguments.only.split(",") if arguments.only else experiment.rows)
-    with_p(experiment, rows)  # refuses other names
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     folder = Path(arguments.results) / scale.name / name
+    saved = (read_json(folder / "table.json") or {"rows": {}})["rows"]
+    experiment = replace(experiment, rows=with_p(experiment, [*rows, *saved]))
     work = Work(scale, rows, seeds, folder)
-
-    measurement = experiment.measurement
-    runs = measurement.training(work)
-    check(with_bases(runs), "--out")
-    if not arguments.plan:  # which needs no data
-        check_data(runs)
-        measurement.check(work)
-    check_writable(folder)
-    check_writable(scale.out)
-    print(f"{experiment.title}, scale {scale.name}, {len(rows)} table rows")
-    print(f"{cost(runs) if runs else 'to train: nothing'}\n{measurement.plan(work)}", flush=True)
-    planned = table_folder(experiment, work, ((row, seed) for row in rows for seed in seeds))
-    if planned != folder:
-        print(f"the table goes to {planned}; {folder} has other runs or seeds", flush=True)
-    if arguments.plan:
-        return
-    stop_on_signals()
-    failures = train(runs) + measurement.measure(work)
-    folder = table_folder(experiment, work, ())
-    table = build_table(name, experiment, work, folder, failures)
-    drawn = experiment.draw(table)
-    pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
-    for file, picture in pictures.items():
-        if isinstance(picture, Figure):
-            write_picture(picture, folder / file)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(picture, folder / file)
-    write(folder, "table", table, list(pictures))
-    print("\n" + (folder / "table.md").read_text())
-    print(f"written: {folder}")
-    if failures:
-        sys.exit(1)
+    carry_out(name, experiment, work, "table", "--out", arguments.plan)
 
 
 def parse() -> argparse.Namespace:
@@ -101,7 +65,7 @@ def parse() -> argparse.Namespace:
     add("--seeds", type=int, default=1, help=f"runs a table row, from {FIRST_SEED} on (1)")
     add("--data", metavar="DIR", help="shards to train on instead of the scale's")
     add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
-    add("--results", default="results", metavar="DIR", help="where tables go (%(default)s)")
+    add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
     add("--plan", action="store_true", help="print what it would cost, and stop")
     add("--wandb_mode", default="auto", choices=choices("wandb_mode"))
     help = "a setting of the machine for all runs, such as batch_size=16"

@@ -1,6 +1,6 @@
 """How the numbers of a table are made: measured on finished runs, or computed from formulas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Work:
 
     scale: Scale
     rows: tuple[str, ...]
-    seeds: range
+    seeds: Sequence[int]
     folder: Path
 
     def runs(self, *more: str) -> list[PlannedRun]:
@@ -94,43 +94,19 @@ def made_with(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfFormulas:
-    """Numbers that take no training: from the formulas of attention.py."""
+class Measurement:
+    """How a table's numbers are made.
 
-    columns: tuple[str, ...]
-    compute: Callable[[str], Values]  # of a table row's name
-    better: None = None
-    digits: int = 4
-
-    def training(self, work: Work) -> list[PlannedRun]:
-        return []
-
-    def plan(self, work: Work) -> str:
-        return "to compute: seconds"
-
-    def check(self, work: Work) -> None:
-        pass
-
-    def measure(self, work: Work) -> list[str]:
-        return []
-
-    def results(self, work: Work, name: str) -> list[dict]:
-        """The runs of a table row, as table.json has them."""
-        values, curves = self.compute(name)
-        here = environment()
-        evaluation = {"environment": here, "curves": curves}
-        return [{"seed": None, "values": values, "environment": here, "evaluation": evaluation}]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfRuns:
-    """Numbers of finished runs, by an evaluation or from the files of the runs."""
+    Either `evaluation` measures finished runs, or `read` takes numbers from the files of the runs,
+    or `compute` needs no runs.
+    """
 
     columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
     # the columns of a run's measurement, without costs
     values: Callable[[dict, Config], list[float]] = lambda measured, config: measured["values"]
     evaluation: Callable[[Config], Evaluation] | None = None
     read: Callable[..., Values] | None = None  # the files of a run, and of the runs it needs
+    compute: Callable[[str], Values] | None = None  # from formulas, for a table row's name
     curves: Callable[[dict], Curves] | None = None  # of a measurement
     better: str | tuple[str | None, ...] | None = None  # a tuple: of each column
     digits: int = 4
@@ -138,17 +114,19 @@ class OfRuns:
     costs: Costs | None = None
 
     def training(self, work: Work) -> list[PlannedRun]:
-        return work.runs(*self.needs)
+        return [] if self.compute else work.runs(*self.needs)
 
     def plan(self, work: Work) -> str:
-        left = [run for run in work.runs() if self.evaluation and not self.find(run)]
-        text = f"to evaluate: {len(left)} runs"
+        runs = work.runs() if self.evaluation else []
+        text = f"to evaluate: {sum(not self.find(run) for run in runs)} runs"
         return text + (f"; to time: {len(self.costs.missing(work))}" if self.costs else "")
 
     def check(self, work: Work) -> None:
         """Raise UserError for anything that would be refused after the training."""
-        if self.evaluation:
-            self.evaluation(work.scale.config).check(work.scale.config)
+        configs = {run.name: run.config for run in work.runs()} if self.evaluation else {}
+        for config in configs.values():
+            assert self.evaluation is not None
+            self.evaluation(config).check(config)
 
     def measure(self, work: Work) -> list[str]:
         """Measure what is missing; returns a sentence for each failure."""
@@ -186,6 +164,11 @@ class OfRuns:
 
     def results(self, work: Work, name: str) -> list[dict]:
         """The runs of a table row, as table.json has them."""
+        if self.compute:
+            values, curves = self.compute(name)
+            here = environment()
+            evaluation = {"environment": here, "curves": curves}
+            return [{"seed": None, "values": values, "environment": here, "evaluation": evaluation}]
         timed = self.costs.of(work, name) if self.costs else []
         entries: list[dict] = []
         for seed in work.seeds if timed is not None else ():

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -16,7 +15,7 @@ from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
 from scripts.reproduce.rows import split_p
 
-Pictures = Figure | dict[str, Figure | Path]
+Pictures = Figure | dict[str, Figure]
 SLIDING = "sliding window of 1x"
 THIN = f"thin: {SLIDING}, plain RoPE"
 PAPER = "the paper's"
@@ -154,49 +153,6 @@ def loss_over_p(table: dict) -> Pictures:
     return draw_curves(panels, "p", table["unit"], "x", ticks, thin) if panels else {}
 
 
-def dots(truths: Mapping[str, float | None] | None = None) -> Callable[[dict], Pictures]:
-    """A panel for each column: every seed of each table row, and the paper's value.
-
-    The values are differences from softmax or, where the truth of the columns is known, absolute.
-    """
-
-    def draw(table: dict) -> Pictures:
-        rows, columns = table["rows"], table["columns"]
-        if truths is None and "softmax" not in rows:
-            return {}
-        across = min(5, len(columns))
-        down = -(-len(columns) // across)
-        size = max(6.4, 2.8 * across), 1 + down * (1.2 + 0.35 * len(rows))
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(down, across, sharey=True, squeeze=False)
-        for i, (column, axes) in enumerate(zip(columns, grid.flat, strict=False)):
-            line = 0.0 if truths is None else truths[column]
-            softmax = rows["softmax"]["mean"][i] if truths is None else 0
-            for y, entry in enumerate(rows.values()):
-                ours = [run["values"][i] - softmax for run in entry["runs"]]
-                style = {"color": "C0", "alpha": 0.7, "label": "ours, each seed"}
-                axes.plot(ours, [y] * len(ours), "o", **style)
-                if truths is None and entry["paper"] and entry["paper"][i] is not None:
-                    paper = entry["paper"][i] - rows["softmax"]["paper"][i]
-                    axes.plot(paper, y, "D", color="C1", mfc="none", label="the paper's")
-            if line is not None:
-                axes.axvline(line, color="0.6", linewidth=1)
-            axes.set_xlabel(column + ("\nminus softmax" if truths is None else ""), fontsize=8)
-            axes.grid(alpha=0.3)
-        for axes in grid.flat[len(columns) :]:
-            axes.axis("off")
-        grid[0, 0].set_yticks(range(len(rows)), list(rows))
-        grid[0, 0].set_ylim(len(rows) - 0.5, -0.5)
-        truth = "" if truths is None else "; line: the truth"
-        figure.suptitle(f"{table['unit']}, scale {table['scale']}{truth}", fontsize="medium")
-        handles, labels = grid[0, 0].get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        figure.legend(unique.values(), unique, loc="outside lower center", ncols=2)
-        return figure
-
-    return draw
-
-
 # ---- the first seed ----
 
 
@@ -224,7 +180,7 @@ def lines(
 
 def maps(table: dict) -> Pictures:
     """LSSAR Fig. A1: the attention maps of the first seed of each table row."""
-    pictures: dict[str, Figure | Path] = {}
+    pictures: dict[str, Figure] = {}
     for name, measured in first_seeds(table).items():
         evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
         if figure := evaluation.picture(measured["folder"], measured):

@@ -1,4 +1,4 @@
-"""Our table beside the paper's: its rows, columns, caption and folder.
+"""Our table beside the paper's: its training and measurement, its rows, columns and caption.
 
 A table has the entries of scripts.common.tables, and
 
@@ -8,16 +8,18 @@ A table has the entries of scripts.common.tables, and
     failures    sentences
 """
 
-import itertools
+import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-from config import Config
+from matplotlib.figure import Figure
+
 from errors import UserError
-from runtime.files import read_json
+from runtime.files import check_writable
 from scripts.common.papers import TRAINED_LENGTH
-from scripts.common.tables import how_measured, ranged, seed_sentences, summarise
-from scripts.reproduce.measure import OfRuns, Work, at
+from scripts.common.planned import check, check_data, cost, stop_on_signals, train, with_bases
+from scripts.common.plots import write_picture
+from scripts.common.tables import how_measured, ranged, seed_sentences, summarise, write
+from scripts.reproduce.measure import Work, at
 from scripts.reproduce.rows import split_p
 from scripts.reproduce.tables import Experiment
 
@@ -30,9 +32,9 @@ CONTROL_NOTE = (
 )
 
 
-def with_p(experiment: Experiment, chosen: Iterable[str]) -> list[str]:
+def with_p(experiment: Experiment, chosen: Iterable[str]) -> tuple[str, ...]:
     """The table rows of an experiment and the chosen ones, which may have another p, by p."""
-    rows, trained = list(experiment.rows), isinstance(experiment.measurement, OfRuns)
+    rows, trained = list(experiment.rows), not experiment.measurement.compute
     for name in chosen:
         variant, p = split_p(name)
         family = [i for i, row in enumerate(rows) if split_p(row)[0] == variant]
@@ -43,46 +45,52 @@ def with_p(experiment: Experiment, chosen: Iterable[str]) -> list[str]:
             raise UserError(f"--only {name!r} must be one of {', '.join(experiment.rows)}{more}")
         larger = [i for i in family if (split_p(rows[i])[1] or 0) > p]
         rows.insert(larger[0] if larger else family[-1] + 1, name)
-    return rows
+    return tuple(rows)
 
 
-def table_folder(experiment: Experiment, work: Work, planned: Iterable[tuple[str, int]]) -> Path:
-    """NAME, or NAME_2, NAME_3 ... beside it: the first folder whose table can be replaced.
+def carry_out(
+    name: str, experiment: Experiment, work: Work, stem: str, elsewhere: str, plan: bool
+) -> None:
+    """Print the cost; then, without `plan`, train, measure, and write the table and its pictures.
 
-    A table can be replaced where each of its runs (table row and seed) is `planned` or measured.
-    So a fresh clone, which has no runs, keeps the committed tables.
+    The files are STEM.md, STEM.json and NAME.png in the folder of the work. `elsewhere` is the
+    option that moves the runs to another folder. Exits with 1 where a run failed.
     """
-    results = experiment.measurement.results
-    beside = (Path(f"{work.folder}_{number}") for number in itertools.count(2))
-    for folder in itertools.chain([work.folder], beside):
-        before = saved_runs(folder) - {*planned}
-        names = {name for name, _ in before}
-        if before <= {(name, run["seed"]) for name in names for run in results(work, name)}:
-            return folder
-    raise AssertionError("unreachable")
+    measurement = experiment.measurement
+    runs = measurement.training(work)
+    check(with_bases(runs), elsewhere)
+    if not plan:  # which needs no data
+        check_data(runs)
+        measurement.check(work)
+    check_writable(work.folder)
+    check_writable(work.scale.out)
+    print(f"{experiment.title}, scale {work.scale.name}, {len(work.rows)} table rows")
+    print(f"{cost(runs) if runs else 'to train: nothing'}\n{measurement.plan(work)}", flush=True)
+    if plan:
+        return
+    stop_on_signals()
+    failures = train(runs) + measurement.measure(work)
+    table = build_table(name, experiment, work, failures)
+    drawn = experiment.draw(table)
+    pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
+    for file, picture in pictures.items():
+        write_picture(picture, work.folder / file)
+    write(work.folder, stem, table, list(pictures))
+    print("\n" + (work.folder / f"{stem}.md").read_text())
+    print(f"written: {work.folder / stem}.md, .json")
+    if failures:
+        sys.exit(1)
 
 
-def saved_runs(folder: Path) -> set[tuple[str, int]]:
-    """The table row and the seed of each run in the table of a folder."""
-    table = read_json(folder / "table.json") or {"rows": {}}
-    return {(name, run["seed"]) for name, entry in table["rows"].items() for run in entry["runs"]}
-
-
-def build_table(
-    name: str, experiment: Experiment, work: Work, folder: Path, failures: list[str]
-) -> dict:
-    """The table of all available runs with these seeds.
-
-    Its rows are those of the experiment, of this command, and of the table in the folder.
-    """
+def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
+    """The table of all available runs with these seeds."""
     measurement, config = experiment.measurement, work.scale.config
     columns = measurement.columns
     columns = columns if isinstance(columns, tuple) else columns(config)
     better = measurement.better
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
-    saved = sorted(row for row, _ in saved_runs(folder))
-    names, entries = with_p(experiment, [*work.rows, *saved]), {}
-    for row in names:
+    entries = {}
+    for row in experiment.rows:
         if results := measurement.results(work, row):
             entries[row] = summarise(results) | {"paper": paper.get(row)}
     if not entries:
@@ -104,11 +112,11 @@ def build_table(
         "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
         "digits": measurement.digits,
         "rows": entries,
-        "not_run": [row for row in names if row not in entries],
+        "not_run": [row for row in experiment.rows if row not in entries],
         "failures": failures,
     }
     return table | {
-        "caption": caption(table, config, (*experiment.notes, *experiment.remarks(table)))
+        "caption": caption(table, work, (*experiment.notes, *experiment.remarks(table)))
     }
 
 
@@ -130,16 +138,19 @@ def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[di
     return known_rows, values_of
 
 
-def caption(table: dict, config: Config, notes: Iterable[str]) -> list[str]:
+def caption(table: dict, work: Work, notes: Iterable[str]) -> list[str]:
     """Sentences on the measurement, on the spread over seeds, and on what is missing."""
     entries = table["rows"].values()
     runs = [run for entry in entries for run in entry["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
     sentences = [table["unit"] + "."]
     if seeds:  # else the numbers follow from formulas
+        config = work.scale.config
+        shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
+        layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
         source = "simulated orbits" if config.task == "orbits" else config.data_dir
         sentences = [
-            f"{table['unit']}; {config.n_layer} layers, {config.n_embd} wide, trained at length "
+            f"{table['unit']}; {layers} layers, {wide} wide, trained at length "
             f"{config.block_size:,} for {ranged([run['tokens'] for run in runs])} tokens of "
             f"{source}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
             f"{', '.join(map(str, seeds))}."

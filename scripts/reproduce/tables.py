@@ -31,7 +31,7 @@ from scripts.eval_length import LossByLength, gain_from_context, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, SOLAR_SYSTEM, Physics
 from scripts.reproduce import formulas, pictures
-from scripts.reproduce.measure import Costs, OfFormulas, OfRuns, at
+from scripts.reproduce.measure import Costs, Measurement, at
 from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
 
 
@@ -42,8 +42,8 @@ class Experiment:
     title: str
     unit: str
     rows: tuple[str, ...]
-    measurement: OfRuns | OfFormulas
-    draw: Callable[[dict], pictures.Pictures]  # of the table
+    measurement: Measurement
+    draw: Callable[[dict], pictures.Pictures] = lambda table: {}  # of the table
     paper: dict | None = None  # the section of papers.json with values for these rows
     paper_scale: str = "124m"  # where the section names no scales
     notes: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = Non
     return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
 
 
-def loss(*multiples: float, costs: Costs | None = None) -> OfRuns:
+def loss(*multiples: float, costs: Costs | None = None) -> Measurement:
     """Loss by length over the same tokens, and what the longest context is worth."""
 
     def lengths(config: Config) -> tuple[int, ...]:
@@ -70,13 +70,14 @@ def loss(*multiples: float, costs: Costs | None = None) -> OfRuns:
         losses = losses_at(measured, lengths(config))
         if "control" not in measured:
             return losses
-        alone, *_, window = losses_at(measured["control"], lengths(config))
+        at_both = (config.block_size, lengths(config)[-1])
+        alone, window = losses_at(measured["control"], at_both)
         return [*losses, window, gain_from_context(alone, window, losses[-1])]
 
     longer = multiples[-1] > 1
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", "gain from context") if longer else ()
     timed = costs.columns if costs else ()
-    return OfRuns(
+    return Measurement(
         columns=(*multiples, *controlled, *timed), values=values, costs=costs,
         evaluation=lambda config: LossByLength(lengths=lengths(config), **options(config)),
         better=("lower",) * len(multiples) + ("lower", "higher") * longer + (None,) * len(timed),
@@ -88,7 +89,7 @@ def only_part(measured: dict) -> dict:
     return part
 
 
-def loss_by_position(multiple: float, samples: int | None = None, **rope: Any) -> OfRuns:
+def loss_by_position(multiple: float, samples: int | None = None, **rope: Any) -> Measurement:
     """Loss at every position of windows of one length; columns are the loss around positions.
 
     With `samples` the windows are random: so many, or as many as there are.
@@ -105,7 +106,7 @@ def loss_by_position(multiple: float, samples: int | None = None, **rope: Any) -
         curve = smoothed(only_part(measured)["loss_by_position"])
         return [curve[at(position, config) - 1] for position in shown]
 
-    return OfRuns(columns=shown, evaluation=evaluation, values=values, better="lower")
+    return Measurement(columns=shown, evaluation=evaluation, values=values, better="lower")
 
 
 def stretched(multiples: tuple, shortest: Callable) -> Callable[[Config], tuple]:
@@ -118,7 +119,7 @@ def stretched(multiples: tuple, shortest: Callable) -> Callable[[Config], tuple]
     return at_scale
 
 
-def passkeys(*multiples: float) -> OfRuns:
+def passkeys(*multiples: float) -> Measurement:
     """LSSAR Figs. 2 and A3: passkeys found, in percent."""
     columns = stretched(multiples, passkey.shortest)
 
@@ -126,13 +127,13 @@ def passkeys(*multiples: float) -> OfRuns:
         lengths = tuple(at(multiple, config) for multiple in columns(config))
         return Passkeys(lengths=lengths, trials=TRIALS, seed=TRIAL_SEED, **options(config))
 
-    return OfRuns(
+    return Measurement(
         columns=columns, evaluation=evaluation, better="higher", digits=1,
         values=lambda m, config: [100 * part["accuracy"] for part in m["parts"].values()],
     )  # fmt: skip
 
 
-def downstream(table: str) -> OfRuns:
+def downstream(table: str) -> Measurement:
     """LSSAR Tables 2, A1 and A2: tasks of lm-evaluation-harness; accuracies in percent."""
     columns = tuple(LSSAR[table]["columns"])
     pairs = [column.split() for column in columns]
@@ -145,14 +146,14 @@ def downstream(table: str) -> OfRuns:
             for task, metric in pairs
         ]
 
-    return OfRuns(
+    return Measurement(
         columns=columns, values=values, digits=2,
         evaluation=lambda config: Downstream(tasks=",".join(tasks), **options(config)),
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
     )  # fmt: skip
 
 
-def entropy() -> OfRuns:
+def entropy() -> Measurement:
     """LSSAR Sect. 2.1.2: entropy by the number of keys, and its slope beyond training.
 
     A query with n keys counts for the smallest power of 2 that is at least n.
@@ -170,13 +171,13 @@ def entropy() -> OfRuns:
         slope = formulas.log_slope([keys[i] for i in beyond], [means[i] for i in beyond])
         return [*shown, slope]
 
-    return OfRuns(
+    return Measurement(
         columns=(*multiples, "slope"), values=values, evaluation=evaluation,
         curves=lambda measured: {"": formulas.entropies(only_part(measured))},
     )  # fmt: skip
 
 
-def sparsity() -> OfRuns:
+def sparsity() -> Measurement:
     """LSSAR Sect. 2.2.1: positive weights near the diagonal and far from it, and dead ones."""
     columns = ("near", "far", "all", "dead rows", "dead keys")
 
@@ -185,7 +186,7 @@ def sparsity() -> OfRuns:
         distances = only_part(measured)["distances"]
         return {"": ([distance + 1 for distance in distances], shares)}
 
-    return OfRuns(
+    return Measurement(
         columns=columns, curves=curves,
         evaluation=lambda config: AttentionMaps(
             text="", lengths=(), distances=True, **options(config, "none")
@@ -194,17 +195,16 @@ def sparsity() -> OfRuns:
     )  # fmt: skip
 
 
-# The columns of Table 3: what is better, and the truth.
-PHYSICS: dict[str, tuple[str | None, float | None]] = {
-    "cosine": ("higher", 1), "error": ("lower", 0), "rank correlation": ("higher", 1),
-    "median error": ("lower", 0), "above 0": ("higher", 1), "exponent of r": (None, -2),
-    "of m1": (None, 1), "of m2": (None, 1), "m1 m2 / r^2 found": ("higher", 5),
-    "m1 / r^2 found": (None, None),
+# The columns of Table 3, and what is better.
+PHYSICS = {
+    "cosine": "higher", "error": "lower", "rank correlation": "higher", "median error": "lower",
+    "above 0": "higher", "exponent of r": None, "of m1": None, "of m2": None,
+    "m1 m2 / r^2 found": "higher", "m1 / r^2 found": None,
 }  # fmt: skip
 LAWS = ([-2.0, 1.0, 1.0], [-2.0, 1.0, 0.0])  # powers of r, m1 and m2
 
 
-def probes(vectors_only: bool = False) -> OfRuns:
+def probes(vectors_only: bool = False) -> Measurement:
     """LSSAR Table 3, or its Figs. 1 and A7: the forces that a model of orbits predicts."""
     planets = tuple(SOLAR_SYSTEM)
 
@@ -230,9 +230,9 @@ def probes(vectors_only: bool = False) -> OfRuns:
             *(sum(draw["powers"] == powers for draw in draws) for powers in LAWS),
         ]  # fmt: skip
 
-    return OfRuns(
+    return Measurement(
         columns=planets if vectors_only else tuple(PHYSICS), evaluation=evaluation, values=values,
-        better="higher" if vectors_only else tuple(better for better, _ in PHYSICS.values()),
+        better="higher" if vectors_only else tuple(PHYSICS.values()),
         digits=2,
     )  # fmt: skip
 
@@ -342,13 +342,13 @@ def loss_table(key: str, what: str) -> Experiment:
     """A table of losses at the training length."""
     paper, number = LSSAR[key], key.removeprefix("table_").upper()
     title, rows = f"LSSAR Table {number}, {what}", tuple(paper["rows"])
-    return Experiment(title, LOSS, rows, loss(1), pictures.dots(), paper)
+    return Experiment(title, LOSS, rows, loss(1), paper=paper)
 
 
 def task_table(key: str, what: str, scale: str = "124m") -> Experiment:
     title = f"LSSAR Table {key.removeprefix('table').removeprefix('_').upper()}, {what}"
     measured = downstream(key)
-    return Experiment(title, "zero-shot scores", TWO, measured, pictures.dots(), LSSAR[key], scale)
+    return Experiment(title, "zero-shot scores", TWO, measured, paper=LSSAR[key], paper_scale=scale)
 
 
 EXPERIMENTS = {
@@ -410,7 +410,7 @@ EXPERIMENTS = {
     "league_passkey": Experiment(
         "What users pick instead, passkey retrieval", "passkeys found (%)",
         tuple(name for name in LEAGUE_ROWS if ":" not in name), passkeys(1, 1.5, 2, 4, 8),
-        pictures.dots(), LSSAR["passkey"], notes=(OF_100, STRETCHED),
+        grouped(pictures.by_kind(LEAGUE)), LSSAR["passkey"], notes=(OF_100, STRETCHED),
     ),
     "t6": Experiment(
         "T6: queries, keys and values from factors, with softmax and with LSSAR", LOSS,
@@ -433,7 +433,7 @@ EXPERIMENTS = {
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
-        OfRuns(
+        Measurement(
             columns=tuple(DRAWN.values()),
             evaluation=lambda config: AttentionMaps(tokens=0, **options(config)),
             values=lambda m, config: [mean_over_heads(only_part(m), name) for name in DRAWN],
@@ -443,8 +443,7 @@ EXPERIMENTS = {
     "table3": Experiment(
         "LSSAR Table 3, Newton's law from orbits", "forces at positions without a label",
         ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
-        probes(), pictures.dots({name: truth for name, (_, truth) in PHYSICS.items()}),
-        task="orbits", remarks=equations, notes=(
+        probes(), task="orbits", remarks=equations, notes=(
             "Cosine and error are of force vectors in the solar system, over eight planets. The "
             "other columns are of magnitudes in two-body systems; the last two count the draws, of "
             "five, in which symbolic regression gives the law. docs/physics.md explains the rows, "
@@ -463,7 +462,7 @@ EXPERIMENTS = {
     "gradient_norm": Experiment(
         "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",
         ("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
-        OfRuns(
+        Measurement(
             columns=("median", "highest", "share of steps clipped"), read=formulas.gradient_norms
         ),
         lines("step", "gradient norm before clipping", log="y"), notes=(
@@ -474,7 +473,7 @@ EXPERIMENTS = {
     "gradient_slopes": Experiment(
         "LSSAR Appendix A.6, decay of the gradient", "slope of the gradient g in the score x",
         tuple(LSSAR["gradients"]["rows"]),
-        OfFormulas(
+        Measurement(
             columns=(*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
             compute=formulas.gradient_slopes,
         ),
@@ -501,7 +500,7 @@ EXPERIMENTS = {
     "entropy_random": Experiment(
         "LSSAR Sect. 2.1.2, entropy of random rows", ENTROPY,
         ("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
-        OfFormulas(
+        Measurement(
             columns=(*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"),
             compute=formulas.random_entropy,
         ),
@@ -524,7 +523,7 @@ EXPERIMENTS = {
     ),
     "ssmax_figure1": Experiment(
         "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"),
-        OfFormulas(columns=SIZES, compute=formulas.attention_fading),
+        Measurement(columns=SIZES, compute=formulas.attention_fading),
         lines("size n of the input vector", "largest weight", log="x"), notes=(
             "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
             "to 1.".format(**formulas.FADING),
@@ -532,7 +531,7 @@ EXPERIMENTS = {
     ),
     "ssmax_figure2": Experiment(
         "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
-        OfRuns(columns=("a_1", "a_2", "R²"), read=formulas.learned_p),
+        Measurement(columns=("a_1", "a_2", "R²"), read=formulas.learned_p),
         lines("input vector size n", "p_n", log="x"), notes=(
             "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. In the "
             "paper p_n closely follows the logarithm.",
@@ -541,7 +540,7 @@ EXPERIMENTS = {
     "ssmax_figure3": Experiment(
         "SSMax Fig. 3, the score that attention focuses on", "z_max whose weight is 1/2",
         tuple(formulas.FOCUS),
-        OfFormulas(columns=SIZES, digits=2, compute=formulas.attention_focus),
+        Measurement(columns=SIZES, digits=2, compute=formulas.attention_focus),
         lines("z_max; the other n - 1 scores are spread evenly from 0 to 1", "weight of z_max"),
         formulas.FOCUS_RULE, notes=(
             "The n - 1 other scores are spread evenly from 0 to 1. The paper's values are its rule "
@@ -550,7 +549,7 @@ EXPERIMENTS = {
     ),
     "ssmax_figure4": Experiment(
         "SSMax Fig. 4, learning curves", "training loss (nats per token)", SSMAX_ROWS[:4],
-        OfRuns(
+        Measurement(
             columns=tuple(SSMAX["figure4"]["columns"]), better="lower", needs=("softmax",),
             read=formulas.learning_curve,
         ),
