@@ -189,43 +189,6 @@ def test_the_metrics_of_another_run_are_refused(train, capsys):
     train("run", "--resume")  # lost, as after a full disk: the run goes on without
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"best_val_loss": "low"}, "Expected `float`, got `str` - at `$.best_val_loss`"),
-        ({"optimizers": []}, "does not fit this run"),
-        ({"model": {"wte.weight": 1}}, "does not fit this run"),
-        ({"run_id": ...}, "missing required field `run_id`"),
-    ],
-)
-def test_a_checkpoint_with_a_field_of_another_kind_is_refused(train, capsys, change, says):
-    folder = train("run")
-    file = folder / "step_000006.pt"
-    content = torch.load(file, weights_only=True) | change
-    torch.save({key: value for key, value in content.items() if value is not ...}, file)
-    vouch_for(file)
-    refused(capsys, lambda: train("run", "--resume", "--max_iters=9"), says)
-
-
-@pytest.mark.parametrize(
-    "name, text, says",
-    [
-        ("checkpoints.json", '{"run_id": "a", "checkpoints": {"../x.pt": {}}}', "damaged"),
-        ("checkpoints.json", '{"step_000006.pt": {"bytes": 1, "sha256": "0"}}', "`run_id`"),
-        ("wandb.json", '{"id": "../../x"}', "at `$.id`"),
-    ],
-)
-def test_files_of_a_run_are_checked_when_they_are_read(train, capsys, tmp_path, name, text, says):
-    folder = train("run", "--max_iters=3")
-    outside = tmp_path / "x.pt"
-    outside.touch()
-    (folder / name).write_text(text)
-    mode = "offline" if name == "wandb.json" else "disabled"
-    again = lambda: train("run", "--resume", f"--wandb_mode={mode}")  # noqa: E731
-    refused(capsys, again, f"{name}: ", says)
-    assert outside.exists()
-
-
 def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
     """The second save waits for the first, the caller only for its copy."""
     gate, written = threading.Event(), []

@@ -177,30 +177,12 @@ def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
     assert [len(part.documents) for part in text.divide(source)] == [40, 1]
 
 
-def test_damaged_compressed_files_are_refused(tmp_path, refused):
-    path = tmp_path / "x.jsonl.zst"
-    whole = pa.compress(b'{"text": "one"}\n' * 9, "zstd", asbytes=True)
-    for content in (whole[:-5], b"none" + whole, whole + b"more"):
-        path.write_bytes(content)
-        line = refused(text.main, path, "--out_dir", tmp_path / "out")
-        assert "x.jsonl.zst: cannot be read: " in line
-
-
 def test_the_standard_library_without_its_tests():
     names = [name for name, _ in text.list_stdlib()]
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     assert all(name.endswith(".py") for name in names)
     folders = {part for name in names for part in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages"}
-
-
-def test_a_fifo_is_refused(tmp_path, refused):
-    """Opening it would wait until somebody writes into it."""
-    for suffix in text.SUFFIXES:
-        pipe = tmp_path / f"pipe{suffix}"
-        os.mkfifo(pipe)
-        line = refused(text.main, pipe, "--out_dir", tmp_path / "out")
-        assert f"pipe{suffix}: cannot be read: [Errno 22] not a regular file" in line
 
 
 def test_byte_order_marks(tmp_path):
