@@ -55,7 +55,7 @@ def printed(copy, run):
     """The output of three commands, each a process: they run side by side."""
     (copy / "configs/elu1.py").write_text('attention = "elu1"\n')
     sizes = "n_layer=1 n_head=2 n_embd=32 block_size=16 batch_size=2 total_batch_size=32"
-    settings = [f"--set={size}" for size in (*sizes.split(), "tokenizer=bytes", "device=cpu")]
+    settings = [f"--{size}" for size in (*sizes.split(), "tokenizer=bytes", "device=cpu")]
     commands = {
         "eval_length": ["out/elu1_p15_tiny", "--lengths", "16,64"],
         "sample": ["out/elu1_p15_tiny", "--prompt=abc", "--max_new_tokens=40", "--temperature=0"],
