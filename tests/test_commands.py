@@ -83,10 +83,3 @@ def test_a_command_runs_as_a_file_from_any_folder(trained, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "-" * 80 in done.stdout, done.stderr
     assert done.stdout.endswith("slow: []\n")
-
-
-def test_every_command_finds_the_modules_beside_its_folder():
-    for file in ROOT.glob("scripts/*.py"):
-        text = file.read_text()
-        if "__main__" in text:
-            assert "if not __package__:" in text.partition("from errors import")[0], file

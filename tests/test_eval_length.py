@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.loader import sampled_batches
-from data.shards import read_meta, read_shard, write_meta, write_shard
+from data.shards import read_shard, write_shard
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
@@ -94,8 +94,6 @@ def test_several_scalings_and_lengths(module_run, call, shards, monkeypatch):
     *again, last = measured_losses(run)[:5]
     assert lengths == [16, 64] and again == before[:4]
     assert sorted(last["lengths"]) == [16, 32, 64] and last["loss"][0] == before[4]["loss"][0]
-    monkeypatch.setattr(eval_length, "position_losses", None)
-    call(eval_length, run, "--rope", "ntk,yarn", "--lengths", "32")
     # other tokens are another measurement
     monkeypatch.undo()
     call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
@@ -180,10 +178,9 @@ def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, 
     other = module_run("softmax.py", f"--data_dir={shutil.copytree(shards, tmp_path / 'copy')}")
     say = f"was trained on {tmp_path / 'copy'}", "--data_dir"
     refused(capsys, lambda: call(eval_length, run, other), *say)
-    # the same tokens for all, and no multiples where the training lengths differ
+    # the same tokens for all
     call(eval_length, run, longer, "--lengths", "16,64")
     assert [measured_losses(path)[0]["tokens"] for path in (run, longer)] == [128, 128]
-    assert "of the training length  " not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("pictures")
@@ -219,11 +216,10 @@ def test_smoothed_is_a_mean_over_neighbours():
     assert smooth[0] == values[0] and len(smooth) == 400
 
 
-def test_refusals_before_anything_is_measured(module_run, call, shards, tmp_path, capsys):
+def test_refusals_before_anything_is_measured(module_run, call, tmp_path, capsys):
     run, bad = module_run("softmax.py"), tmp_path / "bad"
     for arguments, message in (
         ("--lengths=16,1024", "1024"),
-        ("--samples=9", "one length, not 16,32,64,128,256"),
         ("--data_dir=nowhere", "nowhere"),
         ("--rope=none,yern", "'yern'"),
         ("--rope=linear:inf", "factor = inf must be"),
@@ -240,8 +236,4 @@ def test_refusals_before_anything_is_measured(module_run, call, shards, tmp_path
     (bad / "eval_length.json").write_text('{"loss": 1}')
     refused(capsys, lambda: call(eval_length, *both), "no list of measurements")
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
-    other = shutil.copytree(shards, tmp_path / "other")
-    write_meta(other, read_meta(other) | {"tokenizer": "gpt2"})
-    say = "made with tokenizer 'gpt2'"
-    refused(capsys, lambda: call(eval_length, run, "--data_dir", other, "--lengths=16"), say)
     assert not (run / "eval_length.json").exists()

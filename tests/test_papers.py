@@ -41,15 +41,6 @@ def test_every_row_of_the_papers_has_a_config():
     assert rows.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
 
 
-def test_tables_that_the_papers_print_twice_agree():
-    """Softmax, ReLU (Li et al.) and Sigmoid (Tab. A6) are in several tables."""
-    losses = {}
-    for key in ("table1", "table_a4", "table_a5", "table_a6"):
-        for row, values in LSSAR[key]["rows"].items():
-            assert losses.setdefault(row, values[0]) == values[0], (key, row)
-    assert len(losses) == 26
-
-
 def test_the_scales_have_the_papers_steps():
     training_facts = LSSAR["training"]
     for name, steps in training_facts["steps"].items():

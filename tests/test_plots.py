@@ -29,15 +29,3 @@ def test_a_heat_map_has_a_number_where_something_was_measured():
     for axes in panels:
         assert [text.get_text() for text in axes.texts] == ["0", "26", "100"]
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "2,048"]
-
-
-def test_a_legend_covers_no_curve():
-    labels = [f"lssar_p15  dynamic_ntk:8, theta 500000, {i}" for i in range(12)]
-    curves = [Curve(label, [1, 2], [i, i]) for i, label in enumerate(labels)]
-    figure = draw_curves({str(i): curves[: 12 - i] for i in range(2)}, "x", "y")
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.texts] == labels
-    box = legend.get_window_extent()
-    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
-    assert box.x1 <= figure.bbox.x1 and all(axes.bbox.width > 350 for axes in figure.axes)
