@@ -140,20 +140,18 @@ def test_needle_prompts(text, name):
         assert (start - 1) / (hay - told) == pytest.approx(0.3, abs=1e-2)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_the_shortest_length_fits_every_needle(text, name):
+def test_the_shortest_length_fits_every_needle(text):
     """For GPT-2 Nairobi takes more tokens than San Francisco, and 9069069 more than 8888888."""
-    haystack = haystack_of(text, name)
+    haystack = haystack_of(text, "gpt2")
     length = needle.shortest(haystack.tokenizer)
     bare = [needle.bare_length(haystack.tokenizer, city, 8888888) for city in needle.CITIES]
     assert 0 <= length - max(bare) < len(" 8888888.")
     for city in needle.CITIES:
-        for number in (8888888, 9069069):
-            hidden = haystack.hide(city, number, 0.5, length, 0.5)
-            assert len(hidden.prompt) == length - retrieval.ANSWER_TOKENS
-    config = small_config(f"softmax.py --tokenizer={name}")
-    evaluation = needle.Needles(lengths=(length,), score_length=99, data_dir=str(text[name]))
-    replace(evaluation, score_length=length).facts(config)
+        hidden = haystack.hide(city, 9069069, 0.5, length, 0.5)
+        assert len(hidden.prompt) == length - retrieval.ANSWER_TOKENS
+    config = small_config("softmax.py --tokenizer=gpt2")
+    evaluation = needle.Needles(lengths=(length,), score_length=length, data_dir=str(text["gpt2"]))
+    evaluation.facts(config)
     for short in (replace(evaluation, lengths=(length - 1,)), replace(evaluation, score_length=47)):
         with pytest.raises(UserError, match=f"too short.* take up to {length} tokens"):
             short.facts(config)

@@ -94,12 +94,6 @@ def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys,
     assert not commands and not list(tmp_path.iterdir())
 
 
-def test_learned_positions_are_evaluated_to_their_end():
-    for positions, columns in (("rope", 6), ("learned", 1)):
-        grid = sweep.make_grid([f"--positions={positions}"], {"p": ["None", "3"]})
-        assert len(sweep.measurement(grid, None).columns) == columns
-
-
 def test_folders_and_names(tmp_path, monkeypatch):
     """Values as in the config; a comma separates values on the command line only."""
     file = tmp_path / "mine.py"
