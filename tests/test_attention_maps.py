@@ -180,7 +180,6 @@ def test_several_runs_are_compared(shards, call, tmp_path, monkeypatch, pictures
     [
         ("--layer=2", "layers 0 to 1"),
         ("--text=a", "1 tokens"),
-        ("--lengths=16,1024", "1024"),
         ("--lengths=1", "at least 2"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 
 import pytest
 
@@ -37,11 +36,3 @@ def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "squad.json").write_text("{}")
     assert [row["tokens"] for row in curves.read_steps(run)] == [300, 500, 577]
-
-
-def test_several_runs_are_in_natural_order(run, call, tmp_path):
-    runs = [shutil.copytree(run, tmp_path / name) for name in ("p10", "p3")]
-    call(curves, *runs, f"--out={tmp_path / 'of/mine.pdf'}")
-    with open(tmp_path / "of/mine.csv") as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["p3"] * 7 + ["p10"] * 7
-    assert (tmp_path / "of/mine.pdf").exists()

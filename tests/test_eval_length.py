@@ -222,7 +222,6 @@ def test_refusals_before_anything_is_measured(module_run, call, tmp_path, capsys
         ("--lengths=16,1024", "1024"),
         ("--data_dir=nowhere", "nowhere"),
         ("--rope=none,yern", "'yern'"),
-        ("--rope=linear:inf", "factor = inf must be"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
     ):
         refused(capsys, lambda one=arguments: call(eval_length, run, one), message)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from config import load_config
 from model import GPT
@@ -42,9 +43,9 @@ def config():
 @pytest.fixture(scope="module")
 def orbit_run(tmp_path_factory):
     """A saved model of orbits, not trained: fine-tuning is what these tests are about."""
-    return saved_run(
-        tmp_path_factory.mktemp("runs") / "orbits", GPT(load_config([*SMALL, *ORBITS]))
-    )
+    torch.manual_seed(0)
+    model = GPT(load_config([*SMALL, *ORBITS]))
+    return saved_run(tmp_path_factory.mktemp("runs") / "orbits", model)
 
 
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
@@ -159,7 +160,6 @@ def test_pyoperon_finds_newtons_law():
 def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monkeypatch):
     refused(capsys, lambda: call(physics, trained), "task = 'language', but this command")
     refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
-    refused(capsys, lambda: call(physics, orbit_run, "--pairs=9"), "--pairs 9 must be at least 10")
     monkeypatch.setattr(physics.importlib.util, "find_spec", lambda name: None)
     refused(capsys, lambda: call(physics, orbit_run), "need scikit-learn and pyoperon")
 
@@ -180,7 +180,6 @@ def test_table3_from_nothing(call, commands, searched, tmp_path):
     ]  # fmt: skip
     text = (tmp_path / "results/small/table3/table.md").read_text()
     assert "`softmax`, seed 1337, by pyoperon" in text and ": `39.5*m1*m2/r^2`; `39.5" in text
-    assert "oracle_knn 25.85 m_1 / r^2" in text and "of simulated orbits" in text
     by_row = {name: row["runs"][0] for name, row in table["rows"].items()}
     assert by_row["untrained"]["step"] == 0 and by_row["softmax"]["step"] == 6
     assert by_row["oracle"]["run"] == by_row["untrained"]["run"]

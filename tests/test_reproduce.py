@@ -18,7 +18,6 @@ from runtime.files import lock_folder
 from scripts import eval_length
 from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
-from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import rows, tables
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, refused, wait_for
@@ -67,14 +66,6 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     again = read_table(reproduced("table1", "--only=softmax"))
     assert list(again["rows"]) == ["softmax", "lssar_p7", "lssar_p15"]
     assert again["rows"]["lssar_p7"]["paper"] is None and len(commands) == 1
-
-
-def test_help_lists_every_name_and_what_it_costs(call, capsys):
-    with pytest.raises(SystemExit):
-        call(reproduce, "--help")
-    printed = capsys.readouterr().out
-    assert all(f"\n  {name} " in printed for name in reproduce.EXPERIMENTS)
-    assert "loss by length: 15 runs, 148B tokens" in printed
 
 
 def test_a_signal_ends_the_training(scale, shards, tmp_path):
@@ -165,10 +156,8 @@ def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, 
 
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
-    missing = tmp_path / "fineweb10B"
-    reproduced("table1", f"--data={missing}", "--plan")
+    reproduced("table1", f"--data={tmp_path / 'fineweb10B'}", "--plan")
     assert "to train: 15 runs" in capsys.readouterr().out
-    refused(capsys, lambda: reproduced("table1", f"--data={missing}"), f"{missing}: no such folder")
     assert not commands and not (tmp_path / "out").exists()
 
 

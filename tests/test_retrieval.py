@@ -80,8 +80,8 @@ def test_passkey_prompts():
     depths, keys = [t.depth for t in trials], [t.key for t in trials]
     assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
     assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
-    assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
-    assert passkey.make_trials(tokenizer, 1024, 3, seed=2) != trials[:3]
+    for seed in (1, 2):
+        assert (passkey.make_trials(tokenizer, 1024, 3, seed) == trials[:3]) == (seed == 1)
 
 
 def test_passkey_depths_are_counted_in_tenths():
