@@ -83,7 +83,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
-from scripts.common.plots import Curve, draw_curves
+from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import Evaluation, Run, as_command, load_run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import counted, data_facts
@@ -374,7 +374,11 @@ def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, F
         name, parts = of_runs[0][0], [part for _, part in of_runs]
         if name == BY_DISTANCE:
             print_shares(names, results)
-            pictures["weights_by_distance"] = plot_positive(names, results)
+            curves = [Curve(name, *positive_curve(result)) for name, result in runs]
+            x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
+            pictures["weights_by_distance"] = draw_curves(
+                {"": curves}, x, y, "x", positive_curve(results[0])[0]
+            )
             continue
         what = ascii(name[6:46]) if name.startswith("text: ") else "validation tokens"
         print_numbers(f"layer {layers}, {what}", names, parts)
@@ -384,7 +388,7 @@ def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, F
 
 
 def print_numbers(title: str, names: Sequence[str], parts: Sequence[dict]) -> None:
-    """A line for every run, of the same text or validation tokens, and one for equal weights."""
+    """A line for every run, of the same text or validation tokens."""
     print(f"\n{title}; means over heads and rows;")
     print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
     table = [["", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum"]]
@@ -393,11 +397,6 @@ def print_numbers(title: str, names: Sequence[str], parts: Sequence[dict]) -> No
         share, *rest = (f"{mean_over_heads(part, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
         sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
         table.append([name, f"{part['length']}", share, f"{max(first):.4f}", sinks, *rest])
-    for length in sorted({part["length"] for part in parts}):
-        n = torch.arange(2, length + 1, dtype=torch.float64)
-        first_token, log = (1 / n).mean().item(), n.log().mean().item()
-        share, *rest = (f"{value:.4f}" for value in (first_token, log, 1, 0, 0, 1))
-        table.append(["equal weights, no window", f"{length}", share, share, "", *rest])
     print_table(table)
 
 
@@ -405,16 +404,11 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
     H, L, _ = A.shape
     tokenizer = get_tokenizer(run.config.tokenizer)
-    columns = max(1, math.isqrt(H))  # 12 heads are the paper's 4 x 3
-    lines = -(-H // columns)
     low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
     distance = torch.arange(L)[:, None] - torch.arange(L)
     unseen = (distance < 0) | (distance >= keys_seen(run.config, L)[..., None])
-    figure = Figure(figsize=(2.6 * columns + 0.8, 2.6 * lines + 0.6), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False)
-    for spare in panels.flat[H:]:
-        spare.axis("off")
-    for head, axes in enumerate(panels.flat[:H]):
+    figure, all_axes = panels(H)
+    for head, axes in enumerate(all_axes):
         image = axes.imshow(
             A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
             interpolation="nearest" if L <= 256 else "antialiased",
@@ -423,15 +417,14 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
         axes.tick_params(labelsize="x-small")
         if L <= WORDS:
             words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
-            axes.set_xticks(range(L), words, rotation=90, fontsize=4)
-            axes.set_yticks(range(L), words, fontsize=4)
-        axes.label_outer()
+            axes.set_xticks(range(L), words, rotation=90, fontsize=5)
+            axes.set_yticks(range(L), words, fontsize=5)
     figure.suptitle(
         f"{run.config.variant_name}, layer {layer}: weights clamped to "
         f"[{low:g}, {CLAMP:g}]; rows are queries",
         fontsize="medium",
     )
-    figure.colorbar(image, ax=panels, shrink=0.5)
+    figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
 
 
@@ -446,23 +439,12 @@ def plot_rows(
             low, high = np.fmin.reduce(heads), np.fmax.reduce(heads)
             mean = torch.from_numpy(heads).nanmean(0).numpy()
             drawn[shown].append(Curve(name, part["keys"], mean, low, high))
-    # a sink stays of order 1 while equal weights decrease as 1 / n
     keys = max((part["keys"] for part in parts), key=max)
-    shares = 1 / torch.arange(1, keys[-1] + 1)
-    equal = [shares[i:j].mean().item() for i, j in pairwise([1, *keys])]
-    drawn[DRAWN["first_token"]].append(Curve("equal weights, no window", keys, equal))
+    title = title.replace("$", r"\$")
+    drawn = {f"{shown}\n{title}, mean and range of heads": c for shown, c in drawn.items()}
     x = "keys up to the row's own (dotted: training length)"
     figure = draw_curves(drawn, x, "", "x", keys, marks=trained, sharey=False)
-    for axes in figure.axes:
-        axes.set_ylim(-0.03, 1.03)
-    figure.axes[0].set_yscale("log", nonpositive="clip")
-    figure.axes[0].set_ylim(equal[-1] / 10, 1.3)
-    lengths = " and ".join(f"{n:,}" for n in sorted({part["length"] for part in parts}))
-    figure.suptitle(
-        f"{title} in windows of {lengths}; mean over heads, shaded from the least head to the "
-        "greatest".replace("$", r"\$"),
-        fontsize="medium",
-    )
+    figure.axes[0].set_yscale("log", nonpositive="clip")  # equal weights decrease as 1 / n
     return figure
 
 
@@ -470,27 +452,20 @@ def print_shares(names: list[str], results: Sequence[dict]) -> None:
     length = results[0]["parts"][BY_DISTANCE]["length"]
     print(
         f"\nshare of positive weights, validation tokens in windows of {length}; near: closer than "
-        f"{max(1, round(NEAR * length))} keys, far: at least half the window"
+        f"{max(1, round(NEAR * length))} keys, far: at least half the window, nan: hidden"
     )
     shares = [mean_shares(result) for result in results]
-    table = [["", *shares[0]]]
-    for name, one in zip(names, shares, strict=True):
-        cells = ("no pairs" if math.isnan(share) else f"{share:.4f}" for share in one.values())
-        table.append([name, *cells])
-    print_table(table, width=11)
+    lines = [
+        [name, *(f"{share:.4f}" for share in one.values())]
+        for name, one in zip(names, shares, strict=True)
+    ]
+    print_table([["", *shares[0]], *lines], width=11)
 
 
-def plot_positive(names: Sequence[str], results: Sequence[dict]) -> Figure:
-    """The share of positive weights over the distance, a curve for each run."""
-    curves = []
-    for name, result in zip(names, results, strict=True):
-        positive = positive_shares(result).mean(0).nanmean(0).tolist()  # over the heads that see
-        keys = [distance + 1 for distance in result["parts"][BY_DISTANCE]["distances"]]
-        curves.append(Curve(name, keys, positive))
-    x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
-    figure = draw_curves({"mean over layers and heads": curves}, x, y, "x", keys)
-    figure.axes[0].set_ylim(-0.03, 1.03)
-    return figure
+def positive_curve(result: dict) -> tuple[list[float], list[float]]:
+    """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
+    shares = positive_shares(result).mean(0).nanmean(0).tolist()
+    return [distance + 1 for distance in result["parts"][BY_DISTANCE]["distances"]], shares
 
 
 main = as_command(AttentionMaps, show)

@@ -318,7 +318,8 @@ def print_figures(
         paper, base = published(name), published(baseline)
         if paper and base and columns == PAPER["columns"]:
             add("  paper, A100", paper, base)
-    print_table(table, width=18, remarks=["(ratio to the first model of that length)"])
+    print("in parentheses: the ratio to the first model of that length")
+    print_table(table, width=18)
 
 
 if __name__ == "__main__":

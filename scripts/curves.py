@@ -88,12 +88,8 @@ def read_steps(path: str | Path) -> Steps:
 
 
 def plot(runs: dict[str, Steps], options: Curves) -> Figure:
-    unit, label = 1, options.x
-    if options.x == "time":
-        longest = max(steps[-1]["seconds"] for steps in runs.values())
-        units = {3600: "hours", 60: "minutes", 1: "seconds"}
-        unit = next((size for size in units if longest >= 2 * size), 1)
-        label = f"{units[unit]} of training"
+    unit = 3600 if options.x == "time" else 1
+    label = "hours of training" if options.x == "time" else options.x
     drawn: dict[str, list[Curve]] = {title: [] for title in PANELS.values()}
     for key, title in PANELS.items():
         for name, steps in runs.items():

@@ -23,6 +23,7 @@ line breaks), the cities, the question, and what a length counts (here as in scr
 
 import functools
 import random
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.plots import Curve, add_legend, draw_curves, heat_maps, panels
+from scripts.common.plots import Curve, add_legend, draw_curves, heat_map, panels
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number, print_found
 from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths, validation_id
@@ -204,7 +205,13 @@ class Needles(Evaluation):
 
     def picture(self, path: str | Path, measurement: dict) -> Figure:
         title = f"{measurement['variant']}, needles, RoPE scaling {measurement['rope']}"
-        return plot_found({title: measurement["parts"]})
+        lengths = sorted(found(measurement["parts"]))
+        shares = [
+            [measurement["parts"][cell(length, depth)]["correct"] for length in lengths]
+            for depth in DEPTHS
+        ]
+        depths = [f"{depth:.0%}" for depth in DEPTHS]
+        return heat_map(title, shares, lengths, depths, "needles found (%)")
 
 
 def cell(length: int, depth: float) -> str:
@@ -273,30 +280,23 @@ def graded(needle: Needle, text: str) -> dict:
 
 
 def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print every run's accuracy by length and depth and its scores."""
+    """Print every run's accuracy by length and its scores."""
     for _, result in runs:
-        print_found(result, "needles", *found(result["parts"]))
-        tops = [trial["top_score"] for trial in result["parts"][evaluation.scores]["trials"]]
-        mean = sum(tops) / len(tops)
+        print_found(result, "needles", found(result["parts"]))
+        trials = result["parts"][evaluation.scores]["trials"]
+        mean = statistics.mean(trial["top_score"] for trial in trials)
         print(f"{evaluation.scores}: mean of each needle's highest {mean:.4f}")
     names, scores = [name for name, _ in runs], [r["parts"][evaluation.scores] for _, r in runs]
     return {"needle_heads": plot_heads(names, scores), "needle_scores": plot_scores(names, scores)}
 
 
-def found(parts: dict[str, dict]) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Lengths, and the share found at each depth and length, None where it was not measured."""
-    lengths = sorted({part["length"] for part in parts.values() if "depth" in part})
-    return lengths, {
-        f"{depth:.0%}": [parts.get(cell(n, depth), {}).get("correct") for n in lengths]
-        for depth in DEPTHS
+def found(parts: dict[str, dict]) -> dict[int, float]:
+    """The share of needles found at each length, the mean over depths."""
+    lengths = {part["length"] for part in parts.values() if "depth" in part}
+    return {
+        n: statistics.mean(parts[cell(n, depth)]["correct"] for depth in DEPTHS)
+        for n in sorted(lengths)
     }
-
-
-def plot_found(runs: dict[str, dict[str, dict]]) -> Figure:
-    """Fig. 6: the share of needles found by length and depth, from each run's parts."""
-    lengths, depths = found(next(iter(runs.values())))
-    maps = {name: list(found(parts)[1].values()) for name, parts in runs.items()}
-    return heat_maps(maps, lengths, list(depths), "needles found (%)")
 
 
 def plot_heads(names: list[str], runs: list[dict]) -> Figure:

@@ -5,7 +5,7 @@ python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --tri
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
-Prints accuracy by length and by depth, writes RUN/passkey.json with every answer, RUN/passkey.png
+Prints accuracy by length, writes RUN/passkey.json with every answer, RUN/passkey.png
 by depth, and passkey_by_length.png by length, for several runs passkey_by_length_RUN_RUN.png in the
 folder that contains them (or --out). Nothing is measured twice.
 
@@ -29,7 +29,7 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
-from scripts.common.plots import Curve, draw_curves, heat_maps
+from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import ANSWER_TOKENS, answer, batches, first_number, print_found
 from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.validation import check_lengths, default_lengths
@@ -91,8 +91,10 @@ class Passkeys(Evaluation):
 
     def picture(self, path: str | Path, measurement: dict) -> Figure:
         title = f"{measurement['variant']}, passkeys, RoPE scaling {measurement['rope']}"
-        lengths, shares = by_depth(measurement["parts"])
-        return heat_maps({title: shares}, lengths, TENTHS, "passkeys found (%)")
+        lengths = list(found(measurement))
+        parts = [measurement["parts"][str(length)]["accuracy_by_depth"] for length in lengths]
+        shares = list(zip(*parts, strict=True))
+        return heat_map(title, shares, lengths, TENTHS, "passkeys found (%)")
 
 
 @functools.cache
@@ -144,37 +146,24 @@ def judge(trials: list[Trial], answers: list[str]) -> dict:
     }
 
 
-def by_depth(parts: dict[str, dict]) -> tuple[list[int], list[list[float | None]]]:
-    """The lengths measured, and the shares found [depths][lengths]."""
-    lengths = sorted(map(int, parts))
-    shares = [parts[str(length)]["accuracy_by_depth"] for length in lengths]
-    return lengths, [list(depth) for depth in zip(*shares, strict=True)]
+def found(result: dict) -> dict[int, float]:
+    """The share of passkeys found at each length."""
+    lengths = sorted(map(int, result["parts"]))
+    return {length: result["parts"][str(length)]["accuracy"] for length in lengths}
 
 
 def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print every run's accuracy by length and depth."""
-    for _, result in runs:
-        lengths, shares = by_depth(result["parts"])
-        accuracy = [result["parts"][str(length)]["accuracy"] for length in lengths]
-        depths = dict(zip(TENTHS, shares, strict=True))
-        print_found(result, "passkeys", lengths, {"all": accuracy} | depths)
-    return {"passkey_by_length": plot(runs)}
-
-
-def plot(runs: list[tuple[str, dict]]) -> Figure:
-    """LSSAR, Fig. 2: accuracy by length, one line for each run."""
+    """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
     curves = []
     for name, result in runs:
-        lengths = sorted(map(int, result["parts"]))
-        accuracy = [100 * result["parts"][str(length)]["accuracy"] for length in lengths]
-        curves.append(Curve(name, lengths, accuracy))
-    ticks = sorted({int(length) for _, result in runs for length in result["parts"]})
-    x, trained = (
-        "length in tokens (dotted: training length)",
-        {r["trained_length"] for _, r in runs},
-    )
+        accuracy = found(result)
+        print_found(result, "passkeys", accuracy)
+        curves.append(Curve(name, list(accuracy), [100 * share for share in accuracy.values()]))
+    ticks = sorted({length for _, result in runs for length in found(result)})
+    x, trained = "length in tokens (dotted: training)", {r["trained_length"] for _, r in runs}
     title = f"RoPE scaling: {runs[0][1]['rope']}"
-    return draw_curves({title: curves}, x, "passkeys found (%)", "x", ticks, marks=trained)
+    figure = draw_curves({title: curves}, x, "passkeys found (%)", "x", ticks, marks=trained)
+    return {"passkey_by_length": figure}
 
 
 main = as_command(Passkeys, show)

@@ -88,7 +88,6 @@ class Physics(Evaluation):
         10_000, "two-body systems of the magnitudes; one of ten is judged", at_least=10
     )
     oracle: bool = option(False, "the nearest labels, not the model")
-    vectors_only: bool = option(False, "no magnitudes, no laws")
 
     def facts(self, config: Config) -> dict:
         if config.block_size < 2 * VECTOR_LABELS + 4:
@@ -102,7 +101,7 @@ class Physics(Evaluation):
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def parts(self, config: Config) -> dict[str, int]:
-        return dict.fromkeys(("vectors",) if self.vectors_only else PROBES, 1)
+        return dict.fromkeys(PROBES, 1)
 
     def measure(self, run: Run, store: Store) -> None:
         for part in self.parts(run.config):
@@ -415,23 +414,16 @@ PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes, "laws": find
 
 def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print the numbers of every run, and draw the forces of all."""
+    columns = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
+    table = [["", *(column.replace("_", " ") for column in columns), *VARIABLES]]
     for name, measured in runs:
         parts = measured["parts"]
-        vectors = parts["vectors"]
-        print(f"\n{name}: forces at positions without a label")
-        table = [["planet", "cosine", "relative error"]]
-        for planet, one in (vectors["planets"] | {"mean": vectors}).items():
-            table.append([planet, f"{one['cosine']:.3f}", f"{one['relative_error']:.3f}"])
-        print_table(table)
-        if magnitudes := parts.get("magnitudes"):
-            exponents = ", ".join(f"{k}^{v:.2f}" for k, v in magnitudes["exponents"].items())
-            print(
-                f"magnitudes: rank correlation {magnitudes['rank_correlation']:.3f}, median "
-                f"relative error {magnitudes['median_relative_error']:.3f}, log-log regression "
-                f"{exponents}; {100 * magnitudes['positive']:.1f}% above 0"
-            )
-        for draw in parts["laws"]["draws"] if "laws" in parts else ():
-            print(f"law by {parts['laws']['engine']}: F = {draw['equation']}")
+        numbers = parts["vectors"] | parts["magnitudes"]
+        values = (*map(numbers.get, columns), *numbers["exponents"].values())
+        table.append([name, *(f"{value:.3f}" for value in values)])
+        for draw in parts["laws"]["draws"]:
+            print(f"{name}, law by {parts['laws']['engine']}: F = {draw['equation']}")
+    print_table(table)
     planets = {name: measured["parts"]["vectors"]["planets"] for name, measured in runs}
     return {"oracle" if physics.oracle else "forces": plot_forces(planets)}
 

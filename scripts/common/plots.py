@@ -17,16 +17,11 @@ CURVE_MARKERS = "osD^v<>pPX*hd8H"
 Values = Sequence[float] | np.ndarray
 
 
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a picture in the format of its suffix."""
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a picture in the format of its suffix, and print its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=150)
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a picture and print its path."""
-    write_picture(figure, path)
     print(f"picture: {os.path.relpath(path)}")
 
 
@@ -60,34 +55,26 @@ def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     return figure, axes[:count]
 
 
-def heat_maps(
-    maps: dict[str, list[list[float | None]]],
+def heat_map(
+    title: str,
+    shares: Sequence[Sequence[float | None]],
     lengths: Sequence[int],
     depths: Sequence[str],
     label: str,
 ) -> Figure:
-    """A panel for each title: shares [depths][lengths] in [0, 1], None where not measured."""
-    columns = min(3, len(maps))
-    lines = -(-len(maps) // columns)
-    width = max(4.8, 1.2 + columns * (1.2 + 0.8 * len(lengths)))
-    figure = Figure(figsize=(width, lines * (1.6 + 0.32 * len(depths))), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False)
-    for spare in panels.flat[len(maps) :]:
-        spare.axis("off")
-    for (title, shares), axes in zip(maps.items(), panels.flat, strict=False):
-        values = 100 * np.array(shares, dtype=float)  # None becomes NaN
-        axes.set_facecolor("0.85")
-        image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        for (y, x), value in np.ndenumerate(values):
-            if not math.isnan(value):
-                colour = "black" if value > 60 else "white"
-                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), depths)
-        axes.set_title(title, fontsize="medium")
-    figure.supxlabel("length in tokens", fontsize="medium")
-    figure.supylabel("depth", fontsize="medium")
-    figure.colorbar(image, ax=panels, label=label)
+    """Shares [depths][lengths] in [0, 1], None where not measured."""
+    figure, (axes,) = panels(1)
+    values = 100 * np.array(shares, dtype=float)  # None becomes NaN
+    axes.set_facecolor("0.85")
+    image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for (y, x), value in np.ndenumerate(values):
+        if not math.isnan(value):
+            colour = "black" if value > 60 else "white"
+            axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), depths)
+    axes.set(xlabel="length in tokens", ylabel="depth", title=title)
+    figure.colorbar(image, ax=axes, label=label)
     return figure
 
 

@@ -1,7 +1,7 @@
 """Shared by passkey and needle retrieval: prompts in batches, answers, accuracy by depth."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -46,13 +46,8 @@ def first_number(text: str) -> str:
     return found[0] if found else ""
 
 
-def print_found(
-    result: dict, what: str, lengths: Sequence[int], shares: dict[str, list[float | None]]
-) -> None:
-    """Print the shares found in percent, {depth: [lengths]}; None is not measured."""
+def print_found(result: dict, what: str, found: dict[int, float]) -> None:
+    """Print the shares found at each length, in percent."""
     print(f"\n{result['variant']}: {what} found (%), RoPE scaling {result['rope']}")
-    table = [["length", *map(str, lengths)]]
-    for depth, of_depth in shares.items():
-        cells = ("" if share is None else f"{100 * share:.1f}" for share in of_depth)
-        table.append([depth, *cells])
-    print_table(table)
+    shares = (f"{100 * share:.1f}" for share in found.values())
+    print_table([["length", *map(str, found)], ["found", *shares]])

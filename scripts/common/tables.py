@@ -24,21 +24,18 @@ MENTIONED = {"rope": "RoPE scaling", "rope_theta": "RoPE base"} | {
 }
 
 
-def print_table(
-    lines: Sequence[Sequence[str]], left: int = 1, width: int = 0, remarks: Sequence[str] = ()
-) -> None:
+def print_table(lines: Sequence[Sequence[str]], left: int = 1, width: int = 0) -> None:
     """Print aligned columns.
 
     The first `left` columns are flush left, the others flush right and at least `width` wide.
-    `remarks` follow the first lines.
     """
     widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    for i, line in enumerate(lines):
-        cells = [cell.ljust(w) for cell, w in zip(line[:left], widths[:left], strict=True)]
-        cells += [
-            cell.rjust(max(w, width)) for cell, w in zip(line[left:], widths[left:], strict=True)
+    for line in lines:
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(max(w, width))
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         ]
-        print(("".join(cells) + (f"   {remarks[i]}" if i < len(remarks) else "")).rstrip())
+        print("".join(cells).rstrip())
 
 
 # ---- results over seeds ----

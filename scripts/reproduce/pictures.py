@@ -3,11 +3,9 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from attention import VARIANTS
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
 from scripts.common.plots import Curve, draw_curves
@@ -125,32 +123,19 @@ def by_kind(kinds: Mapping[str, Iterable[str]]) -> Callable[[str], list[tuple[st
 
 
 def loss_over_p(table: dict) -> Pictures:
-    """A panel for each variant with a p, a curve over p for each length.
-
-    Thin: the variant without re-weighting. The last curve is the control at the longest length.
-    """
+    """A panel for each variant with a p, a curve over p for each column but the gain."""
     powers = {name: split_p(name) for name in table["rows"]}
     panels: dict[str, list[Curve]] = {}
-    ticks: dict[float, str] = {}
     for variant in dict.fromkeys(variant for variant, p in powers.values() if p):
         members = sorted((p, name) for name, (v, p) in powers.items() if v == variant and p)
         ps, entries = [p for p, _ in members], [table["rows"][name] for _, name in members]
-        ticks |= {p: f"{p:g}" for p in ps}
-        without = replace(VARIANTS[variant], needs_p=False)
-        plain = next((name for name in table["rows"] if VARIANTS.get(name) == without), None)
-        curves = panels[variant] = []
-        for i, _ in enumerate(table["multiples"]):
-            band = ([entry[side][i] for entry in entries] for side in SIDES)
-            curves.append(Curve(label := table["columns"][i], ps, *band))
-            if plain:
-                level = table["rows"][plain]["mean"][i]
-                curves.append(Curve(label, [ps[0], ps[-1]], [level, level], thin=True))
-        controls = [control_of(entry, table["multiples"]) for entry in entries]
-        if all(controls) and len(table["multiples"]) > 1:
-            last = [control[-1] for control in controls if control]
-            curves.append(Curve(f"{SLIDING}, plain RoPE", ps, last))
-    thin = "thin: without re-weighting"
-    return draw_curves(panels, "p", table["unit"], "x", ticks, thin) if panels else {}
+        panels[variant] = [
+            Curve(column, ps, *([entry[side][i] for entry in entries] for side in SIDES))
+            for i, column in enumerate(table["columns"])
+            if table["better"][i] == "lower"
+        ]
+    ticks = {p: f"{p:g}" for _, p in powers.values() if p}
+    return draw_curves(panels, "p", table["unit"], "x", ticks) if panels else {}
 
 
 # ---- the first seed ----

@@ -17,7 +17,7 @@ from errors import UserError
 from runtime.files import check_writable
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, check_data, cost, stop_on_signals, train, with_bases
-from scripts.common.plots import write_picture
+from scripts.common.plots import save_picture
 from scripts.common.tables import how_measured, ranged, seed_sentences, summarise, write
 from scripts.reproduce.measure import Work, at
 from scripts.reproduce.rows import split_p
@@ -74,7 +74,7 @@ def carry_out(
     drawn = experiment.draw(table)
     pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
     for file, picture in pictures.items():
-        write_picture(picture, work.folder / file)
+        save_picture(picture, work.folder / file)
     write(work.folder, stem, table, list(pictures))
     print("\n" + (work.folder / f"{stem}.md").read_text())
     print(f"written: {work.folder / stem}.md, .json")

@@ -23,7 +23,7 @@ from scripts.attention_maps import (
     AttentionMaps,
     mean_over_heads,
     mean_shares,
-    positive_shares,
+    positive_curve,
 )
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
@@ -181,13 +181,8 @@ def sparsity() -> Measurement:
     """LSSAR Sect. 2.2.1: positive weights near the diagonal and far from it, and dead ones."""
     columns = ("near", "far", "all", "dead rows", "dead keys")
 
-    def curves(measured: dict) -> dict:
-        shares = positive_shares(measured).mean(0).nanmean(0).tolist()
-        distances = only_part(measured)["distances"]
-        return {"": ([distance + 1 for distance in distances], shares)}
-
     return Measurement(
-        columns=columns, curves=curves,
+        columns=columns, curves=lambda measured: {"": positive_curve(measured)},
         evaluation=lambda config: AttentionMaps(
             text="", lengths=(), distances=True, **options(config, "none")
         ),
@@ -204,37 +199,30 @@ PHYSICS = {
 LAWS = ([-2.0, 1.0, 1.0], [-2.0, 1.0, 0.0])  # powers of r, m1 and m2
 
 
-def probes(vectors_only: bool = False) -> Measurement:
-    """LSSAR Table 3, or its Figs. 1 and A7: the forces that a model of orbits predicts."""
-    planets = tuple(SOLAR_SYSTEM)
-
-    def evaluation(config: Config) -> Physics:
-        return Physics(
-            # the published numbers, or less for fewer systems
-            steps=min(10_000, -(-config.systems // 40)),
-            pairs=min(10_000, -(-config.systems // 10)),
-            batch=min(64, config.total_batch_size // config.block_size),
-            vectors_only=vectors_only, device=config.device, dtype=config.dtype,
-        )  # fmt: skip
-
-    def values(measured: dict, config: Config) -> list[float]:
-        parts = measured["parts"]
-        vectors = parts["vectors"]
-        if vectors_only:
-            return [vectors["planets"][planet]["cosine"] for planet in planets]
-        magnitudes, draws = parts["magnitudes"], parts["laws"]["draws"]
-        return [
-            vectors["cosine"], vectors["relative_error"], magnitudes["rank_correlation"],
-            magnitudes["median_relative_error"], magnitudes["positive"],
-            *magnitudes["exponents"].values(),
-            *(sum(draw["powers"] == powers for draw in draws) for powers in LAWS),
-        ]  # fmt: skip
-
-    return Measurement(
-        columns=planets if vectors_only else tuple(PHYSICS), evaluation=evaluation, values=values,
-        better="higher" if vectors_only else tuple(PHYSICS.values()),
-        digits=2,
+def physics(config: Config) -> Physics:
+    return Physics(
+        # the published numbers, or less for fewer systems
+        steps=min(10_000, -(-config.systems // 40)),
+        pairs=min(10_000, -(-config.systems // 10)),
+        batch=min(64, config.total_batch_size // config.block_size),
+        device=config.device, dtype=config.dtype,
     )  # fmt: skip
+
+
+def newton(measured: dict, config: Config) -> list[float]:
+    """LSSAR Table 3."""
+    vectors, magnitudes, laws = measured["parts"].values()
+    return [
+        vectors["cosine"], vectors["relative_error"], magnitudes["rank_correlation"],
+        magnitudes["median_relative_error"], magnitudes["positive"],
+        *magnitudes["exponents"].values(),
+        *(sum(draw["powers"] == powers for draw in laws["draws"]) for powers in LAWS),
+    ]  # fmt: skip
+
+
+def cosines(measured: dict, config: Config) -> list[float]:
+    """LSSAR Figs. 1 and A7."""
+    return [one["cosine"] for one in measured["parts"]["vectors"]["planets"].values()]
 
 
 def equations(table: dict) -> list[str]:
@@ -443,7 +431,11 @@ EXPERIMENTS = {
     "table3": Experiment(
         "LSSAR Table 3, Newton's law from orbits", "forces at positions without a label",
         ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
-        probes(), task="orbits", remarks=equations, notes=(
+        Measurement(
+            columns=tuple(PHYSICS), evaluation=physics, values=newton,
+            better=tuple(PHYSICS.values()), digits=2,
+        ),
+        task="orbits", remarks=equations, notes=(
             "Cosine and error are of force vectors in the solar system, over eight planets. The "
             "other columns are of magnitudes in two-body systems; the last two count the draws, of "
             "five, in which symbolic regression gives the law. docs/physics.md explains the rows, "
@@ -453,7 +445,11 @@ EXPERIMENTS = {
     ),
     "physics_figures": Experiment(
         "LSSAR Figs. 1 and A7, forces in the solar system", "mean cosine with the true force",
-        ("oracle", "lssar_p15", "softmax", "untrained"), probes(vectors_only=True),
+        ("oracle", "lssar_p15", "softmax", "untrained"),
+        Measurement(
+            columns=tuple(SOLAR_SYSTEM), evaluation=physics, values=cosines, better="higher",
+            digits=2,
+        ),
         pictures.forces, task="orbits", notes=(
             "Positions without a label. Arrows: the true forces, then the predictions of the first "
             f"seed, at up to {ARROWS} positions.",
