@@ -364,10 +364,9 @@ def mean_shares(result: dict) -> dict[str, float]:
 
 
 def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print a table of every part; draw the rows of the last length and the distances."""
+    """Print a table of every part; draw the last length and the distances."""
     names, results = [name for name, _ in runs], [result for _, result in runs]
     layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
-    trained = {result["trained_length"] for result in results}
     pictures = {}
     # the lengths of runs with other training lengths differ
     for of_runs in zip(*(result["parts"].items() for result in results), strict=True):
@@ -382,9 +381,19 @@ def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, F
             continue
         what = ascii(name[6:46]) if name.startswith("text: ") else "validation tokens"
         print_numbers(f"layer {layers}, {what}", names, parts)
-        figure = plot_rows(f"layer {layers}, {what}", names, parts, trained)
-        pictures["attention_by_row"] = figure
+        pairs = list(zip(names, parts, strict=True))
+        drawn = {
+            shown: [Curve(run, part["keys"], mean_by_row(part, n)) for run, part in pairs]
+            for n, shown in DRAWN.items()
+        }
+        x, keys = "keys up to the row's own", max((part["keys"] for part in parts), key=max)
+        pictures["attention_by_row"] = draw_curves(drawn, x, "", "x", keys, sharey=False)
     return pictures
+
+
+def mean_by_row(part: dict, name: str) -> list[float]:
+    """Mean over heads for each group of rows; NaN where all rows are dead."""
+    return torch.tensor(np.array(part["groups"][name], dtype=float)).nanmean(0).tolist()
 
 
 def print_numbers(title: str, names: Sequence[str], parts: Sequence[dict]) -> None:
@@ -425,26 +434,6 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
         fontsize="medium",
     )
     figure.colorbar(image, ax=all_axes, shrink=0.5)
-    return figure
-
-
-def plot_rows(
-    title: str, names: Sequence[str], parts: Sequence[dict], trained: Iterable[int]
-) -> Figure:
-    """Sink, entropy and zeros over a row's position: mean, minimum and maximum of heads."""
-    drawn: dict[str, list[Curve]] = {shown: [] for shown in DRAWN.values()}
-    for name, part in zip(names, parts, strict=True):
-        for number, shown in DRAWN.items():
-            heads = np.array(part["groups"][number], dtype=float)  # [H, groups], None becomes NaN
-            low, high = np.fmin.reduce(heads), np.fmax.reduce(heads)
-            mean = torch.from_numpy(heads).nanmean(0).numpy()
-            drawn[shown].append(Curve(name, part["keys"], mean, low, high))
-    keys = max((part["keys"] for part in parts), key=max)
-    title = title.replace("$", r"\$")
-    drawn = {f"{shown}\n{title}, mean and range of heads": c for shown, c in drawn.items()}
-    x = "keys up to the row's own (dotted: training length)"
-    figure = draw_curves(drawn, x, "", "x", keys, marks=trained, sharey=False)
-    figure.axes[0].set_yscale("log", nonpositive="clip")  # equal weights decrease as 1 / n
     return figure
 
 

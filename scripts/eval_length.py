@@ -249,12 +249,6 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
     print_table(table, width=9)
     if any("control" in result for result in results):
         print(MEANING)
-    for name, result in runs:
-        print(
-            f"{name}: {result['checkpoint']} checkpoint, step {result['step']}, "
-            f"{result['sha256'][:8]}; trained at {result['trained_length']}; "
-            f"{result['tokens']:,} tokens of {result['data_dir']}"
-        )
     if evaluation.per_position:
         return {"loss_by_position": plot(runs, by_position=True)}
     several = len({result["sha256"] for result in results}) > 1

@@ -297,11 +297,16 @@ def stored(evaluation: Evaluation, path: str | Path) -> dict | None:
     return evaluation.select(values, config) if values else None
 
 
-def with_control(evaluation: Evaluation, path: str | Path) -> dict:
-    """A run's measurement, with the measurement of its control, if there is one, as `control`."""
-    control = evaluation.control(checkpoint.read_config(path))
-    own = measured(evaluation, path)
-    return own if control is None else own | {"control": measured(control, path)}
+def with_control(evaluation: Evaluation, path: str | Path, get: Callable = measured) -> Any:
+    """A run's measurement, with the measurement of its control, if there is one, as `control`.
+
+    None where `get` is `stored` and one of them is missing.
+    """
+    control, own = evaluation.control(checkpoint.read_config(path)), get(evaluation, path)
+    if own is None or control is None:
+        return own
+    controlled = get(control, path)
+    return controlled and own | {"control": controlled}
 
 
 def read_measurements(path: Path) -> list[dict]:

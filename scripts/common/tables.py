@@ -84,12 +84,10 @@ def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
     if len(seeds) < 2:
         return []
     sentences = ["± is half the range over seeds, where it is not 0."]
-    if best := best_rows(table, last):
-        names = ", ".join(f"`{name}`" for name in table["rows"] if name in best)
+    if best_rows(table, last):
         sentences.append(
             "Bold: the best value of a column, and every value that cannot be distinguished from "
-            "it because the means differ by no more than the larger of the two ranges. In the "
-            f"column {table['columns'][last]}: {names}."
+            "it because the means differ by no more than the larger of the two ranges."
         )
     return sentences
 

@@ -10,11 +10,11 @@ import torch
 from config import Config, names
 from errors import first_line
 from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import read_json, write_json
+from runtime.files import read_json
 from scripts import benchmark
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
-from scripts.common.runner import Evaluation
+from scripts.common.runner import Evaluation, Store
 from scripts.reproduce.rows import Scale, view_options
 
 # name -> (x, y), drawn in a panel of that name
@@ -53,32 +53,27 @@ class Costs:
     rounds: int
     changes: Callable[[Config], dict] = lambda config: {}  # of the settings
 
-    def saved(self, work: Work) -> dict[str, dict]:
+    def store(self, work: Work) -> Store:
         """The figures measured on this machine with these settings, in costs.json."""
-        saved = read_json(work.folder / "costs.json") or {}
-        return saved["rows"] if saved.get("made_with") == made_with(work.scale.config) else {}
+        return Store(work.folder / "costs.json", made_with(work.scale.config))
 
     def missing(self, work: Work) -> list[str]:
         """The table rows to time. A view of a run costs as much as the run."""
         runs = dict.fromkeys(row.partition(":")[0] for row in work.rows)
-        return [name for name in runs if name not in self.saved(work)]
+        return [name for name in runs if name not in self.store(work).parts]
 
     def measure(self, work: Work) -> None:
-        found = self.saved(work)
+        work.folder.mkdir(parents=True, exist_ok=True)
         for name in self.missing(work):
             configs = {one: work.scale.run(one, work.seeds[0]).config for one in ("softmax", name)}
             timed = {one: config.replace(**self.changes(config)) for one, config in configs.items()}
             figures = benchmark.measure(timed, self.rounds, phases=(self.phase,))
-            found[name] = {"own": figures[name], "softmax": figures["softmax"]}
-            made = {"environment": environment(), "rounds": self.rounds}
-            made |= {"made_with": made_with(work.scale.config), "rows": found}
-            work.folder.mkdir(parents=True, exist_ok=True)
-            write_json(work.folder / "costs.json", made)
+            self.store(work).add(name, {"own": figures[name], "softmax": figures["softmax"]})
 
     def of(self, work: Work, name: str) -> list[float] | None:
         """The columns of a table row; None before it is timed."""
         run = name.partition(":")[0]
-        figures, config = self.saved(work).get(run), work.scale.run(run, work.seeds[0]).config
+        figures, config = self.store(work).parts.get(run), work.scale.run(run, work.seeds[0]).config
         if figures is None:
             return None
         return self.values(figures["own"], figures["softmax"], config)
@@ -154,13 +149,7 @@ class Measurement:
             return {"values": values, "curves": curves, "environment": made}
         if not run.finished:
             return None
-        evaluation = self.evaluation_of(run)
-        control = evaluation.control(run.config)
-        own = runner.stored(evaluation, run.folder)
-        if own is None or control is None:
-            return own
-        controlled = runner.stored(control, run.folder)
-        return controlled and own | {"control": controlled}
+        return runner.with_control(self.evaluation_of(run), run.folder, runner.stored)
 
     def results(self, work: Work, name: str) -> list[dict]:
         """The runs of a table row, as table.json has them."""

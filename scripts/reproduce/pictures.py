@@ -111,15 +111,9 @@ def by_block(name: str) -> list[tuple[str, str]]:
 
 
 def by_kind(kinds: Mapping[str, Iterable[str]]) -> Callable[[str], list[tuple[str, str]]]:
-    """The kinds that have a table row or, if none has, its variant with another p."""
-
-    def of(name: str) -> list[tuple[str, str]]:
-        same = [kind for kind, names in kinds.items() if name in names]
-        variant = split_p(name)[0]
-        other = [kind for kind, names in kinds.items() if variant in {split_p(n)[0] for n in names}]
-        return [(kind, name) for kind in same or other]
-
-    return of
+    """The kinds that have a table row, or its variant with another p."""
+    variants = {kind: {split_p(name)[0] for name in names} for kind, names in kinds.items()}
+    return lambda name: [(kind, name) for kind, v in variants.items() if split_p(name)[0] in v]
 
 
 def loss_over_p(table: dict) -> Pictures:
