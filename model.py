@@ -177,7 +177,7 @@ class Trunk(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding, trunk and head; a position is a token or, for orbits, a pair of them [.., 2]."""
+    """Embedding, trunk and head; a position holds a token or, in some tasks, a pair of tokens."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        For orbits the shapes are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
+        Where a position holds a pair, these are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
         """
         x = self.trunk(self.wte(idx), cache)
         if targets is None:
