@@ -481,8 +481,8 @@ def check_each_setting(config: Config) -> None:
             )
         if type(value) is int and abs(value) >= 2**63:
             raise UserError(f"{key} = {value} must be below 2**63")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key} = {value} must be a finite number")
+        if isinstance(value, float) and not abs(value) < 1e38:  # parameters are float32
+            raise UserError(f"{key} = {value} must be a finite number below 1e38")
         least = meta["at_least"]
         if value is not None and least is not None and value < least:
             raise UserError(f"{key} = {value} must be at least {least}")

@@ -266,7 +266,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--p=0.99 --attention=lssar", "p = 0.99 must be at least 1"),
-        ("--learning_rate=1e999", "learning_rate = inf must be a finite number"),
+        ("--learning_rate=1e300", "learning_rate = 1e+300 must be a finite number below 1e38"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
         ("--gamma=0 --attention=relu_shen", "gamma = 0 must be above 0"),
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
