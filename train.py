@@ -32,7 +32,7 @@ from layers.heads import check_attention
 from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint, preview
-from runtime.checkpoint import Training, TrainingState
+from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, seed_randomness, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
 from runtime.divergence import finite_step, finite_weights, stop_diverged
@@ -142,7 +142,7 @@ class Objective:
     validation_batches: int = 0  # of any one rank
 
 
-def begin(config: Config, model: GPT, state: TrainingState | None) -> Training:
+def begin(config: Config, model: GPT, state: State | None) -> Training:
     """A model on its device with its optimizers, new or in the state of a checkpoint."""
     device = next(model.parameters()).device
     # small gradients underflow in float16: the loss is scaled up, the gradients back down
@@ -161,7 +161,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with (
         stop_signals() as received,
-        Log(run, t.run_id, config, t.resumed_at, quiet=rank > 0) as log,
+        Log(run, config, t.resumed_at, quiet=rank > 0) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every, quiet=rank > 0) as saver,
     ):
         while True:
@@ -175,19 +175,18 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                 log.validation(t.step, val_loss)
                 if val_loss < t.best_val_loss:
                     t.best_val_loss = val_loss
-                    saver.save(t.best_weights(config))
+                    saver.save("best", t.weights(config))
             stop = all_reduce_max(len(received), device) > 0
             if new and (last or stop or t.step % config.checkpoint_interval == 0):
                 if not finite_weights(t.model):
                     error, where = "its update left non-finite weights", t.step - 1
                     stop_diverged(config, t.step, error, objective.batch_location(where))
                 log.sync()
-                saver.save(t.state(config))
+                saver.save("step", t.state(config))
                 if t.step == 0:
                     saver.wait()  # so any run with a step can be resumed; a full disk shows at once
             if last or stop:
                 break
-            saver.check()
 
             started, lr = time.perf_counter(), learning_rate(t.step, config)
             batch = objective.batch(t.step)

@@ -6,10 +6,10 @@ environment.json   versions, machine, commit
 uncommitted.patch  `git diff HEAD` of the repository, where that is not empty
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 wandb.json         the run's id in wandb
-metrics.jsonl      one object per line: first the run's id, then a step or a validation each
+metrics.jsonl      one object per line, for a step or a validation each
 step_000200.pt     everything needed to resume, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
-checkpoints.json   the run's id, bytes and sha256 of each checkpoint; unlisted files are ignored
+checkpoints.json   bytes and sha256 of each checkpoint; unlisted files are ignored
 
 A checkpoint is written to a temporary file, synced and renamed before checkpoints.json lists it,
 and older ones are deleted only after that: the newest one listed is always intact.
@@ -18,12 +18,11 @@ and older ones are deleted only after that: the newest one listed is always inta
 import math
 import os
 import re
-import secrets
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -65,36 +64,25 @@ class Entry(msgspec.Struct):
 
 
 class Index(msgspec.Struct):
-    """The content of checkpoints.json; metrics.jsonl and every checkpoint have the same run_id."""
+    """The content of checkpoints.json."""
 
-    run_id: str
-    checkpoints: dict[Annotated[str, msgspec.Meta(pattern=NAME)], Entry]
+    checkpoints: dict[Annotated[str, msgspec.Meta(pattern=NAME)], Entry] = {}
 
     def newest_first(self, kind: str) -> list[str]:
         names = [name for name in self.checkpoints if name.startswith(kind)]
         return sorted(names, key=step_of, reverse=True)
 
 
-class Weights(msgspec.Struct, kw_only=True):
-    """The content of a best_*.pt, and a part of every step_*.pt, which has no val_loss."""
+class State(msgspec.Struct, kw_only=True):
+    """The content of a checkpoint; a best_*.pt has no optimizers and no scaler."""
 
-    run_id: str
     model: dict[str, Any]
     step: Annotated[int, msgspec.Meta(ge=0)]
     config: Settings
-    val_loss: float | None = None
-
-
-class TrainingState(Weights, kw_only=True):
-    """The content of a step_*.pt: all that resuming needs."""
-
-    optimizers: list[dict[str, Any]]
-    scaler: dict[str, int | float]
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data; 0: not recorded
-
-
-State = TypeVar("State", bound=Weights)
+    optimizers: list[dict[str, Any]] = []
+    scaler: dict[str, int | float] = {}
 
 
 @dataclass
@@ -104,29 +92,25 @@ class Training:
     model: GPT
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
     resumed_at: int | None = None
 
-    def best_weights(self, config: Config) -> Weights:
-        """The weights, whose validation loss is `best_val_loss`."""
-        return Weights(
-            run_id=self.run_id, model=self.model.state_dict(), step=self.step,
-            config=settings_of(config), val_loss=self.best_val_loss,
-        )  # fmt: skip
-
-    def state(self, config: Config) -> TrainingState:
-        """All that resuming needs; `restore` loads it back."""
-        return TrainingState(
-            run_id=self.run_id, model=self.model.state_dict(), step=self.step,
-            config=settings_of(config), scaler=self.scaler.state_dict(),
-            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
+    def weights(self, config: Config) -> State:
+        """What evaluations and new runs need."""
+        return State(
+            model=self.model.state_dict(), step=self.step, config=settings_of(config),
             best_val_loss=self.best_val_loss, tokens=self.tokens,
         )  # fmt: skip
 
-    def restore(self, state: TrainingState) -> None:
+    def state(self, config: Config) -> State:
+        """All that resuming needs; `restore` loads it back."""
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        scaler = self.scaler.state_dict()
+        return msgspec.structs.replace(self.weights(config), optimizers=optimizers, scaler=scaler)
+
+    def restore(self, state: State) -> None:
         """Copy a state into the model, its optimizers and the loss scaler.
 
         Raises UserError where it does not fit them.
@@ -145,7 +129,7 @@ class Training:
             raise UserError(
                 f"the checkpoint of step {state.step} does not fit this run: {reason.strip()}"
             ) from error
-        self.run_id, self.step, self.resumed_at = state.run_id, state.step, state.step
+        self.step = self.resumed_at = state.step
         self.best_val_loss, self.tokens = state.best_val_loss, state.tokens
 
 
@@ -184,16 +168,14 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None
 
-    def save(self, state: Weights) -> None:
-        """Copy the state to host memory, then write it in the background.
+    def save(self, kind: str, state: State) -> None:
+        """Copy the state to host memory, then write it in the background, as a "step" or "best".
 
-        A TrainingState becomes a step_*.pt, other weights best_*.pt. First waits for the previous
-        checkpoint. Raises UserError if writing that failed.
+        First waits for the previous checkpoint. Raises UserError if writing that failed.
         """
         if self.quiet:
             return
         self.wait()
-        kind = "step" if isinstance(state, TrainingState) else "best"
         content = to_host(msgspec.structs.asdict(state), {})
         self.pending = self.thread.submit(self._write, f"{kind}_{state.step:06d}.pt", content)
 
@@ -202,11 +184,6 @@ class Saver:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
-
-    def check(self) -> None:
-        """Raise UserError if the last write has already failed."""
-        if self.pending is not None and self.pending.done():
-            self.wait()
 
     def __enter__(self) -> "Saver":
         return self
@@ -223,9 +200,8 @@ class Saver:
                 torch.save(content, file)
             keep = self.keep_every > 0 and content["step"] % self.keep_every == 0
             entry = Entry(bytes=path.stat().st_size, sha256=sha256_of(path), keep=keep)
-            kept = self._entries_to_keep(name, before or Index("", {})) | {name: entry}
-            index = Index(run_id=content["run_id"], checkpoints=kept)
-            write_json(self.run / INDEX, msgspec.to_builtins(index))
+            kept = self._entries_to_keep(name, before or Index()) | {name: entry}
+            write_json(self.run / INDEX, msgspec.to_builtins(Index(kept)))
         except (UserError, RuntimeError) as error:  # torch makes its own error of a full disk
             again = "continue with --resume" if before else "start the run with the same command"
             raise UserError(
@@ -287,7 +263,7 @@ def step_of(name: str) -> int:
 
 def step(run: str | Path) -> int | None:
     """The step of a run's newest checkpoint, None where there is none."""
-    index = read_index(run) or Index("", {})
+    index = read_index(run) or Index()
     return next(map(step_of, index.newest_first("step")), None)
 
 
@@ -306,10 +282,13 @@ def exists(run: str | Path) -> bool:
 
     Raises UserError where it has checkpoints but no index of them.
     """
-    found = [path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name)]
+    found = sorted(path.name for path in Path(run).glob("*.pt") if re.fullmatch(NAME, path.name))
     # a kill during the very first save leaves files of step 0 without an index
-    if read_index(run) is None and any(step_of(name) for name in found):
-        raise UserError(why_none(Path(run)))
+    if read_index(run) is None and any(map(step_of, found)):
+        raise UserError(
+            f"{run}: holds {found[-1]}, but its {INDEX} is missing; restore it, or use a "
+            f"checkpoint by itself: {Path(run) / found[-1]}"
+        )
     return step(run) is not None
 
 
@@ -330,7 +309,7 @@ def resumes(run: Path, resume: bool | str) -> bool:
     path, metrics = run / "config.json", run / "metrics.jsonl"
     foreign = "attention" not in (read_json(path, dict[str, Any]) or {"attention": None})
     text = metrics.read_text(errors="replace") if metrics.is_file() else ""
-    if foreign or '"loss"' in text or (text and not text.startswith('{"run_id"')):
+    if foreign or '"loss"' in text or (text and not text.startswith('{"step": 0')):
         raise UserError(
             f"{path if foreign else metrics} belongs to no run that can be resumed, and a new run "
             "would overwrite it; move it away, or give another --out_dir"
@@ -361,13 +340,13 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
     file of a checkpoint. Raises UserError where none is intact.
     """
     path, folder = Path(run), folder_of(run)
-    index = read_index(folder) or Index("", {})
+    index = read_index(folder) or Index()
     names = index.newest_first(KINDS[which])
     if is_checkpoint(path):
         if which == "best":
             raise UserError(f"{run} is one checkpoint; the best one is chosen from a run's folder")
         if path.is_file() and path.name not in index.checkpoints:  # copied away from its run
-            return Found(path, load(path, Weights).step, sha256_of(path))
+            return Found(path, load(path).step, sha256_of(path))
         names = [path.name] if path.is_file() else []
     for name in names:
         entry = index.checkpoints[name]
@@ -394,25 +373,15 @@ def verify(path: Path, entry: Entry) -> str | None:
 
 def why_none(run: Path, which: str = "latest") -> str:
     """Why no checkpoint is found at a path, and what to do."""
-    if not os.path.exists(run):
-        return (
-            f"{run}: no such run; {nearest_file(run)}a run is a folder that train.py made, or the "
-            ".pt file of a checkpoint in it; weights of other programs cannot be loaded"
-        )
-    if run.is_file():
-        return f"{run} is a file, but neither a run's folder nor the .pt file of a checkpoint"
-    found = sorted(path.name for path in run.glob("*.pt") if re.fullmatch(NAME, path.name))
-    if found and not (run / INDEX).exists():
-        return (
-            f"{run}: holds {found[-1]}, but its {INDEX} is missing; restore it, or use a "
-            f"checkpoint by itself: {run / found[-1]}"
-        )
-    if (run / "config.json").exists():
+    if os.path.exists(run):
         return f"{run}: no checkpoint in it ({which}); train.py without --resume begins a run"
-    return f"{run}: no config.json in it; a run is a folder that train.py made"
+    return (
+        f"{run}: no such run; {nearest_file(run)}a run is a folder that train.py made, or the "
+        ".pt file of a checkpoint in it; weights of other programs cannot be loaded"
+    )
 
 
-def load(path: Path, type: type[State]) -> State:
+def load(path: Path) -> State:
     """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
     Nothing in the file is run as code. Raises UserError where it cannot be read.
@@ -423,16 +392,16 @@ def load(path: Path, type: type[State]) -> State:
         raise UserError(why_none(path)) from None
     except Exception as error:  # torch.load raises many types for damaged files
         raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    return convert(content, type, path)
+    return convert(content, State, path)
 
 
-def load_to_resume(run: Path, config: Config, quiet: bool) -> TrainingState:
+def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
     """The latest checkpoint of a run that this config continues.
 
     Raises UserError where the run was trained with settings that a resumed one may not change, or
     has more steps than this config's max_iters.
     """
-    state = load(find(run, quiet=quiet).path, TrainingState)
+    state = load(find(run, quiet=quiet).path)
     asked = settings_of(config)
     defaults = {key: getattr(Config, key) for key in asked}  # of settings that came later
     for key, saved in (defaults | state.config).items():
@@ -452,7 +421,7 @@ def read_config(run: str | Path) -> Config:
     Raises UserError where there is none or it is no longer valid.
     """
     if is_checkpoint(run):
-        return saved_config(load(Path(run), Weights).config, run)
+        return saved_config(load(Path(run)).config, run)
     path = Path(run) / "config.json"
     values = read_json(path, Settings) if os.path.isdir(run) else None
     if values is None:
@@ -467,17 +436,16 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
     UserError where the run has no checkpoint or its model differs in anything else.
     """
     found = find(run, which)
-    state = load(found.path, Weights)
+    state = load(found.path)
     own, saved = model.state_dict(), state.model
     ours = settings_of(model.config)
     hidden = [*HIDDEN, *(("q_rank", "kv_rank") if model.config.projections == "tpa" else ())]
     theirs = {key: getattr(Config, key) for key in hidden} | state.config  # older ones lack some
     different = [f"{k} {theirs[k]} for {ours[k]}" for k in hidden if theirs[k] != ours[k]]
-    for name in sorted(own.keys() | saved.keys()):
-        there, here = (list(getattr(all.get(name), "shape", [-1])) for all in (saved, own))
-        optional = name.rpartition(".")[2] in SCALARS and [-1] in (there, here)
-        if there != here and not optional:
-            different.append(f"{name} {there} for {here}")
+    there, here = ({name: tuple(x.shape) for name, x in all.items()} for all in (saved, own))
+    for name in sorted({name for name, _ in there.items() ^ here.items()}):
+        if name.rpartition(".")[2] not in SCALARS or (name in there and name in here):
+            different.append(f"{name} {there.get(name)} for {here.get(name)}")
     if different:
         raise UserError(
             f"{found.path}: its model differs: {', '.join(different[:3])} do not fit; only the "

@@ -35,9 +35,8 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     try:
         for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             delete_abandoned(abandoned)
-        # O_EXCL: a new file, never one that a link at this place leads to
-        number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with open(number, mode) as file:
+        # x: a new file, never one that a link at this place leads to
+        with open(temporary, mode.replace("w", "x")) as file:
             with suppress(OSError):  # a network file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file

@@ -64,21 +64,19 @@ def best_effort_output() -> Iterator[None]:
 class Log:
     """Printed lines, metrics.jsonl and wandb; none of them with `quiet`, as on all ranks but 0.
 
-    A run that is resumed continues its metrics.jsonl after the step `resumed_at`. Raises UserError
-    where that file belongs to a run other than `run_id`.
+    A run that is resumed continues its metrics.jsonl after the step `resumed_at`.
     """
 
-    def __init__(self, run: Path, run_id: str, config: Config, resumed_at: int | None, quiet: bool):
+    def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool):
         self.config, self.quiet, self.first_step = config, quiet, resumed_at or 0
         self.ms_a_step = 0.0
         if quiet:
             return
         path, before = run / "metrics.jsonl", []
         if resumed_at is not None:  # the run repeats later steps
-            lines = read_metrics(run, run_id)
-            before = [values for values in lines if values["step"] <= resumed_at]
+            before = [values for values in read_metrics(run) if values["step"] <= resumed_at]
         with atomic_write(path, "w") as file:
-            file.writelines(json.dumps(values) + "\n" for values in [{"run_id": run_id}, *before])
+            file.writelines(json.dumps(values) + "\n" for values in before)
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
         for values in before:  # a killed run may not have sent them to wandb
@@ -165,11 +163,10 @@ class Log:
 # ---- metrics.jsonl ----
 
 
-def read_metrics(run: Path, run_id: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The steps and validations in a run's metrics.jsonl, [] where there is none.
 
-    A line that a kill has cut short is left out. Raises UserError where the file cannot be read, or
-    belongs to a run other than `run_id`.
+    A line that a kill has cut short is left out. Raises UserError where the file cannot be read.
     """
     path, lines = run / "metrics.jsonl", []
     try:
@@ -182,11 +179,6 @@ def read_metrics(run: Path, run_id: str | None = None) -> list[dict[str, Any]]:
     for line in text.splitlines():
         with suppress(ValueError, RecursionError):
             lines.append(json.loads(line))
-    if run_id is not None and lines and lines[0] != {"run_id": run_id}:
-        raise UserError(
-            f"{path} belongs to a different run than the checkpoints beside it: restore the "
-            "run's own, or move it away to resume without"
-        )
     return [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
 
 

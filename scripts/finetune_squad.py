@@ -322,7 +322,7 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
 
 
-def load_to_resume(out: Path, config: Config, facts: Facts) -> checkpoint.TrainingState:
+def load_to_resume(out: Path, config: Config, facts: Facts) -> checkpoint.State:
     """The latest checkpoint of the fine-tuning in a folder.
 
     Raises UserError where it had other steps, examples or initial weights.

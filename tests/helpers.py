@@ -71,9 +71,9 @@ def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config)
-    training = Training(model, [], torch.amp.GradScaler("cpu"), "id", step=7)
+    training = Training(model, [], torch.amp.GradScaler("cpu"), step=7)
     with Saver(folder, keep_last=1, keep_every=0) as saver:
-        saver.save(training.state(model.config))
+        saver.save("step", training.state(model.config))
     return folder
 
 

@@ -28,7 +28,7 @@ def test_the_numbers_and_the_picture_of_a_run(run, call, capsys):
 
 def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
     """Its steps have fewer than total_batch_size, and the last of an epoch has fewer still."""
-    lines = [{"run_id": "a"}]
+    lines = []
     for step, tokens in ((1, 300), (2, 200), (3, 77)):
         seconds = 0.1 * step
         lines.append({"step": step, "loss": 1.0, "lr": 1e-5, "grad_norm": 1.0,

@@ -20,10 +20,6 @@ def test_devices_are_refused_by_name(train, capsys):
         refused(capsys, lambda: train("run", "--device=cuda:7"), "cuda:7", "not on this machine")
 
 
-def test_mfu_is_silent_where_the_peak_is_unknown():
-    assert device.peak_flops(torch.device("cpu")) is None
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A git repository of one file in the place of this one."""
@@ -54,10 +50,3 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     subprocess.run(["git", "checkout", "model.py"], cwd=repository, check=True)
     checkpoint.write_header(run, Config())  # as when the run is resumed
     assert not (run / "uncommitted.patch").exists()
-
-
-def test_a_copy_without_a_history_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert device.environment()["commit"] is None and not device.environment()["modified"]
-    assert device.uncommitted_changes() == b""

@@ -12,7 +12,9 @@ from tests.runs import refused
 def test_a_run_is_trained_by_one_process_at_a_time(train, capsys):
     folder = train("run")
     before = (folder / "metrics.jsonl").read_bytes()
+    assert not files.is_locked(folder)
     with files.lock_folder(folder, "training this run"):
+        assert files.is_locked(folder)
         refused(capsys, lambda: train("run", "--resume"), "another process is training this run")
     assert (folder / "metrics.jsonl").read_bytes() == before
     train("run", "--resume")
@@ -79,23 +81,3 @@ def test_the_temporary_file_of_a_killed_process_is_deleted_by_the_next_write(tmp
 def umask():
     os.umask(before := os.umask(0o077))
     return before
-
-
-def test_only_regular_files_are_read(tmp_path):
-    """A named pipe would wait for a writer for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder"):
-        with pytest.raises(UserError, match="cannot be read as JSON: .*not a regular file"):
-            files.read_json(tmp_path / name)
-        with pytest.raises(OSError, match="not a regular file"):
-            files.sha256_of(tmp_path / name)
-
-
-def test_a_lock_can_be_asked_for(tmp_path):
-    folder = tmp_path / "run"
-    assert not files.is_locked(folder)
-    with files.lock_folder(folder, "training this run"):
-        assert files.is_locked(folder) and files.is_locked(folder)
-        (folder / "config.json").touch()
-    assert (folder / ".lock").exists() and not files.is_locked(folder)

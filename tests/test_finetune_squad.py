@@ -111,7 +111,7 @@ def weights(run):
 
 
 def metrics(run, *keys):
-    _, *lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [[line.get(key) for key in keys] for line in lines]  # JSON has no infinite gradient
 
 

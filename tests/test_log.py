@@ -63,11 +63,11 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
         return SimpleNamespace(id="x1", starting_step=at, log=log, finish=finish)
 
     monkeypatch.setattr("wandb.init", init)
-    with Log(tmp_path, "id", config, None, quiet=False) as log:
+    with Log(tmp_path, config, None, quiet=False) as log:
         for step in range(6):
             log.write({"step": step, "loss": 1.0})
     sent.clear()
-    with Log(tmp_path, "id", config, 4, quiet=False) as log:
+    with Log(tmp_path, config, 4, quiet=False) as log:
         log.write({"step": 5, "loss": 1.0})
         log.validation(5, 2.0)
     assert sent == [(n, "step", "loss") for n in (3, 4, 5)] + [(5, "step", "val_loss")]
@@ -79,6 +79,6 @@ def test_a_long_validation_shows_its_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("runtime.log.FILE_S", 0)
     slow = lambda: (time.sleep(1.1) for _ in range(3))  # noqa: E731
     for quiet in (True, False):
-        with Log(tmp_path, "id", Config(wandb_mode="disabled"), None, quiet=quiet) as log:
+        with Log(tmp_path, Config(wandb_mode="disabled"), None, quiet=quiet) as log:
             assert list(log.progress(slow(), "validation", 3)) == [None] * 3
         assert ("validation:  67%" in capsys.readouterr().err) != quiet

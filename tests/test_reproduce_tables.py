@@ -215,7 +215,7 @@ def test_learnt_p_is_fitted_without_p_1(tmp_path):
 def test_curves_of_metrics(tmp_path):
     def write(name, key, values):
         (tmp_path / name).mkdir()
-        lines = [{"run_id": "a"}, {"step": 0, "val_loss": 5.0}]
+        lines = [{"step": 0, "val_loss": 5.0}]
         lines += [{"step": step, key: value} for step, value in enumerate(values, 1)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "metrics.jsonl").write_text(text)

@@ -149,7 +149,7 @@ def learned_p(run: PlannedRun) -> Values:
 
     n = 1 is left out: a single key has weight 1 whatever p_1 is, so that p_1 is not trained.
     """
-    model = checkpoint.load(checkpoint.find(run.folder).path, checkpoint.Weights).model
+    model = checkpoint.load(checkpoint.find(run.folder).path).model
     p_n = next(value for name, value in model.items() if name.endswith(".p_n"))[1:].tolist()
     sizes = [float(n) for n in range(2, len(p_n) + 2)]
     logs = [math.log(n) for n in sizes]
