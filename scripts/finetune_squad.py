@@ -24,12 +24,13 @@ nothing under a causal mask.
 import argparse
 import hashlib
 import math
-import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -73,15 +74,33 @@ class Example:
     answer: int  # tokens of the answer
 
 
-class Facts(TypedDict):
-    """What squad.json says of a run's training data."""
+# ---- the parts of SQuAD's JSON that are read ----
 
-    squad: str
-    examples: int
-    contexts_cut: int
-    left_out: int
-    sha256: str  # of the examples
-    began_with: dict[str, Any]  # step and sha256 of the checkpoint
+
+class Answer(msgspec.Struct):
+    text: str
+    answer_start: int
+
+
+class QA(msgspec.Struct):
+    question: str
+    answers: list[Answer]
+
+
+class Paragraph(msgspec.Struct):
+    context: str
+    qas: list[QA]
+
+
+class Article(msgspec.Struct):
+    paragraphs: list[Paragraph]
+
+
+class Squad(msgspec.Struct):
+    data: list[Article]
+
+
+# ---- the command ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +131,6 @@ def main() -> None:
     options = from_arguments(FineTuning, given)
     if options.out_dir is None:
         raise UserError("--out_dir FOLDER is missing: where the new run goes")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("fine-tuning runs in one process: start it without torchrun")
-    if options.sequences % options.batch_size:
-        raise UserError(
-            f"--sequences {options.sequences} must be a multiple of --batch_size "
-            f"{options.batch_size}"
-        )
     out = Path(options.out_dir)
     resume = checkpoint.resumes(out, True if given.resume == "yes" else given.resume)
     with best_effort_output(), lock_folder(out, "training this run"):
@@ -145,10 +157,11 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
     questions = read_squad(source) if options.squad else download()
     examples, cut = encode_all(questions, base, source)
     config = config.replace(**recipe(base, len(examples), options))
-    facts = Facts(
-        squad=source, examples=len(examples), contexts_cut=cut,
-        left_out=len(questions) - len(examples), sha256=digest(examples), began_with=weights.id,
-    )  # fmt: skip
+    facts = {
+        "squad": source, "examples": len(examples), "contexts_cut": cut,
+        "left_out": len(questions) - len(examples), "sha256": digest(examples),
+        "began_with": weights.id,
+    }  # fmt: skip
 
     # ---- optimizer ----
     state = load_to_resume(out, config, facts) if resume else None
@@ -157,7 +170,7 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
 
     # ---- loop ----
     checkpoint.write_header(out, config)
-    write_json(out / "squad.json", {**facts, "environment": environment()})
+    write_json(out / "squad.json", facts | {"environment": environment()})
     print(
         f"{config.variant_name}: {len(examples):,} examples ({cut:,} contexts cut, "
         f"{facts['left_out']:,} questions left out), {options.sequences} a step, "
@@ -167,11 +180,9 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
 
     def batch(step: int) -> Batch:
         chosen = batch_of(step, examples, options.sequences, config.seed)
-        parts = [
-            chosen[i : i + options.batch_size] for i in range(0, len(chosen), options.batch_size)
-        ]
-        tokens = sum(len(example.tokens) for example in chosen)
-        return Batch([tensors(part, device) for part in parts], len(chosen), tokens)
+        size = options.batch_size
+        parts = [tensors(chosen[i : i + size], device) for i in range(0, len(chosen), size)]
+        return Batch(parts, len(chosen), tokens=sum(len(example.tokens) for example in chosen))
 
     objective = Objective(
         batch=batch,
@@ -179,11 +190,6 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
         loss=lambda x, y: answer_loss(model, x, y),
     )
     return fit(config, training, objective)
-
-
-def read_facts(run: Path) -> Facts | None:
-    """The content of a fine-tuned run's squad.json; None where there is none."""
-    return read_json(run / "squad.json", Facts)
 
 
 def recipe(base: Config, examples: int, options: FineTuning) -> dict[str, Any]:
@@ -199,55 +205,45 @@ def recipe(base: Config, examples: int, options: FineTuning) -> dict[str, Any]:
 
 def read_squad(path: str) -> list[Question]:
     """The questions of SQuAD's official JSON that have a context, a question and an answer."""
-    content = read_json(path)
+    content = read_json(path, Squad)
     if content is None:
         raise UserError(f"{path}: no such file; --squad takes SQuAD's official train-v2.0.json")
-    questions: list[Question] = []
-    try:
-        paragraphs = [one for article in content["data"] for one in article["paragraphs"]]
-        for paragraph in paragraphs:
-            for qa in paragraph["qas"]:
-                texts = [answer["text"] for answer in qa["answers"]]
-                starts = [answer["answer_start"] for answer in qa["answers"]]
-                add_question(questions, paragraph["context"], qa["question"], texts, starts)
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path}: not in SQuAD's format: {error!r}") from error
-    return questions
+    return answerable(
+        (paragraph.context, qa.question, answer.text, answer.answer_start)
+        for article in content.data
+        for paragraph in article.paragraphs
+        for qa in paragraph.qas
+        for answer in qa.answers[:1]
+    )
 
 
 def download() -> list[Question]:
     """The same questions, from the `datasets` library."""
-    other = "or give the official train-v2.0.json with --squad"
     try:
         from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"SQuAD needs a library: pip install datasets, {other}") from None
-    try:
-        rows = load_dataset(DATASET, split="train")
-    except Exception as error:  # from one of several HTTP libraries
-        reason = first_line(error)
-        raise UserError(f"{DATASET} cannot be downloaded: {reason}; try again, {other}") from error
-    questions: list[Question] = []
-    for one in rows:
-        answers = one["answers"]
-        texts, starts = answers["text"], answers["answer_start"]
-        add_question(questions, one["context"], one["question"], texts, starts)
-    return questions
+
+        entries = load_dataset(DATASET, split="train")
+    except Exception as error:  # from one of several HTTP libraries, or without `datasets`
+        raise UserError(
+            f"{DATASET} cannot be downloaded: {first_line(error)}; pip install datasets and try "
+            "again, or give the official train-v2.0.json with --squad"
+        ) from error
+    return answerable(
+        (entry["context"], entry["question"], text, start)
+        for entry in entries
+        for text, start in zip(
+            entry["answers"]["text"][:1], entry["answers"]["answer_start"][:1], strict=True
+        )
+    )
 
 
-def add_question(
-    questions: list[Question], context: str, question: str, texts: list[str], starts: list[int]
-) -> None:
-    """Append a question with its first answer, unless its context, question or answer is empty.
-
-    Raises TypeError where one of them is not text, or the start not a number.
-    """
-    for text, start in zip(texts[:1], starts[:1], strict=True):
-        for value, kind in ((context, str), (question, str), (text, str), (start, int)):
-            if not isinstance(value, kind):
-                raise TypeError(f"{value!r} should be {kind.__name__}")
-        if context.strip() and question.strip() and text.strip():
-            questions.append(Question(context, question.strip(), text.strip(), start))
+def answerable(found: Iterable[tuple[str, str, str, int]]) -> list[Question]:
+    """Questions from contexts, questions, answers and their starts, without any empty text."""
+    return [
+        Question(context, question.strip(), answer.strip(), start)
+        for context, question, answer, start in found
+        if context.strip() and question.strip() and answer.strip()
+    ]
 
 
 def encode_all(questions: list[Question], config: Config, source: str) -> tuple[list[Example], int]:
@@ -270,10 +266,8 @@ def encode_all(questions: list[Question], config: Config, source: str) -> tuple[
 
 def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
     """A question's tokens, None where there is no room, and whether its context was cut."""
-    question, answer = (
-        tokenizer.encode(ASK.format(question=q.question)),
-        tokenizer.encode(f" {q.answer}"),
-    )
+    question = tokenizer.encode(ASK.format(question=q.question))
+    answer = tokenizer.encode(f" {q.answer}")
     context = tokenizer.encode(q.context)
     room = block_size - len(question) - len(answer)  # the last token is a target only
     cut = len(context) > room
@@ -289,10 +283,7 @@ def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example 
 
 
 def digest(examples: list[Example]) -> str:
-    sha = hashlib.sha256()
-    for example in examples:
-        sha.update(example.tokens.tobytes())
-    return sha.hexdigest()
+    return hashlib.sha256(b"".join(example.tokens.tobytes() for example in examples)).hexdigest()
 
 
 def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
@@ -322,24 +313,20 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
 
 
-def load_to_resume(out: Path, config: Config, facts: Facts) -> checkpoint.State:
+def load_to_resume(out: Path, config: Config, facts: dict[str, Any]) -> checkpoint.State:
     """The latest checkpoint of the fine-tuning in a folder.
 
     Raises UserError where it had other steps, examples or initial weights.
     """
-    state, before = checkpoint.load_to_resume(out, config, quiet=False), read_facts(out)
-    if (steps := state.config.get("max_iters")) != config.max_iters:
-        raise UserError(
-            f"{out} was begun with {steps} steps, and these --epochs take {config.max_iters}, "
-            "with another learning rate: give the same --epochs, or another --out_dir"
-        )
-    if before is None or before["sha256"] != facts["sha256"]:
-        raise UserError(f"{out} was trained on examples other than those of {facts['squad']}")
-    if before["began_with"] != facts["began_with"]:
-        raise UserError(
-            f"{out} was fine-tuned from another checkpoint, of step "
-            f"{before['began_with'].get('step')}: give that one, or another --out_dir"
-        )
+    state = checkpoint.load_to_resume(out, config, quiet=False)
+    before = read_json(out / "squad.json", dict[str, Any]) or {}
+    before |= {"steps": state.config.get("max_iters")}
+    for key, now in (facts | {"steps": config.max_iters}).items():
+        if key in ("steps", "sha256", "began_with") and before.get(key) != now:
+            raise UserError(
+                f"{out} was begun with {key} = {before.get(key)}, now {now}: give the same run, "
+                "--squad and --epochs, or another --out_dir"
+            )
     return state
 
 

@@ -156,13 +156,16 @@ def test_finetuning_is_resumed_and_never_overwritten(
 
     def stops(log, step, logged=Log.step, **values):
         logged(log, step, **values)
-        if step == 3:
-            raise KeyboardInterrupt
+        if step == 3 and dtype == "float32":
+            raise KeyboardInterrupt  # at once, after the checkpoint of step 2
+        if step == 2 and dtype == "float16":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(Log, "step", stops)
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stop:
             call(finetune_squad, *arguments, "--out_dir", tmp_path / "parts")
+    assert stop.value.code == (130 if dtype == "float32" else EXIT_STOPPED)
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     stopped = checkpoints(parts)
     assert weights(parts)[0] == 2
@@ -170,11 +173,7 @@ def test_finetuning_is_resumed_and_never_overwritten(
         ("parts", (), "holds a run"),
         ("run", (), "holds a run"),
         ("parts", ("--resume", "--learning_rate", "1e-3"), "learning_rate"),
-        (
-            "parts",
-            ("--resume", "--epochs", 4),
-            "was begun with 6 steps, and these --epochs take 12",
-        ),
+        ("parts", ("--resume", "--epochs", 4), "was begun with steps = 6, now 12"),
         ("nothing", ("--resume",), "checkpoint"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -185,13 +184,12 @@ def test_finetuning_is_resumed_and_never_overwritten(
     with pytest.raises(SystemExit):
         others = (run, "--squad", other, *arguments[3:])
         call(finetune_squad, *others, "--out_dir", parts, "--resume")
-    assert "examples other than" in capsys.readouterr().err
+    assert "was begun with sha256 = " in capsys.readouterr().err
     facts = json.loads((parts / "squad.json").read_text())
-    moved_on = {**facts, "began_with": {"step": 3, "sha256": "0" * 64}}
-    (parts / "squad.json").write_text(json.dumps(moved_on))
+    (parts / "squad.json").write_text(json.dumps(facts | {"began_with": {}}))
     with pytest.raises(SystemExit):
         call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
-    assert "was fine-tuned from another checkpoint, of step 3" in capsys.readouterr().err
+    assert "was begun with began_with = {}" in capsys.readouterr().err
     (parts / "squad.json").write_text(json.dumps(facts))
     assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
     call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
@@ -201,24 +199,6 @@ def test_finetuning_is_resumed_and_never_overwritten(
     assert step == 6 and weights(parts)[0] == 6
     for name, weight in weights(parts)[1].items():
         assert torch.equal(weight, expected[name])
-
-
-def test_finetuning_ends_after_a_signal_and_is_resumed(run, squad, call, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--out_dir", out)
-
-    def signalled(log, step, logged=Log.step, **values):
-        logged(log, step, **values)
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Log, "step", signalled)
-        with pytest.raises(SystemExit) as stop:
-            call(finetune_squad, *arguments)
-    assert stop.value.code == EXIT_STOPPED and weights(out)[0] == 2
-    call(finetune_squad, *arguments, "--resume")
-    assert weights(out)[0] == 6 and [step for (step,) in metrics(out, "step")] == [*range(1, 7)]
 
 
 def test_finetuning_that_diverges_keeps_its_checkpoint(run, squad, call, tmp_path, capsys):
@@ -234,14 +214,7 @@ def test_finetuning_that_diverges_keeps_its_checkpoint(run, squad, call, tmp_pat
     "content, message",
     [
         ("{", "JSON"),
-        ("[]", "format"),
-        ('{"data": 3}', "format"),
-        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "format: KeyError('qas')"),
-        (
-            '{"data": [{"paragraphs": [{"context": 1, "qas": [{"question": "b", "answers": '
-            '[{"text": "c", "answer_start": 0}]}]}]}]}',
-            "1 should be str",
-        ),
+        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "missing required field `qas`"),
         ('{"data": []}', "0 answerable questions"),
         (None, "no such file"),
     ],
