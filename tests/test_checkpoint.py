@@ -15,27 +15,6 @@ from runtime import checkpoint
 from tests.runs import metrics, refused, saved, vouch_for
 
 
-def test_resuming_reads_each_tensor_once(train, monkeypatch):
-    """Straight from the file's pages into the parameters: there is no other copy in memory."""
-    train("run", "--max_iters=3")
-    real, sources = GPT.load_state_dict, []
-
-    def mapped_file(tensor):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            if start <= tensor.data_ptr() < end:
-                return line.split()[-1]
-
-    def load(self, state):
-        sources.extend(mapped_file(tensor) for tensor in state.values())
-        assert state["wte.weight"].data_ptr() == state["lm_head.weight"].data_ptr()
-        return real(self, state)
-
-    monkeypatch.setattr(GPT, "load_state_dict", load)
-    train("run", "--resume")
-    assert sources and all(source.endswith("step_000003.pt") for source in sources)
-
-
 def test_which_checkpoints_are_kept(train):
     folder = train("run", "--max_iters=14", "--checkpoint_interval=2", "--keep_every=6")
     names = [f"step_{step:06d}.pt" for step in (0, 6, 12, 14)]

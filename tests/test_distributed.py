@@ -28,7 +28,7 @@ def whole(shards, tmp_path_factory):
 LONGER = ("--max_iters=20", "--checkpoint_interval=1000")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, whole, name):
     folder = tmp_path / "run"
     command = arguments(shards, folder, *LONGER)
@@ -40,7 +40,7 @@ def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, whole, name)
     step = saved(folder)["step"]
     assert f"step {step} of 20 is saved: stopped by a signal" in (tmp_path / "output").read_text()
     assert 4 <= step < 20 and max(metrics(folder)) == step
-    if name == "SIGHUP":  # the others are handled alike
+    if name == "SIGHUP":  # the other is handled alike
         assert run([*command, "--resume"]) == 0
         assert_same_run(folder, whole)
 
@@ -58,7 +58,7 @@ def both(processes):
     return [finish(process) for process in processes]
 
 
-def agree(one, other, adam_eps=1e-8):
+def agree(one, other):
     """The same run up to the order of sums."""
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(one, key) == pytest.approx(metrics(other, key), rel=1e-5), key
@@ -87,19 +87,14 @@ def test_two_processes_go_on_with_the_run_of_one(shards, tmp_path, whole):
     assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
 
 
-# T6's output projections begin at 0, so that the first gradients of the others are near 0, and Adam
-# would make whole steps of their rounding.
-T6 = ["configs/t6.py", "--head_size=16", "--mlp_hidden=64", "--adam_eps=1e-4"]
 ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
           "--systems=20", "--bins=50", "--val_tokens=64"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "settings", [["configs/ssmax.py"], T6, ORBITS], ids=["ssmax", "t6", "orbits"]
-)
-def test_two_processes_agree_with_one(shards, tmp_path, settings):
+@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4)])
+def test_two_processes_agree_with_one(shards, tmp_path, settings, size):
+    """With and without accumulation."""
     one, two = tmp_path / "one", tmp_path / "two"
-    size = 2 if settings is T6 else 4  # with and without accumulation
     pair, _ = group(arguments(shards, two, *settings), tmp_path, {}, batch_size=size)
     assert both(pair) == [0, 0]
     assert run(arguments(shards, one, *settings)) == 0
@@ -137,7 +132,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
         wait_for(lambda: steps_logged(folder) >= 6)
         os.kill(workers()[1], signal.SIGKILL)
         killed_at = steps_logged(folder)
-        wait_for(lambda: steps_logged(folder) > killed_at + 20)
+        wait_for(lambda: steps_logged(folder) > killed_at + 8)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:
@@ -152,14 +147,6 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     assert run(arguments(shards, whole, *more[1:], f"--max_iters={last}")) == 0
     assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
     assert list(metrics(folder)) == list(range(1, step + 1))
-
-
-def test_the_script_for_all_gpus_needs_one():
-    command = ["bash", "scripts/train_8gpu.sh", "configs/softmax.py"]
-    hidden = os.environ | {"GPUS": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: no GPU on this machine; python train.py trains without one\n"
 
 
 @pytest.mark.parametrize("signalled", [True, False])

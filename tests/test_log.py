@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,12 +72,3 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     assert sent == [(n, "step", "loss") for n in (3, 4, 5)] + [(5, "step", "val_loss")]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "x1"}
     assert metrics(tmp_path) == dict.fromkeys(range(6), 1.0)
-
-
-def test_a_long_validation_shows_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("runtime.log.FILE_S", 0)
-    slow = lambda: (time.sleep(1.1) for _ in range(3))  # noqa: E731
-    for quiet in (True, False):
-        with Log(tmp_path, Config(wandb_mode="disabled"), None, quiet=quiet) as log:
-            assert list(log.progress(slow(), "validation", 3)) == [None] * 3
-        assert ("validation:  67%" in capsys.readouterr().err) != quiet

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,30 +232,14 @@ def test_three_processes_that_do_not_divide_the_batch(train, capsys, monkeypatch
 
 
 def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
-    def data(folder):
-        return lambda: train("run", f"--data_dir={folder}")
-
-    refused(capsys, data(tmp_path / "none"), "none", "python -m data.text")
-    refused(capsys, data(tmp_path / "fineweb10B"), "python -m data.fineweb")
-
-    def copy(name):
-        return Path(shutil.copytree(shards, tmp_path / name))
-
-    folder = copy("beyond")
-    write_shard(folder / "text_train_000002.bin", np.array([1, 2, 300], dtype=np.uint16))
-    refused(capsys, data(folder), "text_train_000002.bin", "300", "256")
-    folder = copy("short")
-    shard = folder / "text_train_000001.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    refused(capsys, data(folder), "text_train_000001.bin", "truncated")
-    folder = copy("magic")
-    shard = folder / "text_val_000000.bin"
-    shard.write_bytes(b"\0\0\0\0" + shard.read_bytes()[4:])
-    refused(capsys, data(folder), "text_val_000000.bin")
-    folder = copy("few")
-    (folder / "text_train_000002.bin").unlink()
-    write_shard(folder / "text_train_000001.bin", np.arange(100, dtype=np.uint16))
-    refused(capsys, data(folder), "few", "100", "129")
+    missing = f"--data_dir={tmp_path / 'none'}"
+    refused(capsys, lambda: train("run", missing), "none", "python -m data.text")
+    few = shutil.copytree(shards, tmp_path / "few")
+    (few / "text_train_000002.bin").unlink()
+    write_shard(few / "text_train_000001.bin", np.arange(100, dtype=np.uint16))
+    refused(capsys, lambda: train("run", f"--data_dir={few}"), "few", "100", "129")
+    write_shard(few / "text_train_000001.bin", np.full(200, 300, dtype=np.uint16))
+    refused(capsys, lambda: train("run", f"--data_dir={few}"), "text_train_000001.bin", "300")
     refused(capsys, lambda: train("run", "--tokenizer=gpt2"), "'bytes'", "'gpt2'")
     assert not (tmp_path / "run").exists()
 
