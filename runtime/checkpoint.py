@@ -9,7 +9,7 @@ wandb.json         the run's id in wandb
 metrics.jsonl      one object per line, for a step or a validation each
 step_000200.pt     everything needed to resume, after 200 steps
 best_000150.pt     the weights with the lowest validation loss
-checkpoints.json   bytes and sha256 of each checkpoint; unlisted files are ignored
+checkpoints.json   sha256 of each checkpoint; unlisted files are ignored
 
 A checkpoint is written to a temporary file, synced and renamed before checkpoints.json lists it,
 and older ones are deleted only after that: the newest one listed is always intact.
@@ -58,7 +58,6 @@ HIDDEN = ("projections", "n_head", "norm", "tie_embeddings", "tokenizer")
 class Entry(msgspec.Struct):
     """What the index knows of a checkpoint."""
 
-    bytes: int
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     keep: bool = False  # as one of every `keep_every` steps, whatever a resumed run sets
 
@@ -199,7 +198,7 @@ class Saver:
             with atomic_write(path) as file:
                 torch.save(content, file)
             keep = self.keep_every > 0 and content["step"] % self.keep_every == 0
-            entry = Entry(bytes=path.stat().st_size, sha256=sha256_of(path), keep=keep)
+            entry = Entry(sha256_of(path), keep)
             kept = self._entries_to_keep(name, before or Index()) | {name: entry}
             write_json(self.run / INDEX, msgspec.to_builtins(Index(kept)))
         except (UserError, RuntimeError) as error:  # torch makes its own error of a full disk
@@ -363,12 +362,10 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
 def verify(path: Path, entry: Entry) -> str | None:
     """How a file differs from its entry in the index; None where it does not."""
     try:
-        if (size := path.stat().st_size) != entry.bytes:
-            return f"it has {size:,} bytes, not {entry.bytes:,}"
-        found = sha256_of(path)
+        intact = sha256_of(path) == entry.sha256
     except OSError as error:
         return error.strerror
-    return None if found == entry.sha256 else "its checksum is not the one it was saved with"
+    return None if intact else "its checksum is not the one it was saved with"
 
 
 def why_none(run: Path, which: str = "latest") -> str:

@@ -49,11 +49,6 @@ def process_group(
         dist.destroy_process_group()
 
 
-def is_main_rank() -> bool:
-    """Whether this process is rank 0, which prints and saves, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def all_reduce_max(value: int, device: torch.device) -> int:
     """The largest value over all ranks."""
     if not dist.is_initialized():

@@ -4,11 +4,12 @@ import math
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from config import Config
 from optim import learning_rate
-from runtime.distributed import EXIT_FAILED, is_main_rank
+from runtime.distributed import EXIT_FAILED
 
 # With float16 a step whose gradients overflow lowers the loss scale, from 2^16 by half. Gradients
 # that still overflow at this one are not finite at any (min_loss_scale of fairseq).
@@ -28,7 +29,7 @@ def finite_weights(model: nn.Module) -> bool:
 
 def stop_diverged(config: Config, step: int, error: str, location: str) -> None:
     """End the run without saving, so that the newest checkpoint is a good one."""
-    if is_main_rank():  # the ranks end alike
+    if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
         print(
             f"error: step {step}: {error}; the batch begins {location}. The run's last checkpoint "
             f"in {config.out_dir} is good. Try a lower learning_rate (now "

@@ -136,15 +136,15 @@ def sha256_of(path: str | Path) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path, doing: str, name: str = ".lock") -> Iterator[None]:
-    """Create a folder and hold its lock, the file `name`, while the block runs.
+def lock_folder(folder: Path, doing: str) -> Iterator[None]:
+    """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
     The system releases the lock when the process ends, however it ends. A folder
     that was created for nothing is removed again. Raises UserError where the folder cannot be
     written to, or another process holds its lock; the message says that it "is `doing`".
     """
     check_writable(folder)
-    lock, created = folder / name, not folder.exists()
+    lock, created = folder / ".lock", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
