@@ -59,8 +59,8 @@ def test_a_measurement_of_other_weights_is_not_taken(
 
 @pytest.mark.parametrize("module", [eval_length, sample, needle])
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused(trained, call, tmp_path, capsys, module):
-    for message in ("no config.json", "checkpoint"):
-        refused(capsys, lambda: call(module, tmp_path), message)
+    for _ in range(2):
+        refused(capsys, lambda: call(module, tmp_path), "no checkpoint in it")
         shutil.copy(trained / "config.json", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
