@@ -165,9 +165,7 @@ def backward_keys(
                 dy = dy.to(k.dtype)
                 # not dot(trans(dy), k): Triton before 3.7.1 miscompiles it for Hopper
                 dq = tl.trans(tl.dot(tl.trans(k), dy, input_precision=C.PRECISION))
-                columns = tl.arange(0, C.BLOCK_D)
-                at = dq_head + rows[:, None] * (H * C.D) + columns[None, :]
-                inside = (rows < Lq)[:, None] & (columns < C.D)[None, :]
+                at, inside = tiles.places(dq_head, H * C.D, rows, Lq, C)
                 tl.atomic_add(at, dq, mask=inside, sem="relaxed")
     dk *= C.VALUE / C.ARGUMENT
     if C.UNIT:
@@ -187,15 +185,12 @@ def backward_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """What the atomics would sum for dq, for a block of rows; the bias's gradient if learnt."""
-    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h, past = bh // H, bh % H, Lk - Lq
-    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
+        Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
+    )
     dout = tiles.load(tiles.own_head_of(DOUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
     HALF: tl.constexpr = DOUT.dtype.element_ty == tl.float16
     terms = row_terms(ROWS, TERMS, bh, rows, Lq, 1, HALF, C)
-    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
 
     dq = tl.zeros(q.shape, tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)

@@ -66,15 +66,11 @@ def forward_one_stage(
     Q, K, V, OUT, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # longest rows first, so that the GPU does not wait for one long block at the end
-    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h, past = bh // H, bh % H, Lk - Lq
-    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
+        Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
+    )
     alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
     beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
-    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
 
     acc = tl.zeros(q.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -126,14 +122,11 @@ def forward_two_stages(
     Q, K, V, OUT, U, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h, past = bh // H, bh % H, Lk - Lq
-    k_head, v_head = tiles.head_of(K, b, h // GROUP), tiles.head_of(V, b, h // GROUP)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = tiles.load(tiles.own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
+        Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
+    )
     alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
     beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
-    parts = tiles.key_tiles(block, past, Lk, BLOCK_M, BLOCK_N, C)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row

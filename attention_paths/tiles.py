@@ -89,22 +89,25 @@ def own_head_of(X, b, h, H, L, D: tl.constexpr):
 
 
 @triton.jit
-def load(X, stride, rows, L, C: tl.constexpr):
-    """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
+def places(X, stride, rows, L, C: tl.constexpr):
+    """Pointers [rows, BLOCK_D] to rows of X [L, D], and which of them are within bounds."""
     columns = tl.arange(0, C.BLOCK_D)
     inside = (rows < L)[:, None]
     if C.D != C.BLOCK_D:
         inside = inside & (columns < C.D)[None, :]
-    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    return X + rows[:, None] * stride + columns[None, :], inside
+
+
+@triton.jit
+def load(X, stride, rows, L, C: tl.constexpr):
+    """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
+    at, inside = places(X, stride, rows, L, C)
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def store(X, stride, rows, L, value, C: tl.constexpr):
-    columns = tl.arange(0, C.BLOCK_D)
-    inside = (rows < L)[:, None]
-    if C.D != C.BLOCK_D:
-        inside = inside & (columns < C.D)[None, :]
-    at = X + rows[:, None] * stride + columns[None, :]
+    at, inside = places(X, stride, rows, L, C)
     tl.store(at, value.to(X.dtype.element_ty), mask=inside)
 
 
@@ -134,15 +137,25 @@ def saved(ROWS, index, bh, rows, L):
 
 
 @triton.jit
-def key_tiles(block, past, Lk, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr):
-    """For each part, the first key of its tiles and the end of its keys, for a block of rows."""
-    row = block * BLOCK_M + past  # the first row's own key
-    full, begin, whole = (row + 1) // BLOCK_N * BLOCK_N, 0, 0
+def rows_and_keys(Q, K, V, H, GROUP, Lq, Lk, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """A program's block of M rows, the heads of K and V for it, and its parts of tiles of N keys.
+
+    A part is the first key of its tiles and the end of its keys.
+    """
+    # longest rows first, so that the GPU does not wait for one long block at the end
+    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    b, h, past = bh // H, bh % H, Lk - Lq
+    k_head, v_head = head_of(K, b, h // GROUP), head_of(V, b, h // GROUP)
+    rows = block * M + tl.arange(0, M)
+    q = load(own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    row = block * M + past  # the first row's own key
+    full, begin, whole = (row + 1) // N * N, 0, 0
     if C.WINDOW is not None:
-        begin = tl.maximum(row + 1 - C.WINDOW, 0) // BLOCK_N * BLOCK_N
-        whole = tl.cdiv(tl.maximum(row + BLOCK_M - C.WINDOW, 0), BLOCK_N) * BLOCK_N
+        begin = tl.maximum(row + 1 - C.WINDOW, 0) // N * N
+        whole = tl.cdiv(tl.maximum(row + M - C.WINDOW, 0), N) * N
         whole = tl.minimum(whole, full)
-    return (whole, full), (full, tl.minimum(row + BLOCK_M, Lk)), (begin, whole)
+    parts = (whole, full), (full, tl.minimum(row + M, Lk)), (begin, whole)
+    return bh, b, h, past, rows, q, k_head, v_head, parts
 
 
 @triton.jit
