@@ -83,3 +83,10 @@ def test_a_command_runs_as_a_file_from_any_folder(trained, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "-" * 80 in done.stdout, done.stderr
     assert done.stdout.endswith("slow: []\n")
+
+
+def test_no_module_hides_the_package_kernels(tmp_path):
+    """Hugging Face's package of that name, which transformers imports where it is installed."""
+    (tmp_path / "kernels.py").write_text("LAYERS = 7\n")
+    code = "import model, sys; sys.path.append(sys.argv[1]); import kernels; assert kernels.LAYERS"
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True)
