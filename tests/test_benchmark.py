@@ -16,64 +16,51 @@ TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes", "--devi
 SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--out", "{}/file/new/b.json"), "Not a directory"),
-        (("--devise=cpu",), "did you mean device?"),
-        (("--phases", "decoding"), "--phases decoding"),
-        (("--phases", "decode", "--nanogpt", "."), "each must be one of train, eval\n"),
-        (("--nanogpt", "{}"), "no model.py there"),
-    ],
-)
-def test_refuses_before_it_measures(call, capsys, tmp_path, monkeypatch, options, message):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(benchmark, "measure", None)
+def step(name, phase, *settings):
+    """One step of a phase with the model of a config file."""
+    config = load_config([f"configs/{name}.py", *settings])
+    return benchmark.build_step(config, phase, torch.device("cpu"))
+
+
+def test_an_unknown_phase_is_refused(call, capsys):
     with pytest.raises(SystemExit) as stop:
-        call(benchmark, "configs/softmax.py", *(option.format(tmp_path) for option in options))
+        call(benchmark, "configs/softmax.py", "--phases=train,decoding")
+    message = "--phases train,decoding: each must be one of train, eval, decode"
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.fixture
-def stubbed(monkeypatch):
-    """Figures of 1 for every model, not measured; returns the models asked for."""
+def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):
     asked = {}
 
-    def measure(models, rounds, nanogpt, phases):
+    def measure(models, rounds, phases):  # figures of 1 for the first model, 2 for the second
         asked.update(models)
         columns = [f"{phase}_{unit}" for phase in phases for unit in ("ms", "ms_spread", "mb")]
         return {name: dict.fromkeys(columns, n) for n, name in enumerate(models, 1)}
 
     monkeypatch.setattr(benchmark, "measure", measure)
-    return asked
-
-
-def test_the_papers_figures_stand_beside_every_path(call, capsys, stubbed, tmp_path):
-    (tmp_path / "model.py").touch()
-    paths = ("--impls", "auto,reference", "--nanogpt", tmp_path)
+    paths = ("--impls", "auto,reference")
     call(benchmark, "configs/softmax.py", "configs/lssar_p15.py", "configs/relu_li.py", *paths)
     lines = capsys.readouterr().out.splitlines()
     after = [lines[i + 1].strip() for i, line in enumerate(lines) if line.startswith("lssar_p15")]
     assert all(line.startswith("paper, A100") and "250.3 (2.08)" in line for line in after)
-    assert sum("paper, A100" in line for line in lines) == 4 and lines[-1].startswith("nanoGPT")
-    # models of the same variant are named after their files, and have no figures in the paper
+    assert sum("paper, A100" in line for line in lines) == 4
+    # the paper has no figures of other phases, nor of T6
     call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode", "--p=3")
     printed = capsys.readouterr().out
     assert "\nt6 " in printed and "2.0 (2.00)" in printed and "paper" not in printed
-    assert stubbed["t6"].p == 3  # no option of the command, though --phases begins with it
+    assert asked["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
 def test_models_take_the_baseline_of_their_length():
-    given = argparse.Namespace(
+    arguments = argparse.Namespace(
         configs=["configs/softmax.py", "configs/lssar_p3.py"], scale=None, impls="auto,unfused",
-        lengths=(16, 32), nanogpt="folder",
+        lengths=(16, 32),
     )  # fmt: skip
-    models, baselines = benchmark.parse_models(given, ["--batch_size=2"])
-    assert len(models) == 10 and baselines["lssar_p3 unfused at 32"] == "softmax auto at 32"
-    assert baselines["nanoGPT at 16"] == "softmax auto at 16"
+    models, baselines = benchmark.parse_models(arguments, ["--batch_size=2"])
+    assert len(models) == 8 and baselines["lssar_p3 unfused at 32"] == "softmax auto at 32"
+    assert baselines["softmax auto at 16"] == "softmax auto at 16"
     config = models["lssar_p3 unfused at 32"]
     assert (config.block_size, config.total_batch_size, config.compile) == (32, 64, False)
-    assert models["nanoGPT at 32"] == models["softmax auto at 32"]
 
 
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
@@ -100,40 +87,20 @@ def test_unfused_holds_all_logits(monkeypatch, phase):
     )
     small = [*TINY, "--block_size=512", "--batch_size=2", "--total_batch_size=1024"]
     for options, expected in ((benchmark.UNFUSED, [1024]), ([], [])):
-        config = load_config(["configs/lssar_p15.py", *small, *options])
-        benchmark.build_step(config, phase, None, torch.device("cpu"))()
+        step("lssar_p15", phase, *small, *options)()
         assert seen == expected
         seen.clear()
 
 
-NANOGPT = """
-import torch, types
-GPTConfig = types.SimpleNamespace
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
-
-    def forward(self, x, y):
-        logits = self.wte(x) @ self.wte.weight.T
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-"""
-
-
-@pytest.mark.parametrize("nanogpt, padded", [(False, 384), (True, 320)])
-def test_a_training_step_changes_the_weights(monkeypatch, tmp_path, nanogpt, padded):
+def test_a_training_step_changes_the_weights(monkeypatch):
     models, build = [], benchmark.build_optimizers
     monkeypatch.setattr(
         benchmark, "build_optimizers", lambda model, c: models.append(model) or build(model, c)
     )
-    (tmp_path / "model.py").write_text(NANOGPT)
-    config, folder = load_config(["configs/softmax.py", *SHORT]), str(tmp_path)
-    step = benchmark.build_step(config, "train", folder if nanogpt else None, torch.device("cpu"))
+    train = step("softmax", "train", *SHORT)
     weight = models[0].wte.weight
     before = weight.detach().clone()
-    step()
-    assert len(weight) == padded
+    train()
     assert not torch.equal(weight, before) and weight.grad is None
 
 
@@ -145,25 +112,22 @@ def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
         return forward(self, x, cache)
 
     monkeypatch.setattr(Trunk, "forward", noted)
-    config = load_config(["configs/lssar_p3.py", *SHORT, "--projections=tpa"])
-    step = benchmark.build_step(config, "decode", None, torch.device("cpu"))
-    step()
-    step()
+    decode = step("lssar_p3", "decode", *SHORT, "--projections=tpa")
+    decode()
+    decode()
     assert seen == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
 
 
 @pytest.mark.parametrize("phase, backward", [("attention", 1), ("attention_eval", 0)])
 def test_attention_alone_is_a_layers(monkeypatch, phase, backward):
-    seen, forward, grad = [], Attention.forward, torch.autograd.grad
+    seen, calls, forward, grad = [], [], Attention.forward, torch.autograd.grad
 
     def noted(self, q, k, v):
         seen.append((self.p, q.shape, q.requires_grad))
         return forward(self, q, k, v)
 
     monkeypatch.setattr(Attention, "forward", noted)
-    calls = []
     monkeypatch.setattr(torch.autograd, "grad", lambda *a: calls.append(a) or grad(*a))
-    config = load_config(["configs/lssar_p3.py", *SHORT])
-    benchmark.build_step(config, phase, None, torch.device("cpu"))()
+    step("lssar_p3", phase, *SHORT)()
     assert seen == [(3, (2, 2, 8, 8), bool(backward))] * benchmark.CALLS
     assert len(calls) == backward * benchmark.CALLS
