@@ -4,11 +4,10 @@ python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
 
-Prints a table, and draws the accuracies: downstream.png in the run's folder, or for several runs
-downstream_by_run_RUN_RUN.png in the folder that contains them (or --out). RUN/downstream.json is a
-list of measurements. Each task is saved when it is finished, and not measured again. The paper's
-values are in the tables of `python -m scripts.reproduce`: table2, table_a1 and table_a2. Needs
-requirements-eval.txt and, the first time a task's data are read, a network.
+Prints a table. RUN/downstream.json is a list of measurements: each task is saved when it is
+finished, and not measured again. The paper's values are in the tables of
+`python -m scripts.reproduce`: table2, table_a1 and table_a2. The command needs
+requirements-eval.txt and, the first time that it reads a task's data, a network.
 """
 
 import difflib
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -34,7 +32,6 @@ from config import Config
 from errors import UserError, first_line
 from scripts.common import runner
 from scripts.common.papers import LSSAR
-from scripts.common.plots import add_legend, panels
 from scripts.common.runner import Evaluation, Run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
@@ -43,7 +40,7 @@ from scripts.export_hf import transformers_model, transformers_tokenizer
 # The columns of the paper's tables are tasks with a metric, such as "piqa acc_norm".
 COLUMNS = [c for table in ("table2", "table_a1", "table_a2") for c in LSSAR[table]["columns"]]
 PAPER_TASKS = tuple(dict.fromkeys(column.split()[0] for column in COLUMNS))
-# Metrics that are shares of correct answers, printed in percent and drawn.
+# Metrics that are shares of correct answers, printed in percent.
 SHARES = ("acc", "exact_match")
 # The bootstrap is for standard errors without a closed form, such as perplexity's.
 HARNESS = {"bootstrap_iters": 1000, "log_samples": False}
@@ -210,7 +207,7 @@ def readable(results: dict) -> dict:
 
 
 def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print all scores, and draw the shares of correct answers."""
+    """Print all scores; there is no picture."""
     names, results = zip(*named, strict=True)
     for name, result in named:
         print(
@@ -218,47 +215,25 @@ def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Fig
             f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
         )
     table = [["task", "metric", "run", "value", "stderr", "samples"]]
-    shares: dict[str, list[tuple[float, float]]] = {}  # by run: value and standard error
     for task, metric, scores in shown(results):
         percent = 100 if metric.startswith(SHARES) else 1
         for name, score in zip(names, scores, strict=True):
-            value, error = (score["metrics"][metric][key] for key in ("value", "stderr"))
-            value, error = percent * value, percent * (error or 0)
-            cells = [f"{value:.2f}", f"{error:.2f}" if error else "", str(score["samples"])]
-            table.append([task, metric, name, *cells])
-            if percent == 100:
-                shares.setdefault(f"{task}\n{metric}", []).append((value, error))
+            found = score["metrics"][metric]
+            error = f"{percent * found['stderr']:.2f}" if found["stderr"] else ""
+            value, samples = f"{percent * found['value']:.2f}", str(score["samples"])
+            table.append([task, metric, name, value, error, samples])
     print_table(table, left=3)
-    picture = "downstream_by_run" if len(named) > 1 else "downstream"
-    return {picture: draw(shares, names, results[0]["rope"])} if shares else {}
+    return {}
 
 
 def shown(results: Sequence[dict]) -> Iterator[tuple[str, str, list[dict]]]:
     """Every task and metric to show, with each run's scores on the task."""
     for name in results[0]["parts"]:
         scores = [result["parts"][name]["scores"] for result in results]
-        # a group has its own score, a tag only those of its tasks
+        # a group has its own score, a tag has only the scores of its tasks
         for task in [name] if name in scores[0] else scores[0]:
             for metric in scores[0][task]["metrics"]:
                 yield task, metric, [run_scores[task] for run_scores in scores]
-
-
-def draw(shares: dict[str, list[tuple[float, float]]], names: Sequence[str], rope: str) -> Figure:
-    """The runs' shares of correct answers, in percent, with their standard errors."""
-    figure, (axes,) = panels(1)
-    figure.set_figheight(1.4 + 0.4 * len(shares))
-    for i, name in enumerate(names):
-        values, errors = np.array([found[i] for found in shares.values()]).T
-        y = np.arange(len(shares)) + 0.1 * (i + 1)
-        axes.errorbar(values, y, xerr=errors, fmt="o", color=f"C{i % 10}", label=name)
-    axes.set_yticks(range(len(shares)), shares)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("correct answers (%), with their standard error")
-    axes.set_title(f"RoPE scaling: {rope}", fontsize="medium")
-    axes.grid(alpha=0.3)
-    add_legend(figure)
-    return figure
 
 
 main = runner.as_command(Downstream, show)

@@ -416,6 +416,8 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
             if figure := evaluation.picture(path, named[-1][1]):
                 own[picture_path([path], evaluation.name)] = figure
         pictures = show(evaluation, named)
+        if arguments.out and not pictures:
+            raise UserError(f"--out {arguments.out}: this command draws no picture")
         for file, figure in own.items():
             save_picture(figure, file)
         for i, (name, figure) in enumerate(pictures.items()):
