@@ -10,7 +10,7 @@ from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
 try:
-    import attention_paths.launch as launch
+    from attention_paths import launch
 except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     launch = None
 

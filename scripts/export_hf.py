@@ -1,4 +1,4 @@
-"""Export a trained model as a folder that Hugging Face's transformers loads on its own.
+"""Export a trained model as a folder that Hugging Face's transformers loads by itself.
 
 python -m scripts.export_hf RUN DIR
 
@@ -8,7 +8,7 @@ python -m scripts.export_hf RUN DIR
 
 DIR gets the weights in float32, the settings, the tokenizer, and this repository's model code, so
 that every variant of attention.VARIANTS and every RoPE scaling works. It appears whole or not at
-all. Needs requirements-eval.txt; loading needs transformers 5.
+all. The export needs requirements-eval.txt; loading needs transformers 5.
 """
 
 import os
@@ -40,10 +40,9 @@ from scripts.common import runner
 from scripts.common.runner import Options, Run, load_run
 
 ROOT = Path(__file__).parent.parent
-MODELING = ROOT / "scripts/common/hf_modeling.py"
 # The arguments of GPT.scale_rope, as the facts of a run name them.
 ROPE = {"scaling": "rope", "factor": "rope_factor", "theta": "rope_theta"}
-IMPORT = re.compile(r"^( *)(?:from ([\w.]+) (import .+)|import ([\w.]+)( as \w+)?)$", re.MULTILINE)
+IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 
 
 @command
@@ -53,11 +52,11 @@ def main() -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
     runner.add_options(parser, Options)
     parser.set_defaults(device="cpu")
-    given = parser.parse_args()
-    folder = given.dir.resolve()
+    arguments = parser.parse_args()
+    folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
-    run = load_run(given.run, runner.from_arguments(Options, given))
+    run = load_run(arguments.run, runner.from_arguments(Options, arguments))
     model, tokenizer = transformers_model(run), transformers_tokenizer(run.config)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -74,7 +73,7 @@ def main() -> None:
         raise UserError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"{given.dir}: {run.config.variant_name}, step {run.facts['step']}")
+    print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 
 def transformers_model(run: Run) -> Any:
@@ -86,7 +85,7 @@ def transformers_model(run: Run) -> Any:
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     settings = settings_of(c) | {"vocab_size": c.n_vocab}
     values: dict[str, Any] = {
-        # those on which results depend, and the one that total_batch_size must agree with
+        # the settings on which results depend, and the one that total_batch_size must agree with
         "settings": {key: settings[key] for key in (*names(fixed=True), "batch_size")},
         "rope": {key: run.facts[name] for key, name in ROPE.items()},
         "run": run.facts | {"environment": environment()},
@@ -128,16 +127,16 @@ def transformers_tokenizer(config: Config) -> Any:
 
 
 def byte_level_bpe(name: str) -> Any:
-    """A built-in tokenizer as one of the tokenizers library; bytes have no merges."""
+    """A built-in tokenizer in the tokenizers library; `bytes` has no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    symbols, merges, is_gpt2 = byte_symbols(), [], name == "gpt2"
-    tokens = [symbols[b] for b in range(256)]
-    if is_gpt2:  # its ids are the bytes, in an order of their own, and then the merges
-        lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:]
-        merges = [(left, right) for left, right in map(str.split, lines)]
-        tokens = [*symbols.values(), *map("".join, merges)]
-    vocabulary = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
+    symbols, is_gpt2 = byte_symbols(), name == "gpt2"
+    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:] if is_gpt2 else []
+    merges = [(left, right) for left, right in map(str.split, lines)]
+    # GPT-2 has the bytes in an order of its own
+    tokens = symbols.values() if is_gpt2 else (symbols[b] for b in range(256))
+    every = [*tokens, *map("".join, merges), END_OF_TEXT]
+    vocabulary = {token: i for i, token in enumerate(every)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     # GPT-2's merges never cross the words that the regular expression finds
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
@@ -147,41 +146,37 @@ def byte_level_bpe(name: str) -> Any:
 
 
 def sources() -> dict[str, str]:
-    """File name -> text of hf_modeling.py and of all files of this repository that it depends on.
+    """File name -> text of hf_modeling.py and of all files of this repository that it imports.
 
-    Imports among them are made relative, as transformers requires.
+    transformers takes a single folder of files, and copies only those that lines such as
+    `from .module import name` mention: a/b.py becomes a_b.py, and imports become relative.
     """
     files: dict[str, str] = {}
-    todo = [MODELING]
-
-    def found(module: str) -> bool:
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        todo.extend([path] if path.exists() else [])
-        return path.exists()
+    todo = ["scripts.common.hf_modeling"]
 
     def relative(match: re.Match) -> str:
-        space, source, imported, module, alias = match.groups()
-        if source and found(source):
-            return f"{space}from .{source.replace('.', '_')} {imported}"
-        modules = {module: alias or ""}
-        if source:
-            listed = imported.removeprefix("import ").split(", ")
-            modules = {f"{source}.{name}": f" as {name}" for name in listed}
-        if not all(map(found, modules)):
+        space, source, imported = match.groups()
+        path, flat = ROOT / source.replace(".", "/"), source.replace(".", "_")
+        if path.with_suffix(".py").exists():
+            todo.append(source)
+            return f"{space}from .{flat} import {imported}"
+        if not path.is_dir():  # another library's
             return match[0]
-        # transformers copies no folders, and only files that `from .module import` lines name
-        flat = {name.replace(".", "_"): alias for name, alias in modules.items()}
-        lines = [
-            f"{space}from .{name} import __name__ as _\n{space}from . import {name}{alias}"
-            for name, alias in flat.items()
-        ]
+        modules = imported.split(", ")
+        todo.extend(f"{source}.{module}" for module in modules)
+        lines = (
+            f"{space}from .{flat}_{module} import __name__ as _\n"
+            f"{space}from . import {flat}_{module} as {module}"
+            for module in modules
+        )
         return "\n".join(lines)
 
     while todo:
-        path = todo.pop()
-        name = "_".join(path.relative_to(ROOT).parts) if path != MODELING else path.name
+        module = todo.pop()
+        name = module.removeprefix("scripts.common.").replace(".", "_") + ".py"
         if name not in files:
-            files[name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
+            text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+            files[name] = IMPORT.sub(relative, text)
     return files
 
 

@@ -151,7 +151,7 @@ def test_the_folder_says_what_it_is(folder):
 def test_its_code_is_this_repositorys(folder):
     """Identical but for the imports, which a user's own process has made."""
     modules = {"_".join(p.relative_to(ROOT).parts): p for p in ROOT.rglob("*.py")}
-    modules["hf_modeling.py"] = export_hf.MODELING
+    modules["hf_modeling.py"] = ROOT / "scripts/common/hf_modeling.py"
     paths = list((folder / "user/model0").glob("*.py"))
     assert {"hf_modeling", "model", "attention_paths_tiles"} <= {path.stem for path in paths}
     for path in paths:

@@ -18,7 +18,7 @@ from model import GPT
 
 
 class SharpAttentionConfig(PreTrainedConfig):
-    """`settings` are those of the training run, `rope` the arguments of GPT.scale_rope."""
+    """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope."""
 
     model_type = "sharp_attention"
     settings: Any = None
@@ -26,7 +26,7 @@ class SharpAttentionConfig(PreTrainedConfig):
 
 
 class Cache(KVCache):
-    """The model's cache, with the attributes and methods that transformers expects of one."""
+    """The model's cache, with the attributes and methods that transformers expects of a cache."""
 
     is_compileable = is_croppable = False
 
@@ -34,15 +34,15 @@ class Cache(KVCache):
         return self.length
 
     def reorder_cache(self, beams: Tensor) -> None:
-        for kept in self.layers.values():
-            kept[:] = [x[beams] for x in kept]
+        for stored in self.layers.values():
+            stored[:] = [x[beams] for x in stored]
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     """The transformers interface to this repository's GPT.
 
-    In `forward` a batch may be padded on the right, never on the left; in `generate` not at all, so
-    that all prompts must have the same length.
+    In `forward` a batch may be padded on the right, never on the left. In `generate` all prompts
+    must have the same length, without padding.
     """
 
     config_class = SharpAttentionConfig
@@ -54,11 +54,9 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)
-        first = {parameter: name for name, parameter in self.named_parameters()}
+        first = {x: name for name, x in self.named_parameters()}
         every = self.named_parameters(remove_duplicate=False)
-        self._tied_weights_keys = {
-            name: first[parameter] for name, parameter in every if name != first[parameter]
-        }
+        self._tied_weights_keys = {name: first[x] for name, x in every if name != first[x]}
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
@@ -67,9 +65,6 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.wte
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.gpt.lm_head
 
     def forward(
         self,
@@ -84,6 +79,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
+        Raises ValueError for padding on the left, and for any padding in generation.
         """
         new = past_key_values is None or past_key_values.length == 0
         if attention_mask is not None and new:
@@ -95,16 +91,11 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
                     "prompts of equal length (lm_eval: batch_size=1)"
                 )
         x = self.gpt.trunk(self.gpt.wte(input_ids), past_key_values)
-        logits = self.gpt.logits(x[:, -logits_to_keep:])
-        loss = None
+        logits, loss = self.gpt.logits(x[:, -logits_to_keep:]), None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
-        return CausalLMOutputWithPast(
-            loss=loss,  # type: ignore[arg-type]
-            logits=logits,  # type: ignore[arg-type]
-            past_key_values=past_key_values,  # type: ignore[arg-type]
-        )
+        return CausalLMOutputWithPast(loss, logits, past_key_values)  # type: ignore[arg-type]
 
     # transformers declares -> bool and returns None
     def _prepare_cache_for_generation(  # type: ignore[override]
