@@ -3,14 +3,13 @@
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
 that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
 repository made it, `meta.json`, with a copy of the tokenizer's file, `tokenizer.json`, unless the
-tokenizer is built in; `progress.json` exists only while the set is being made. A set made in N
-parts is a folder of N such folders, `part-1-of-N` to `part-N-of-N`.
+tokenizer is built in. A set made in N parts is a folder of N such folders, `part-1-of-N` to
+`part-N-of-N`.
 """
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -29,16 +28,20 @@ HEADER_BYTES = HEADER_INTS * HEADER.itemsize
 TOKEN = np.dtype("<u2")
 
 META = "meta.json"
-PROGRESS = "progress.json"
 HOW_TO_MAKE = "make it with `python -m data.fineweb` or `python -m data.text`: docs/data.md"
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+# Where a shard starts: the number of the stream, a state of its reading, and a token from there.
+Place = tuple[Count, Any, Count]
 
 
 class Entry(TypedDict):
     """A shard, as meta.json lists it; its name must not lead out of the folder."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+_(train|val)_\d+\.bin$")]
-    tokens: Annotated[int, msgspec.Meta(ge=1)]
-    sha256: str
+    tokens: Count
+    next: Place  # of the shard after it
 
 
 class Settings(TypedDict):
@@ -53,20 +56,18 @@ class Settings(TypedDict):
 class Meta(Settings):
     """The content of meta.json."""
 
+    complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 
 
-def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> str:
-    """Write tokens [n], n >= 1, as one shard, whole or not at all; returns its sha256."""
+def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
+    """Write tokens [n], n >= 1, as one shard, whole or not at all."""
     header = np.zeros(HEADER_INTS, dtype=HEADER)
     header[:3] = MAGIC, VERSION, len(tokens)
-    digest = hashlib.sha256()
     # until it is complete its name is hidden and ends in .tmp, which no glob for shards matches
     with atomic_write(path) as file:
-        for part in (header.data, np.ascontiguousarray(tokens, dtype=TOKEN).data):
-            file.write(part)
-            digest.update(part)
-    return digest.hexdigest()
+        file.write(header.data)
+        file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
 def read_shard(path: str | Path) -> NDArray[np.uint16]:
@@ -116,16 +117,18 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
         raise UserError(f"{data_dir}: no such folder; {HOW_TO_MAKE}")
     shards: list[Path] = []
     for folder in folders_of(data_dir):
-        if (folder / PROGRESS).exists():
-            raise UserError(f"{folder}: unfinished; repeat the command that was making it")
+        found = sorted(folder.glob(f"*_{split}_*.bin"))
         meta = read_meta(folder)
-        for name in [shard["name"] for shard in meta["shards"]] if meta else ():
-            if f"_{split}_" in name and not (folder / name).exists():
+        if meta and not meta["complete"]:
+            raise UserError(f"{folder}: unfinished; repeat the command that was making it")
+        listed = {shard["name"] for shard in meta["shards"]} if meta else set()
+        for name in sorted(listed - {path.name for path in found}):
+            if f"_{split}_" in name:
                 raise UserError(
                     f"{folder}: {name} is missing, which meta.json lists: copy it there, or repeat "
                     "the command that made the folder"
                 )
-        shards += sorted(folder.glob(f"*_{split}_*.bin"))
+        shards += found
     if not shards:
         raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {HOW_TO_MAKE}")
     return shards

@@ -1,9 +1,9 @@
 """Make token shards from any text files: `python -m data.text [PATHS...]`.
 
 Reads .txt, .md and .py (each file is a document), .jsonl, also compressed as .jsonl.gz or
-.jsonl.zst (a field of each line is one), and .parquet (a column's entries are documents); a folder
-stands for all such files in it that are not hidden. Without paths it uses the source code of
-Python's standard library, which every machine has. For validation it uses the files named by
+.jsonl.zst (a field of each line is a document), and .parquet (a column's entries are documents); a
+folder stands for all such files in it that are not hidden. Without paths it uses the source code
+of Python's standard library, which every machine has. For validation it uses the files named by
 --val, or a tenth of several files, chosen by a hash of their names, or the last tenth of a single
 file, from the first document that begins in it (of one document: paragraph, or else line or word).
 """
@@ -20,18 +20,17 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, add_options, build
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
-from runtime.files import open_regular, sha256_of
+from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
-COMPRESSION = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-SUFFIXES = (*PLAIN, *COMPRESSION, ".parquet")
+SUFFIXES = (*PLAIN, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
@@ -71,9 +70,9 @@ def list_files(
             for folder, folders, files in os.walk(path):
                 folders[:] = [name for name in folders if name[0] != "." and name not in without]
                 for file in (Path(folder, name) for name in files if name[0] != "."):
-                    if file.name.endswith(SUFFIXES):
+                    if file.name.endswith(SUFFIXES) and file.is_file():
                         found[file.resolve()] = file.relative_to(path).as_posix()
-        elif not path.exists():
+        elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
@@ -91,48 +90,43 @@ def list_stdlib() -> list[tuple[str, Path]]:
 def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
     """The documents of one file, without empty ones.
 
-    Raises UserError where the file cannot be read or parsed, or is not a regular file.
+    Raises UserError where the file cannot be read or parsed.
     """
     try:
-        with open_regular(path) as file:
-            documents: Iterable[Any]
-            if path.name.endswith(PLAIN):
-                documents = [file.read().decode("utf-8-sig")]  # without a byte-order mark
-            else:
-                parquet = path.suffix == ".parquet"
-                documents = (read_parquet if parquet else read_json_lines)(path, file, field)
-            for text in documents:
-                if not isinstance(text, str):
-                    raise UserError(f'{path}: a document\'s "{field}" is {text!r}, not a string')
-                if text:
-                    yield text
+        for text in read_values(path, field):
+            if not isinstance(text, str):
+                raise UserError(f'{path}: a document\'s "{field}" is {text!r}, not a string')
+            if text:
+                yield text
     except UserError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def read_parquet(path: Path, file: IO[bytes], column: str) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    table = pq.ParquetFile(file)
-    if column not in table.schema_arrow.names:
-        raise UserError(f"{path}: no column {column!r}")
-    for batch in table.iter_batches(BATCH, columns=[column]):
-        yield from batch[column].to_pylist()
-
-
-def read_json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Any]:
+def read_values(path: Path, field: str) -> Iterator[Any]:
+    """The text of a plain file, or the field's value in each line or entry of another file."""
     import pyarrow
+    import pyarrow.parquet
 
-    compression = next(how for end, how in COMPRESSION.items() if path.name.endswith(end))
-    lines = io.BufferedReader(pyarrow.input_stream(file, compression))
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield json.loads(line)[field]
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise UserError(f'{path}: line {number} has no JSON field "{field}"') from error
+    if path.name.endswith(PLAIN):
+        yield path.read_bytes().decode("utf-8-sig")  # without a byte-order mark
+    elif path.suffix == ".parquet":
+        table = pyarrow.parquet.ParquetFile(path)
+        if field not in table.schema_arrow.names:
+            raise UserError(f"{path}: no column {field!r}")
+        for batch in table.iter_batches(BATCH, columns=[field]):
+            yield from batch[field].to_pylist()
+    else:
+        with io.BufferedReader(pyarrow.input_stream(path)) as lines:  # decompresses by the suffix
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        value = json.loads(line)[field]
+                    except (ValueError, LookupError, TypeError, RecursionError) as error:
+                        message = f'{path}: line {number} has no JSON field "{field}"'
+                        raise UserError(message) from error
+                    yield value
 
 
 def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
@@ -211,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
     field = f"of JSON or parquet; default: {COLUMN}"
-    parser.add_argument("--field", "--column", default=COLUMN, help=field)
+    parser.add_argument("--field", default=COLUMN, help=field)
     add_options(parser, tokenizer="bytes")
     args = parser.parse_args(argv)
 
@@ -226,18 +220,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"{given}: no text is left for training, or there is none for validation in {args.val}"
         )
-    inputs = [[(source.name, source.sha256) for source in part] for part in (val, train)]
-    identity = inputs if args.field == COLUMN else [args.field, inputs]
-    build(
-        args.out_dir or Path(f"data/text_{Path(args.tokenizer).stem}"),
-        prefix="text",
-        streams=[reader(val), reader(train)],
-        tokenizer=args.tokenizer,
-        shard_size=args.shard_size,
-        workers=args.workers,
-        source=given,
-        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
-    )
+    identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
+    out_dir = args.out_dir or Path(f"data/text_{Path(args.tokenizer).stem}")
+    build(out_dir, "text", [reader(val), reader(train)], args, given, [args.field, identity])
 
 
 if __name__ == "__main__":

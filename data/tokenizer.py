@@ -7,8 +7,8 @@ modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is 
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,7 @@ from runtime.files import atomic_write, open_regular
 
 BUILT_IN = ("gpt2", "bytes")
 END_OF_TEXT = "<|endoftext|>"
-# What an id that is not a token decodes to: a model's vocabulary may exceed its tokenizer's.
-UNKNOWN = "\ufffd"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
-# The hash that tiktoken checks its own download of this file against.
-MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 # The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
@@ -53,20 +49,20 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
         """The ids as an array [tokens]."""
-        return self.encode_all([text])[0]
-
-    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
-        """The ids of each text, [tokens]."""
-        return [self.encode_array(text) for text in texts]
-
-    def encode_documents(self, pieces: list[str | None]) -> NDArray[np.uint16]:
-        """The ids [tokens] of pieces of documents, one after another; None is an end of text."""
-        ids = iter(self.encode_all([piece for piece in pieces if piece is not None]))
-        eot = np.array([self.eot], dtype=np.uint16)
-        return np.concatenate([eot if piece is None else next(ids) for piece in pieces])
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # pairs of surrogates, as JSON escapes them, are joined
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes its mark; unknown ids and invalid UTF-8 become U+FFFD."""
+        """`eot` becomes its mark, invalid UTF-8 U+FFFD; ids that are no token are left out."""
+        return self._decode([int(i) for i in ids if i < self.n_vocab])
+
+    def _encode(self, text: str) -> NDArray[np.uint16]:
+        raise NotImplementedError
+
+    def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
 
 
@@ -86,32 +82,16 @@ class GPT2Tokenizer(Tokenizer):
             special_tokens={END_OF_TEXT: self.eot},
         )
 
-    def encode_array(self, text: str) -> NDArray[np.uint16]:
-        try:
-            return self._encode(text)
-        except UnicodeEncodeError:
-            return self.encode_array(_repair(text))
-        except ValueError:
-            return self._encode_pieces(text)
-
-    def _encode_pieces(self, text: str) -> NDArray[np.uint16]:
-        """The ids [tokens] of a text with a very long run of whitespace.
-
-        The pattern backtracks through whitespace before a word, and a long run exhausts its stack.
-        It would match the run's last character with the word: cutting before that character gives
-        the same ids.
-        """
-        cuts = [run.end() - 1 for run in LONG_RUN.finditer(text) if run.end() < len(text)]
-        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        return np.concatenate([self._encode(piece) for piece in pieces])
-
     def _encode(self, text: str) -> NDArray[np.uint16]:
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
+        try:
+            ids = encode(text)
+        except ValueError:
+            ids = np.concatenate([encode(piece) for piece in cut_whitespace(text)])
+        return ids.astype(np.uint16)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        token = self._encoding.decode_single_token_bytes
-        parts = [token(int(i)) if i < self.n_vocab else UNKNOWN.encode() for i in ids]
-        return b"".join(parts).decode("utf-8", errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
 
 
 class ByteTokenizer(Tokenizer):
@@ -119,12 +99,11 @@ class ByteTokenizer(Tokenizer):
 
     name, n_vocab, eot = "bytes", 257, 256
 
-    def encode_array(self, text: str) -> NDArray[np.uint16]:
-        return np.frombuffer(_repair(text).encode(), dtype=np.uint8).astype(np.uint16)
+    def _encode(self, text: str) -> NDArray[np.uint16]:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        others = {self.eot: END_OF_TEXT.encode()}
-        parts = [bytes([i]) if i < 256 else others.get(int(i), UNKNOWN.encode()) for i in ids]
+    def _decode(self, ids: list[int]) -> str:
+        parts = [END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
@@ -136,15 +115,13 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise UserError(f"{path}: to read it, pip install tokenizers ({error})") from error
         self.name = identify(path)
         try:
+            import tokenizers
+
             self._tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path))
         except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path}: not a tokenizer.json of tokenizers: {error}") from error
+            raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -160,18 +137,13 @@ class FileTokenizer(Tokenizer):
         self.mark = found[0]
         self.eot = vocabulary[self.mark]
 
-    def encode_all(self, texts: list[str]) -> list[NDArray[np.uint16]]:
-        texts = [_repair(text) for text in texts]
-        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint16) for encoding in batch]
+    def _encode(self, text: str) -> NDArray[np.uint16]:
+        # only a batch is encoded without Python's lock
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint16)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        parts = []
-        for known, group in groupby(map(int, ids), lambda i: i < self.n_vocab):
-            run = list(group)
-            text = self._tokenizer.decode(run, skip_special_tokens=False) if known else ""
-            parts.append(text if known else UNKNOWN * len(run))
-        return "".join(parts)
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @cache
@@ -233,6 +205,16 @@ def split_text(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
+def cut_whitespace(text: str) -> list[str]:
+    """Cut a text into parts whose GPT-2 ids, joined, are the ids of the text.
+
+    GPT-2's pattern backtracks through whitespace before a word, and a long run exhausts its stack.
+    It would match the run's last character with the word, so the cut is before that character.
+    """
+    cuts = [run.end() - 1 for run in LONG_RUN.finditer(text) if run.end() < len(text)]
+    return [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
+
+
 def byte_symbols() -> dict[int, str]:
     """The printable character that stands for each byte in GPT-2's files, in order of token id.
 
@@ -244,28 +226,9 @@ def byte_symbols() -> dict[int, str]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge.
-
-    Raises UserError where the file is not the published one.
-    """
-    data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != MERGES_SHA256:
-        raise UserError(
-            f"{path}: sha256 is {found}, but GPT-2's vocab.bpe has {MERGES_SHA256}; "
-            "restore the file"
-        )
+    """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge."""
     byte_of = {symbol: b for b, symbol in byte_symbols().items()}
     ranks = {bytes([b]): rank for rank, b in enumerate(byte_symbols())}
-    for merge in data.decode("utf-8").splitlines()[1:]:  # the first line is a version comment
+    for merge in path.read_text(encoding="utf-8").splitlines()[1:]:  # the first is a version
         ranks[bytes(byte_of[c] for c in merge if c != " ")] = len(ranks)
     return ranks
-
-
-def _repair(text: str) -> str:
-    """The text with its surrogate pairs (from JSON escapes) joined, and lone ones made U+FFFD."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -1,5 +1,6 @@
 """Documents, and what the tests of data/ share."""
 
+import json
 import random
 from pathlib import Path
 
@@ -33,8 +34,14 @@ def expected_tokens(documents, tokenizer="gpt2"):
 
 
 def contents(folder):
-    """Name and content of every file in a folder but its lock."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock" and p.is_file()}
+    """Name and content of every file in a folder of shards; of meta.json without `next`.
+
+    Where the next shard starts has many names: a document, or one before it and more tokens.
+    """
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock" and p.is_file()}
+    meta = json.loads(files["meta.json"])
+    entries = [{key: shard[key] for key in ("name", "tokens")} for shard in meta["shards"]]
+    return files | {"meta.json": meta | {"shards": entries}}
 
 
 def tokens_in(folder):

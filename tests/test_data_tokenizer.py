@@ -12,7 +12,7 @@ import pytest
 
 from config import VOCABULARY, Config, count_ids
 from data import tokenizer
-from data.tokenizer import get_tokenizer, identify, read_ranks, split_text
+from data.tokenizer import cut_whitespace, get_tokenizer, identify, read_ranks, split_text
 from errors import UserError
 
 TEXTS = [
@@ -61,19 +61,9 @@ def test_both_tokenizers(name, n_vocab, eot):
         assert tok.decode(ids) == text
         array = tok.encode_array(text)
         assert array.dtype == np.uint16 and array.tolist() == ids
-    assert tok.decode([*tok.encode("a"), eot, n_vocab]) == "a<|endoftext|>\ufffd"
+    assert tok.decode([*tok.encode("a"), eot, n_vocab, 60000]) == "a<|endoftext|>"
     # surrogates, as broken JSON escapes give them: a pair is its character, a lone one U+FFFD
     assert tok.decode(tok.encode("a\ud83d\ude00b\ud800c")) == "a😀b\ufffdc"
-    documents = tok.encode_documents([None, "a", "b", None, None, "c"])
-    assert documents.dtype == np.uint16
-    assert documents.tolist() == [
-        eot,
-        *tok.encode("a"),
-        *tok.encode("b"),
-        eot,
-        eot,
-        *tok.encode("c"),
-    ]
 
 
 def test_bytes_are_utf8():
@@ -98,14 +88,15 @@ def test_whitespace_too_long_for_the_pattern():
     gpt2 = get_tokenizer("gpt2")
     text = "a" + "\n" * 1_200_000 + "b" + " " * 1_200_000
     with pytest.raises(ValueError, match="stack"):
-        gpt2._encode(text)
+        gpt2._encoding.encode_to_numpy(text)
     assert gpt2.decode(gpt2.encode_array(text)) == text
     # the same rule on a length that the pattern can do
     short = "a" + "\n" * 5000 + "b c" + " " * 3000 + "\nd" + " " * 2000
-    assert gpt2._encode_pieces(short).tolist() == gpt2._encode(short).tolist()
+    parts = cut_whitespace(short)
+    assert len(parts) == 3 and sum(map(gpt2.encode, parts), []) == gpt2.encode(short)
 
 
-def test_gpt2_is_tiktokens(tmp_path, monkeypatch):
+def test_gpt2_is_tiktokens(monkeypatch):
     """Its ranks have the hash that tiktoken checks its download against."""
     from tiktoken_ext import openai_public
 
@@ -118,10 +109,6 @@ def test_gpt2_is_tiktokens(tmp_path, monkeypatch):
     assert hashes == [hashlib.sha256(b"".join(lines)).hexdigest()]
     assert wanted["pat_str"] == tokenizer.PATTERN
     assert wanted["special_tokens"] == {"<|endoftext|>": 50256}
-    altered = tmp_path / "gpt2.bpe"
-    altered.write_bytes(tokenizer.MERGES_FILE.read_bytes().replace(b"h e\n", b"e h\n", 1))
-    with pytest.raises(UserError, match=f"{altered}: sha256 is .* but GPT-2's vocab.bpe has"):
-        read_ranks(altered)
 
 
 @pytest.mark.parametrize("name", ["gpt3", "cl100k_base", "a\0b", ".", ""])
@@ -143,9 +130,7 @@ def test_a_file_with_gpt2s_vocabulary_is_gpt2(gpt2_file):
     for text in [*TEXTS, source, *random_texts(300, 60), "a\ud83d\ude00b\ud800c"]:
         ids = gpt2.encode(text)
         assert own.encode(text) == ids and own.decode(ids) == gpt2.decode(ids), repr(text)
-    pieces = [None, "a b", "", None, " c"]
-    assert own.encode_documents(pieces).tolist() == gpt2.encode_documents(pieces).tolist()
-    assert own.decode([50256, 64, 50257, 60000, 65]) == "<|endoftext|>a\ufffd\ufffdb"
+    assert own.decode([50256, 64, 50257, 60000, 65]) == "<|endoftext|>ab"
 
 
 def test_a_file_of_words(words_file):
@@ -171,11 +156,11 @@ def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, monkeypatc
             with pytest.raises(UserError, match=message):
                 make(str(tmp_path / name))
 
-    none = ("none.json: not a tokenizer.json of tokenizers: ", "none.json' is not a tokenizer.json")
+    none = ("none.json: cannot be read by tokenizers: ", "none.json' is not a tokenizer.json")
     refused("none.json", dict.clear, *none)
     large = ("large.json: 65,537 ids, but a shard's uint16 .* 65,536", "vocab_size = 65537 must be")
     refused("large.json", lambda c: c["model"]["vocab"].update(large=65536), *large)
     unmarked = "unmarked.json: none of its tokens is one of <|endoftext|>"
     refused("unmarked.json", lambda c: c["added_tokens"].clear(), unmarked)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused("other.json", lambda c: None, "other.json: to read it, pip install tokenizers")
+    refused("other.json", lambda c: None, "other.json: cannot be read by tokenizers: ")
