@@ -46,7 +46,7 @@ from data.loader import epoch_order
 from errors import UserError
 from runtime.device import autocast
 from runtime.divergence import finite_step
-from scripts.common.runner import Evaluation, Run, Store, as_command, option
+from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
 from train import Batch, begin, train_step
@@ -80,7 +80,7 @@ OFFSET = 0.01
 class Physics(Evaluation):
     """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
 
-    name, unit, task = "physics", "positions", "orbits"
+    name, unit, task = "physics", "steps", "orbits"
 
     steps: int = option(10_000, "of each fine-tuning", at_least=1)
     batch: int = option(64, "sequences of a step", at_least=1)
@@ -90,10 +90,6 @@ class Physics(Evaluation):
     oracle: bool = option(False, "the nearest labels, not the model")
 
     def facts(self, config: Config) -> dict:
-        if config.block_size < 2 * VECTOR_LABELS + 4:
-            raise UserError(
-                f"block_size = {config.block_size}: the probes need {2 * VECTOR_LABELS + 4}"
-            )
         if not all(map(importlib.util.find_spec, ("sklearn", "pyoperon"))):
             raise UserError(
                 'the probes need scikit-learn and pyoperon: pip install -e ".[physics]"'
@@ -101,12 +97,10 @@ class Physics(Evaluation):
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def parts(self, config: Config) -> dict[str, int]:
-        return dict.fromkeys(PROBES, 1)
+        return dict.fromkeys(PROBES, self.steps)
 
-    def measure(self, run: Run, store: Store) -> None:
-        for part in self.parts(run.config):
-            if part not in store.parts:
-                store.add(part, PROBES[part](run, self, store.parts))
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        return PROBES[name](run, self, bar)
 
 
 # ---- the labels ----
@@ -191,10 +185,10 @@ def magnitude_task(config: Config, pairs: int) -> Task:
 # ---- the probes ----
 
 
-def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
+def predict(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
     if not physics.oracle:
-        return finetune(run, physics, probe, task) * task.scale
+        return finetune(run, physics, probe, task, bar) * task.scale
     from sklearn.neighbors import KNeighborsRegressor
 
     known, every = task.standardised()
@@ -202,8 +196,11 @@ def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     return nearest.predict(every).reshape(task.forces.shape) * task.scale
 
 
-def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
-    """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled."""
+def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Floats:
+    """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
+
+    Raises RuntimeError where the loss or the gradient norm is not finite.
+    """
     config = run.config.replace(
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
         schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
@@ -221,12 +218,12 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     targets = np.where(task.labelled[..., None], task.targets, np.nan).astype(np.float32)
     sequences, count = min(physics.batch, len(task.tokens)), config.batch_size
 
-    def tokens_of(rows: Any) -> Tensor:
-        return torch.from_numpy(task.tokens[rows].astype(np.int64)).to(run.device)
+    def tokens_of(places: Any) -> Tensor:
+        return torch.from_numpy(task.tokens[places].astype(np.int64)).to(run.device)
 
-    for step in tqdm(range(physics.steps), desc=f"{run.path}: {probe}", unit="step"):
-        rows = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
-        labels = int(task.labelled[rows].sum()) * outputs
+    for step in range(physics.steps):
+        places = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
+        labels = int(task.labelled[places].sum()) * outputs
 
         def loss_fn(x: Tensor, y: Tensor, labels: int = labels) -> Tensor:
             error = model(x)[:, 1::2].float() - y.nan_to_num()
@@ -234,7 +231,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
 
         parts = [
             (tokens_of(part), torch.from_numpy(targets[part]).to(run.device))
-            for part in np.split(rows, range(count, sequences, count))
+            for part in np.split(places, range(count, sequences, count))
         ]
         loss, norm = train_step(
             training, loss_fn, Batch(parts, divisor=1, tokens=0), config.grad_clip, run.dtype
@@ -244,6 +241,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
                 f"{run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
                 f"loss = {loss}, gradient norm = {norm}"
             )
+        bar.update()
     model.eval()
     with torch.no_grad(), autocast(run.device, run.dtype):
         predicted = [
@@ -253,23 +251,23 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     return np.concatenate(predicted)
 
 
-def probe_vectors(run: Run, physics: Physics, parts: dict) -> dict:
+def probe_vectors(run: Run, physics: Physics, bar: tqdm) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task = vector_task(run.config)
-    predicted = predict(run, physics, "vectors", task)
+    predicted = predict(run, physics, "vectors", task, bar)
     planets = {}
     for i, name in enumerate(SOLAR_SYSTEM):
         judged = ~task.labelled[i]
         a, b, at = predicted[i, judged], task.forces[i, judged], task.states[i, judged, :2]
         lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
         error = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
-        chosen = farthest_points(at, ARROWS)
+        arrows = slice(None, None, -(-len(at) // ARROWS))
         planets[name] = {
             "cosine": float(((a * b).sum(-1) / np.maximum(lengths, 1e-300)).mean()),
             "relative_error": float(error.mean()),
-            "at": at[chosen].tolist(),
-            "true": b[chosen].tolist(),
-            "predicted": a[chosen].tolist(),
+            "at": at[arrows].tolist(),
+            "true": b[arrows].tolist(),
+            "predicted": a[arrows].tolist(),
         }
     means = {
         key: float(np.mean([one[key] for one in planets.values()]))
@@ -278,41 +276,30 @@ def probe_vectors(run: Run, physics: Physics, parts: dict) -> dict:
     return means | {"planets": planets}
 
 
-def farthest_points(at: Floats, count: int) -> list[int]:
-    """The indices of `count` of the points [n, 2]: the first point, then always the farthest."""
-    chosen, distance = [0], np.linalg.norm(at - at[0], axis=-1)
-    while len(chosen) < min(count, len(at)):
-        chosen.append(int(distance.argmax()))
-        distance = np.minimum(distance, np.linalg.norm(at - at[chosen[-1]], axis=-1))
-    return sorted(chosen)
-
-
-def probe_magnitudes(run: Run, physics: Physics, parts: dict) -> dict:
+def probe_magnitudes(run: Run, physics: Physics, bar: tqdm) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
+    from scipy.stats import spearmanr
     from sklearn.neighbors import NearestNeighbors
 
     task = magnitude_task(run.config, physics.pairs)
     judged = ~task.labelled
-    forces, true = predict(run, physics, "magnitudes", task)[judged, 0], task.forces[judged, 0]
-    states, positive = task.states[judged], forces > 0
+    predicted = predict(run, physics, "magnitudes", task, bar)
+    forces, true, states = predicted[judged, 0], task.forces[judged, 0], task.states[judged]
+    positive = forces > 0
     design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
     fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
     known, every = task.standardised()
     distance, _ = NearestNeighbors(n_neighbors=1).fit(known).kneighbors(every[judged.ravel()])
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
-        # Spearman's, without ties
-        "rank_correlation": float(np.corrcoef(ranks(forces), ranks(true))[0, 1]),
+        "rank_correlation": float(spearmanr(forces, true).statistic),
         "median_relative_error": float(np.median(np.abs(forces - true) / true)),
         "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
         "positive": float(positive.mean()),
         "positions": len(forces),
-        "nearest": np.column_stack((states, forces))[nearest].tolist(),
+        "engine": f"pyoperon {importlib.metadata.version('pyoperon')}",
+        "laws": find_laws(states[nearest], forces[nearest], run.config.seed),
     }
-
-
-def ranks(values: Floats) -> NDArray[np.int64]:
-    return values.argsort().argsort()
 
 
 # ---- symbolic regression ----
@@ -327,21 +314,16 @@ class Equation:
     formula: str
 
 
-def find_laws(run: Run, physics: Physics, parts: dict) -> dict:
-    """The equation of best score for F, in each draw from the nearest states of the magnitudes."""
-    nearest = np.array(parts["magnitudes"]["nearest"])  # [positions, (r, m1, m2, F)]
-    engine = f"pyoperon {importlib.metadata.version('pyoperon')}"
-    rng = np.random.default_rng(run.config.seed)
-    draws = []
-    for _ in tqdm(range(DRAWS), desc=f"{run.path}: laws by {engine}", unit="draw"):
-        sample = nearest[rng.choice(len(nearest), min(SAMPLE, len(nearest)), replace=False)]
-        x, y = sample[:, :-1], sample[:, -1]
-        candidates: list[Equation] = []
-        for _ in range(RESTARTS):
-            candidates += search(x, y, int(rng.integers(2**31)))
-        best = best_score(candidates)
-        draws.append({"nodes": best.nodes, "loss": best.loss} | law(best.formula, y.std()))
-    return {"engine": engine, "draws": draws}
+def find_laws(states: Floats, forces: Floats, seed: int) -> list[dict]:
+    """The equation of best score for F, in each draw from these states [positions, (r, m1, m2)]."""
+    rng, laws = np.random.default_rng(seed), []
+    for _ in tqdm(range(DRAWS), desc="symbolic regression", unit="draw"):
+        sample = rng.choice(len(forces), min(SAMPLE, len(forces)), replace=False)
+        x, y = states[sample], forces[sample]
+        seeds = rng.integers(2**31, size=RESTARTS).tolist()
+        best = best_score([one for seed in seeds for one in search(x, y, seed)])
+        laws.append({"nodes": best.nodes, "loss": best.loss} | law(best.formula, y.std()))
+    return laws
 
 
 def loss(predicted: Floats, true: Floats) -> float:
@@ -405,8 +387,7 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
     }
 
 
-# The parts of a measurement, in the order in which they are measured.
-PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes, "laws": find_laws}
+PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
 
 
 # ---- the numbers and the picture ----
@@ -417,12 +398,11 @@ def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     columns = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
     table = [["", *(column.replace("_", " ") for column in columns), *VARIABLES]]
     for name, measured in runs:
-        parts = measured["parts"]
-        numbers = parts["vectors"] | parts["magnitudes"]
+        numbers = measured["parts"]["vectors"] | measured["parts"]["magnitudes"]
         values = (*map(numbers.get, columns), *numbers["exponents"].values())
         table.append([name, *(f"{value:.3f}" for value in values)])
-        for draw in parts["laws"]["draws"]:
-            print(f"{name}, law by {parts['laws']['engine']}: F = {draw['equation']}")
+        for found in numbers["laws"]:
+            print(f"{name}, law by {numbers['engine']}: F = {found['equation']}")
     print_table(table)
     planets = {name: measured["parts"]["vectors"]["planets"] for name, measured in runs}
     return {"oracle" if physics.oracle else "forces": plot_forces(planets)}
@@ -447,11 +427,8 @@ def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
                 width=0.008, color="C0" if name == "true" else "C1",
             )  # fmt: skip
             axis.plot(0, 0, "o", color="goldenrod", markersize=5)
-            axis.set_xlim(-1.25 * size, 1.25 * size)
-            axis.set_ylim(-1.25 * size, 1.25 * size)
-            axis.set_aspect("equal")
-            axis.set_xticks([])
-            axis.set_yticks([])
+            limits = (-1.25 * size, 1.25 * size)
+            axis.set(xlim=limits, ylim=limits, aspect="equal", xticks=[], yticks=[])
             if planet == planets[0]:
                 axis.set_title(name, fontsize="medium")
         line[0].set_ylabel(planet)

@@ -249,7 +249,7 @@ def reproduced(call, commands, scale, shards, tmp_path):
     from scripts.reproduce import __main__ as reproduce
 
     def run(name, *arguments):
-        common = ["--wandb_mode=disabled", f"--data={shards}", f"--out={tmp_path / 'out'}"]
+        common = ["--wandb_mode=disabled", f"--data_dir={shards}", f"--out={tmp_path / 'out'}"]
         common += [f"--scale={scale}", f"--results={tmp_path / 'results'}"]
         call(reproduce, name, *common, *arguments)
         return tmp_path / "results/small" / name

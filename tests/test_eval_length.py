@@ -111,7 +111,7 @@ def test_the_gain_is_over_the_better_of_two_controls(window, gain):
     lengths = [16, 32, 64, 128, 256]
     losses = {"lengths": lengths, "loss": [2.2, 2.3, 2.3, 2.4, 2.5]}
     other = {"lengths": lengths, "loss": [window[0], 2.2, 2.2, 2.2, window[1]]}
-    values = EXPERIMENTS["p_sweep"].measurement.values
+    values = EXPERIMENTS["p_sweep"].values
     assert values(losses | {"control": other}, config)[-1] == pytest.approx(gain)
 
 

@@ -8,7 +8,7 @@ import pytest
 from config import Config
 from scripts import finetune_squad
 from scripts.common.papers import LSSAR, SSMAX
-from scripts.reproduce import rows, tables
+from scripts.reproduce import entries, tables
 from tests.helpers import CONFIGS, ROWS
 
 FIRST_LINES = {row: (CONFIGS / row).read_text().splitlines()[0] for row in ROWS}
@@ -27,30 +27,30 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
     assert numbers == section["rows"][name]
 
 
-def test_every_row_of_the_papers_has_a_config():
+def test_every_entry_of_the_papers_has_a_config():
     for name, experiment in tables.EXPERIMENTS.items():
         scale = "109m" if experiment.task == "orbits" else "124m"
-        work = rows.open_scale(scale, "out", experiment.task)
-        for row in () if experiment.measurement.compute else experiment.rows:
-            assert work.run(row, 1337).arguments, (name, row)
+        work = entries.open_scale(scale, "out", experiment.task)
+        for entry in experiment.entries:
+            assert work.run(entry, 1337).arguments, (name, entry)
         if experiment.paper:
             scales = experiment.paper.get("scales", {"": experiment.paper.get("rows")})
-            assert any(set(there) & set(experiment.rows) for there in scales.values()), name
+            assert any(set(there) & set(experiment.entries) for there in scales.values()), name
     for p in (LSSAR["p_sweep"]["best"], *LSSAR["p_sweep"]["more"]):
-        assert f"lssar_p{p}" in tables.EXPERIMENTS["p_sweep"].rows
-    assert rows.find_row("lssar_p5").changes(Config()) == {"p": 5.0}
+        assert f"lssar_p{p}" in tables.EXPERIMENTS["p_sweep"].entries
+    assert entries.find_entry("lssar_p5").changes(Config()) == {"p": 5.0}
 
 
 def test_the_scales_have_the_papers_steps():
     training_facts = LSSAR["training"]
     for name, steps in training_facts["steps"].items():
-        config = rows.open_scale(name, "out").config
+        config = entries.open_scale(name, "out").config
         assert (config.max_iters, config.block_size) == (steps, training_facts["trained_length"])
 
 
 def test_the_recipe_of_ssmax():
     """Its Tables 1 and 2, in configs/scales/ssmax_paper.py. The pops leave nothing unread."""
-    config = rows.open_scale("ssmax_paper", "out").config
+    config = entries.open_scale("ssmax_paper", "out").config
     shape, recipe = dict(SSMAX["architecture"]), dict(SSMAX["pretraining"])
     settings = {
         "layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "feedforward": "mlp_hidden",

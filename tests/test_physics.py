@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from config import load_config
 from model import GPT
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
-from scripts.curves import read_steps
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tasks.orbits import PAIRS, G, draw_pair, simulated
 from tests.helpers import SMALL, not_blank, saved_run
@@ -82,15 +82,15 @@ def test_a_run_is_probed_once_and_its_files_say_everything(
 ):
     call(physics, orbit_run, *FEW)
     (measured,) = json.loads((orbit_run / "physics.json").read_text())
-    vectors, magnitudes, laws = measured["parts"].values()
+    vectors, magnitudes = measured["parts"].values()
     assert list(vectors["planets"]) == list(physics.SOLAR_SYSTEM)
     earth = vectors["planets"]["Earth"]
     assert len(earth["at"]) == len(earth["true"]) == len(earth["predicted"]) == 6
     assert -1 <= vectors["cosine"] <= 1 and vectors["relative_error"] > 0
-    assert magnitudes["positions"] == len(magnitudes["nearest"]) == 2 * 14
+    assert magnitudes["positions"] == 2 * 14
     assert list(magnitudes["exponents"]) == ["r", "m1", "m2"]
-    assert laws["engine"].startswith("pyoperon ") and len(laws["draws"]) == 5
-    assert all(draw["powers"] == [-2, 1, 1] for draw in laws["draws"])
+    assert magnitudes["engine"].startswith("pyoperon ") and len(magnitudes["laws"]) == 5
+    assert all(law["powers"] == [-2, 1, 1] for law in magnitudes["laws"])
     printed = capsys.readouterr().out
     assert ": F = 39.5*m1*m2/r^2" in printed
     before = (orbit_run / "physics.json").read_text()
@@ -102,6 +102,11 @@ def test_a_run_is_probed_once_and_its_files_say_everything(
     assert [path.name for path in pictures] == ["forces.png", "forces.png", "oracle.png"]
 
 
+def finetuned(path, request, task):
+    with tqdm(disable=True) as bar:
+        return physics.finetune(load_run(path, request), request, "vectors", task, bar)
+
+
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
     request = Physics(steps=2, batch=8)
     predicted = []
@@ -109,10 +114,10 @@ def test_no_label_that_is_judged_is_seen(orbit_run, config):
         task = vector_task(config)
         if spoil:
             task.forces[~task.labelled] = 1e6
-        predicted.append(physics.finetune(load_run(orbit_run, request), request, "vectors", task))
+        predicted.append(finetuned(orbit_run, request, task))
     assert np.array_equal(*predicted)
     task.forces[task.labelled] = 1.0
-    other = physics.finetune(load_run(orbit_run, request), request, "vectors", task)
+    other = finetuned(orbit_run, request, task)
     assert not np.allclose(other, predicted[0])
 
 
@@ -120,13 +125,13 @@ def test_fine_tuning_learns_its_labels(orbit_run, config):
     request = Physics(steps=60, batch=8)
     task = vector_task(config)
     task.forces[:] = [0.5, -0.25] * task.scale
-    predicted = physics.finetune(load_run(orbit_run, request), request, "vectors", task)
+    predicted = finetuned(orbit_run, request, task)
     assert np.abs(predicted - [0.5, -0.25]).mean() < 0.1
 
 
-def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run):
+def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
     request = Physics(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(load_run(orbit_run, request), request, {})
+    measured = physics.probe_magnitudes(load_run(orbit_run, request), request, tqdm(disable=True))
     assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
 
@@ -165,7 +170,7 @@ def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monk
 
 
 def test_table3_from_nothing(call, commands, searched, tmp_path):
-    """At the scale of the test above: every row, its numbers, equations and pictures."""
+    """At the scale of the test above: every entry, its numbers, equations and pictures."""
     from scripts.reproduce import __main__ as reproduce
 
     small = load_config([*SMALL, *ORBITS])
@@ -180,15 +185,10 @@ def test_table3_from_nothing(call, commands, searched, tmp_path):
     ]  # fmt: skip
     text = (tmp_path / "results/small/table3/table.md").read_text()
     assert "`softmax`, seed 1337, by pyoperon" in text and ": `39.5*m1*m2/r^2`; `39.5" in text
-    by_row = {name: row["runs"][0] for name, row in table["rows"].items()}
-    assert by_row["untrained"]["step"] == 0 and by_row["softmax"]["step"] == 6
-    assert by_row["oracle"]["run"] == by_row["untrained"]["run"]
-    steps = read_steps(tmp_path / "out/orbits/small/softmax/seed1337")
-    loss = next(one["val_loss"] for one in steps if one["step"] == 6 and "val_loss" in one)
-    assert f"(nats per coordinate), by seed: `softmax` {loss:.3f}; `lssar_p15` " in text
+    first = {name: entry["runs"][0] for name, entry in table["rows"].items()}
+    assert first["untrained"]["step"] == 0 and first["softmax"]["step"] == 6
+    assert first["oracle"]["run"] == first["untrained"]["run"]
     assert json.loads((tmp_path / "out/orbits/small/softmax_window/seed1337/config.json")
                       .read_text())["window"] == 4  # fmt: skip
-    call(reproduce, "physics_figures", *paths, "--wandb_mode=disabled")
-    assert len(commands) == 6  # nothing is trained twice
     for name in ("earth", "planets"):
-        assert not_blank(tmp_path / f"results/small/physics_figures/{name}.png")
+        assert not_blank(tmp_path / f"results/small/table3/{name}.png")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from runtime.files import lock_folder
 from scripts import eval_length
 from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
-from scripts.reproduce import rows, tables
+from scripts.reproduce import entries, tables
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, refused, wait_for
 
@@ -60,12 +61,6 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     assert read_table(reproduced("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
     assert "all 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    # another p takes its place among the table rows, and stays there
-    reproduced("table1", "--only=lssar_p7")
-    assert len(commands) == 1
-    again = read_table(reproduced("table1", "--only=softmax"))
-    assert list(again["rows"]) == ["softmax", "lssar_p7", "lssar_p15"]
-    assert again["rows"]["lssar_p7"]["paper"] is None and len(commands) == 1
 
 
 def test_a_signal_ends_the_training(scale, shards, tmp_path):
@@ -73,7 +68,7 @@ def test_a_signal_ends_the_training(scale, shards, tmp_path):
     with open(scale, "a") as file:
         file.write("max_iters = 5000\ncheckpoint_interval = 50\neval_interval = 5000\n")
     command = [sys.executable, "-m", "scripts.reproduce", "table_a4", "--only=softmax"]
-    command += [f"--scale={scale}", f"--data={shards}", f"--out={tmp_path / 'out'}"]
+    command += [f"--scale={scale}", f"--data_dir={shards}", f"--out={tmp_path / 'out'}"]
     command += [f"--results={tmp_path / 'results'}", "--wandb_mode=disabled"]
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=one, start_new_session=True)
@@ -143,10 +138,10 @@ def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, mon
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (["table1", "--only=softmax,ssmax_p16"], ["'ssmax_p16'", "lssar_p15", "any p"]),
-        (["table1", "--only=sigmoid_p3"], ["'sigmoid'", "takes no p"]),
+        (["table1", "--only=softmax,ssmax"], ["'ssmax'", "lssar_p15"]),
         (["table1", "--scale=huge"], ["'huge'", "124m", "tiny"]),
-        (["table1", "--data=nowhere"], ["nowhere", "python -m data.text"]),
+        (["table1", "--seed=3"], ["--seed", "--scale FILE.py", "batch_size"]),
+        (["table1", "--data_dir=nowhere"], ["nowhere", "python -m data.text"]),
         (["ssmax_figure5", "--scale=tiny"], ["600 validation tokens", "sequence of 2500"]),
     ],
 )
@@ -156,21 +151,21 @@ def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, 
 
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
-    reproduced("table1", f"--data={tmp_path / 'fineweb10B'}", "--plan")
+    reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
     assert "to train: 15 runs" in capsys.readouterr().out
     assert not commands and not (tmp_path / "out").exists()
 
 
-# ---- rows and scales ----
+# ---- entries and scales ----
 
 
 def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, capsys):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
-    changed = vars(tables.EXPERIMENTS["loss_by_length"]) | {"rows": ("ssmax_e", "ssmax_f")}
-    monkeypatch.setitem(tables.EXPERIMENTS, "swaps", tables.Experiment(**changed))
+    swaps = replace(tables.EXPERIMENTS["loss_by_length"], entries=("ssmax_e", "ssmax_f"))
+    monkeypatch.setitem(tables.EXPERIMENTS, "swaps", swaps)
     with open(scale, "a") as file:
         file.write("max_iters = 16\n")
-    table = read_table(reproduced("swaps", "--set=log_interval=3"))
+    table = read_table(reproduced("swaps", "--log_interval=3"))
     small = tmp_path / "out/small"
     steps = {path.name: checkpoint.step(path / "seed1337") for path in small.iterdir()}
     assert steps == {"softmax": 16, "softmax_before_f": 14, "ssmax_e": 0, "ssmax_f": 2}
@@ -190,30 +185,30 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, capsys):
 
 
 def test_the_swaps_at_the_papers_scale():
-    full, swap = rows.open_scale("ssmax_paper", "out"), SSMAX["swap"]
+    full, swap = entries.open_scale("ssmax_paper", "out"), SSMAX["swap"]
     f, before = full.run("ssmax_f", 1337).config, swap["softmax_steps"]
     assert (f.first_batch, f.max_iters) == (before, swap["ssmax_steps"])
     # the paper truncates 0.16851 to 0.168
     assert f.warmup_iters == swap["warmup_steps"] and int(f.s_init * 1000) / 1000 == swap["s_init"]
     assert full.run("softmax_before_f", 1337).config.max_iters == before
     for scale, steps in (("ssmax_paper", SSMAX["figure2"]["steps"]), ("tiny", 800)):
-        assert rows.open_scale(scale, "out").run("ssmax_probe", 1337).config.max_iters == steps
+        assert entries.open_scale(scale, "out").run("ssmax_probe", 1337).config.max_iters == steps
 
 
 def test_t6_has_its_own_heads_at_each_scale():
     for name, heads in {"124m": 34, "355m": 47, "45m": 19, "tiny": 5}.items():
-        scale = rows.open_scale(name, "out")
+        scale = entries.open_scale(name, "out")
         config = scale.run("t6_lssar_p7", 1337).config
         assert (config.n_head, config.n_layer, config.p) == (heads, scale.config.n_layer, 7)
         assert config.d_head == scale.config.d_head
 
 
-def test_a_table_row_may_have_any_p():
+def test_an_entry_may_have_any_p():
     for name, file in (("lssar_p7", "lssar_p15"), ("relu_li_p2.5", "relu_li")):
-        row = rows.find_row(name)
-        assert row.file.stem == file
-        assert row.changes(None) == {"p": float(name.rpartition("_p")[2])}
-    assert rows.find_row("lssar_p15").changes(None) == {}
+        entry = entries.find_entry(name)
+        assert entry.file.stem == file
+        assert entry.changes(None) == {"p": float(name.rpartition("_p")[2])}
+    assert entries.find_entry("lssar_p15").changes(None) == {}
     for name in ("lssar_p7.0", "lssar_p-1", "lssar_pi", "nothing_p3"):
-        with pytest.raises(rows.UserError, match=name):
-            rows.find_row(name)
+        with pytest.raises(entries.UserError, match=name):
+            entries.find_entry(name)

@@ -1,7 +1,6 @@
 """How the papers' tables are measured, which measurements are taken, and the pictures."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -11,18 +10,18 @@ from matplotlib.figure import Figure
 from config import Config
 from errors import UserError
 from model import GPT
-from runtime import device
-from scripts import benchmark, downstream
+from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
-from scripts.reproduce import formulas, tables
+from scripts.reproduce import metrics, tables
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
+from tests.runs import metrics as metrics_of
 from tests.runs import refused
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pictures are empty files: drawing one takes a second."""
+    """No picture is drawn: it takes a second."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
 
 
@@ -60,55 +59,8 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
     assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
     assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
     assert table["rows"]["softmax"]["paper"] is None
-    columns = tables.EXPERIMENTS["passkey"].measurement.columns
+    columns = tables.EXPERIMENTS["passkey"].columns
     assert columns(Config()) == (1, 1.5, 2, 4, 8)
-
-
-def fake_times(monkeypatch, figures):
-    """In place of scripts.benchmark.measure: the figures of (name, config); a list of its calls."""
-    calls = []
-
-    def measured(configs, rounds, phases):
-        calls.append(configs)
-        return {name: figures(name, config) for name, config in configs.items()}
-
-    monkeypatch.setattr(benchmark, "measure", measured)
-    return calls
-
-
-def test_the_league_has_losses_and_the_cost_of_a_step(reproduced, monkeypatch, undrawn):
-    def figures(name, config):
-        return {"train_ms": 2.0 + (name != "softmax"), "train_mb": 4.0 - (name != "softmax")}
-
-    calls = fake_times(monkeypatch, figures)
-    only = "--only=softmax,softmax:adaptive_temperature,swa"
-    table = read_table(reproduced("league", only))
-    timed = [{name: config.window for name, config in call.items()} for call in calls]
-    assert timed == [{"softmax": None}, {"softmax": None, "swa": 4}]
-    costs = {name: entry["mean"][-3:] for name, entry in table["rows"].items()}
-    assert costs["softmax"][1:] == [1, 1] and costs["swa"][1:] == [1.5, 0.75]
-    assert costs["softmax"][0] == costs["swa"][0] == 33696 / 1e6
-    losses = {name: entry["mean"][:5] for name, entry in table["rows"].items()}
-    assert len({tuple(row) for row in losses.values()}) == 4  # with swa:plain_rope, its control
-    assert costs["swa:plain_rope"] == costs["swa"]  # the same run, timed once
-    reproduced("league", only)
-    assert len(calls) == 2
-    monkeypatch.setattr(device, "processor", lambda: "another machine")
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
-    reproduced("league", "--only=softmax")
-    assert len(calls) == 3
-
-
-def test_t6_has_losses_and_the_cost_of_generation(reproduced, monkeypatch, undrawn):
-    calls = fake_times(
-        monkeypatch, lambda name, c: {"decode_ms_spread": [2.0 + (name == "t6"), 9.0]}
-    )
-    table = read_table(reproduced("t6", "--only=softmax,t6"))
-    timed = {name: (c.block_size, c.batch_size) for name, c in calls[1].items()}
-    assert timed == {"softmax": (256, 1), "t6": (256, 1)}  # at 16 times the length
-    # two layers in float32: keys and values of 32, and factors of rank 2 for two heads of 64
-    assert table["rows"]["softmax"]["mean"][-2:] == [2 * 2 * 32 * 4 / 1000, 2.0]
-    assert table["rows"]["t6"]["mean"][-2:] == [2 * 2 * 2 * (2 + 64) * 4 / 1000, 3.0]
 
 
 def test_what_cannot_be_measured_is_refused_before_training(
@@ -133,7 +85,6 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         ("gradient_norm", "softmax", 0),
         ("entropy", "softmax", 0),
         ("sparsity", "relu_li", 1),
-        ("gradient_slopes", "softmax", 0),
         ("attention_maps", "softmax", 0),
     ):
         commands.clear()
@@ -143,57 +94,13 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         assert only in read_table(folder)["rows"] and not_blank(folder / picture)
     entry = read_table(tmp_path / "results/small/ssmax_figure4")["rows"]["ssmax"]
     assert entry["paper"] == [None, -0.008]
-    own, softmax = (
-        formulas.metric(folder_of(tmp_path, name), "loss")[6] for name in ("ssmax", "softmax")
-    )
+    own, softmax = (metrics_of(folder_of(tmp_path, name))[6] for name in ("ssmax", "softmax"))
     assert entry["mean"] == [own, pytest.approx(own - softmax)]
-    text = (tmp_path / "results/small/gradient_slopes/table.md").read_text()
-    assert "layers" not in text and "-1.0000 (-1.0000" in text and "are for 124m" not in text
 
 
-# ---- numbers from formulas and files ----
-
-
-def test_fading_and_focus_are_the_papers_formulas():
-    """SSMax Eqs. 1 and 2, on the vectors of Figs. 1 and 3."""
-    for name, power in (("softmax", lambda n: math.e), ("ssmax", lambda n: n**0.43)):
-        values, curves = formulas.attention_fading(name)
-        for n, value in [*zip(formulas.SIZES, values, strict=True), *zip(*curves[""], strict=True)]:
-            assert value == pytest.approx(1 / (1 + (n - 1) * power(n) ** (-2 - 3)))
-    for name, (variant, s) in formulas.FOCUS.items():
-        values, _ = formulas.attention_focus(name)
-        for n, value in zip(formulas.SIZES, values, strict=True):
-            scale = s * math.log(n) if variant == "ssmax" else 1
-            others = np.exp(scale * np.arange(n - 1) / (n - 2)).sum()
-            assert value == pytest.approx(math.log(others) / scale, abs=1e-3)
-
-
-def test_gradient_slopes():
-    """e^-x against x^-2, and the slope at the highest score of LSSA."""
-    slopes = {name: formulas.gradient_slopes(name)[0] for name in ("softmax", "lssa", "lssar_p15")}
-    assert slopes["softmax"][0] == pytest.approx(-1, abs=1e-3)
-    assert slopes["lssa"][:2] == pytest.approx([0, -2], abs=1e-3)
-    x, K = formulas.HIGHEST, 1023 * math.log(2)
-    exact = -2 * x / (x + K)  # of K / (x + K)^2, which is (A9)
-    assert slopes["lssa"][2] == pytest.approx(exact, abs=1e-3)
-    a = x / (x + K)
-    growth = 14 * 1024 * a * (1 - a) / (1024 * a - 1)  # of r^14
-    assert slopes["lssar_p15"][2] == pytest.approx(exact + growth, abs=1e-2)
-
-
-def test_entropies(monkeypatch):
-    monkeypatch.setattr(formulas, "LENGTHS", (16, 64))
-    generator = torch.Generator().manual_seed(1337)
-    q, k = (torch.randn(n, 64, generator=generator, dtype=torch.float64) for n in (64, 64))
-    expected = []
-    for n in (16, 64):
-        shares = (q @ k[:n].T / 8).softmax(-1)
-        expected.append(-(shares * shares.log()).sum(-1).mean().item())
-    values, _ = formulas.random_entropy("softmax")
-    assert values == pytest.approx([*expected, (expected[1] - expected[0]) / math.log(4)])
-    # heads whose queries are all dead have no entropy
-    measured = {"keys": [2, 4], "groups": {"entropy": [[0.5, None], [0.7, 1.0]]}}
-    assert formulas.entropies(measured) == ([2, 4], [pytest.approx(0.6), 1.0])
+def test_heads_whose_queries_are_all_dead_have_no_entropy():
+    part = {"keys": [2, 4], "groups": {"entropy": [[0.5, None], [0.7, 1.0]]}}
+    assert tables.entropies({"parts": {"": part}}) == ([2, 4], [pytest.approx(0.6), 1.0])
 
 
 def run_in(folder):
@@ -208,7 +115,7 @@ def test_learnt_p_is_fitted_without_p_1(tmp_path):
         p_n.copy_(2 * torch.arange(1.0, 17).log() + 3)
         p_n[0] = 100
     run = run_in(saved_run(tmp_path / "run", model))
-    values, curves = formulas.learned_p(run)
+    values, curves = metrics.learned_p(run)
     assert values == pytest.approx([2, 3, 1], abs=1e-5) and curves[""][0][0] == 2
 
 
@@ -224,14 +131,12 @@ def test_curves_of_metrics(tmp_path):
     losses = [5 - 0.001 * step for step in range(1000)]
     softmax = write("a", "loss", losses)
     ssmax = write("b", "loss", [loss - 0.01 for loss in losses])
-    values, curves = formulas.learning_curve(ssmax, softmax)
+    values, curves = metrics.learning_curve(ssmax, softmax)
     assert values == pytest.approx([np.mean(losses[-100:]) - 0.01, -0.01])
     steps, means = curves["loss"]
     assert steps == list(range(10, 1001, 10))
     assert means[0] == pytest.approx(np.mean(losses[:10]) - 0.01)
     # after two steps of warm-up, clipped at 1
     run = write("c", "grad_norm", [90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
-    values, curves = formulas.gradient_norms(run)
+    values, curves = metrics.gradient_norms(run)
     assert values == [0.7, 4.0, 0.25] and curves["highest"][1][0] == 90
-    with pytest.raises(UserError, match="metrics.jsonl has no loss"):
-        formulas.learning_curve(run, run)

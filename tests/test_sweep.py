@@ -99,7 +99,7 @@ def test_folders_and_names(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text("wandb_project = 'a,b'\n")
     grid = sweep.make_grid(
-        *sweep.parse_grid([str(file), "--attention", "lssa,softmax", "--p", "None,7.0"])
+        *sweep.parse_grid([str(file), "--attention=lssa,softmax", "--p=None,7.0"])
     )
     assert [name for name, _ in grid.runs][:2] == [
         "attention = lssa, p = None", "attention = lssa, p = 7"

@@ -1,10 +1,10 @@
 """Tables of results over seeds."""
 
-from scripts.common.tables import best_rows, summarise
+from scripts.common.tables import best_entries, summarise
 
 
 def table_of(**seeds):
-    """A table of one column: the values of each row's seeds."""
+    """A table of one column: the values of each entry's seeds."""
     evaluation = {"loss": [1.0], "parts": {}, "control": {"window": 16, "keys": [2]}}
     made = {
         name: summarise([{"values": [value], "evaluation": evaluation} for value in values])
@@ -13,12 +13,12 @@ def table_of(**seeds):
     return {"rows": made, "better": ["lower"]}
 
 
-def test_rows_that_the_seeds_cannot_tell_apart_are_not_ranked():
-    assert best_rows(table_of(a=[1.0, 1.2], b=[1.05, 1.3], c=[1.5, 1.6]), 0) == {"a", "b"}
-    assert best_rows(table_of(a=[1.0, 1.02], b=[1.1, 1.13]), 0) == {"a"}
-    # a row that varies much cannot be told from a better one that does not
-    assert best_rows(table_of(a=[1.0, 1.02], b=[1.0, 1.9]), 0) == {"a", "b"}
-    assert best_rows(table_of(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]), 0) == {"a", "b"}
-    assert best_rows(table_of(a=[1.0], b=[2.0]), 0) == set()
+def test_entries_that_the_seeds_cannot_tell_apart_are_not_ranked():
+    assert best_entries(table_of(a=[1.0, 1.2], b=[1.05, 1.3], c=[1.5, 1.6]), 0) == {"a", "b"}
+    assert best_entries(table_of(a=[1.0, 1.02], b=[1.1, 1.13]), 0) == {"a"}
+    # an entry that varies much cannot be told from a better one that does not
+    assert best_entries(table_of(a=[1.0, 1.02], b=[1.0, 1.9]), 0) == {"a", "b"}
+    assert best_entries(table_of(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]), 0) == {"a", "b"}
+    assert best_entries(table_of(a=[1.0], b=[2.0]), 0) == set()
     higher = table_of(a=[1.0, 1.1], b=[2.0, 2.1]) | {"better": ["higher"]}
-    assert best_rows(higher, 0) == {"b"}
+    assert best_entries(higher, 0) == {"b"}

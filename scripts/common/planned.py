@@ -2,26 +2,22 @@
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from config import ROOT, Config, accumulation_steps, names
-from data.shards import check_tokenizer, list_shards
 from errors import EXIT_MISTAKE, UserError
 from layers.heads import check_attention
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
-from runtime.log import read_metrics
 
 POLL_SECONDS = 0.5
 # The settings in which a planned run and the run in its folder must agree.
@@ -36,7 +32,7 @@ class PlannedRun:
     config: Config
     arguments: list[str]
     base: "PlannedRun | None" = None  # the run whose final weights it starts from
-    view: str = ""  # how a table row evaluates the run, as in softmax:yarn; empty: as trained
+    view: str = ""  # how it is evaluated, as in softmax:yarn; empty: as trained
 
     @property
     def folder(self) -> Path:
@@ -55,10 +51,6 @@ class PlannedRun:
         """The tokens that the weights were trained on so far, before the run included."""
         before = self.base.tokens if self.base else 0
         return before + (self.step or 0) * self.config.total_batch_size
-
-    @property
-    def steps_left(self) -> int:
-        return self.config.max_iters - (self.step or 0)
 
     def command(self) -> list[str]:
         """The command that starts or continues the training, with a process for each GPU."""
@@ -136,32 +128,16 @@ def check(runs: Sequence[PlannedRun], elsewhere: str) -> None:
         accumulation_steps(run.config, processes_of(run.config))
 
 
-def check_data(runs: Sequence[PlannedRun]) -> None:
-    """Raise UserError where the shards of a run are missing or have another tokenizer."""
-    for folder, tokenizer in {
-        (run.config.data_dir, run.config.tokenizer) for run in runs if run.config.task == "language"
-    }:
-        for split in ("train", "val"):
-            list_shards(folder, split)
-        check_tokenizer(folder, tokenizer)
-
-
 def cost(runs: Sequence[PlannedRun]) -> str:
-    """A sentence on the runs, tokens and time that are left to train.
-
-    The time is known once one of the runs has logged steps.
-    """
+    """A sentence on the runs and tokens that are left to train."""
     runs = with_bases(runs)
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
-    tokens = sum(run.steps_left * run.config.total_batch_size for run in left)
-    text = f"to train: {len(left)} runs, {tokens:,} tokens"
-    times = [line["ms"] for run in runs for line in read_metrics(run.folder) if "ms" in line]
-    if times:
-        seconds = statistics.median(times) / 1000 * sum(run.steps_left for run in left)
-        text += f", about {timedelta(seconds=round(seconds))}"
-    return text
+    tokens = sum(
+        (run.config.max_iters - (run.step or 0)) * run.config.total_batch_size for run in left
+    )
+    return f"to train: {len(left)} runs, {tokens:,} tokens"
 
 
 # ---- training ----
@@ -174,18 +150,16 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     started on each GPU shares the work. A run that fails, such as a run that diverges, does not
     stop the others. A run that train.py refuses does.
     """
-    failures, left, waiting = [], with_bases(runs), False
+    failures, left = [], with_bases(runs)
     while left := [run for run in left if not run.finished]:
         folders = {run.folder for run in left}
         ready = [run for run in left if not (run.base and run.base.folder in folders)]
         run = next((run for run in ready if not is_locked(run.folder)), None)
         if run is None:
-            if not waiting:
-                print(f"{ready[0].folder}: another process is training this run; waiting for it")
-            waiting = True
-            time.sleep(POLL_SECONDS)
+            print(f"{ready[0].folder}: another process is training this run; waiting for it")
+            while all(is_locked(run.folder) for run in ready):
+                time.sleep(POLL_SECONDS)
             continue
-        waiting = False
         if run.base and not run.base.finished:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             left.remove(run)

@@ -2,11 +2,11 @@
 
 A table of results is a dict, saved as table.json:
 
-    title, columns, paper_columns, digits
+    title, columns, digits
     better      "lower" or "higher" for each column; None: the column is not ranked
     caption     sentences
-    rows        name -> paper, mean, low and high, which are lists over columns, and runs: for each
-                seed its values, folder, step, tokens, environment and evaluation
+    rows        name of an entry -> paper, mean, low and high, which are lists over columns, and
+                runs: for each seed its values, folder, step, tokens, environment and evaluation
 """
 
 import statistics
@@ -18,10 +18,8 @@ from runtime.files import atomic_write, write_json
 SIDES = ("mean", "low", "high")
 # The entries of an evaluation that table.json has, besides text, numbers and the control.
 LISTS = ("lengths", "loss", "environment")
-# Entries of an evaluation that the caption mentions, with their names there.
-MENTIONED = {"rope": "RoPE scaling", "rope_theta": "RoPE base"} | {
-    key: key for key in ("tokens", "trials", "samples", "limit", "lm_eval")
-}
+# Facts of an evaluation that the caption mentions, if they are known.
+MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
 
 
 def print_table(lines: Sequence[Sequence[str]], left: int = 1, width: int = 0) -> None:
@@ -57,11 +55,11 @@ def spread(entry: dict, column: int) -> float | None:
     return entry["high"][column] - entry["low"][column] if len(entry["runs"]) > 1 else None
 
 
-def best_rows(table: dict, column: int) -> set[str]:
-    """The best table row of a column, and all that cannot be distinguished from it.
+def best_entries(table: dict, column: int) -> set[str]:
+    """The best entry in a column, and all that cannot be distinguished from it.
 
     Two are distinguishable if their means differ by more than the larger of their ranges over
-    seeds. Table rows of a single seed are not compared.
+    seeds. Entries of a single seed are not compared.
     """
     means = {name: entry["mean"][column] for name, entry in table["rows"].items()}
     spreads = {name: spread(entry, column) for name, entry in table["rows"].items()}
@@ -76,20 +74,17 @@ def best_rows(table: dict, column: int) -> set[str]:
     }
 
 
-def seed_sentences(table: dict, seeds: Sequence[int]) -> list[str]:
-    """Sentences of the caption on the spread over seeds, and on the bold values."""
-    last = max((i for i, better in enumerate(table["better"]) if better), default=0)
-    if len(seeds) == 1 and table["better"][last]:
-        return ["One seed: the spread between seeds is not known, so nothing is ranked."]
-    if len(seeds) < 2:
-        return []
-    sentences = ["± is half the range over seeds, where it is not 0."]
-    if best_rows(table, last):
-        sentences.append(
-            "Bold: the best value of a column, and every value that cannot be distinguished from "
-            "it because the means differ by no more than the larger of the two ranges."
-        )
-    return sentences
+def seed_sentences(table: dict, seeds: int) -> list[str]:
+    """Sentences of the caption on the spread over so many seeds, and on the bold values."""
+    ranked = any(table["better"])
+    if seeds < 2:
+        one = "One seed: the spread between seeds is not known, so nothing is ranked."
+        return [one] if ranked else []
+    bold = (
+        "Bold: the best value of a column, and every value that cannot be distinguished from it "
+        "because the means differ by no more than the larger of the two ranges."
+    )
+    return ["± is half the range over seeds, where it is not 0.", *([bold] if ranked else [])]
 
 
 def how_measured(runs: list[dict]) -> str:
@@ -98,8 +93,7 @@ def how_measured(runs: list[dict]) -> str:
     environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
     dtypes, machines = distinct(evaluations, "dtype"), distinct(environments, "machine")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
-    named = ((text, distinct(evaluations, key)) for key, text in MENTIONED.items())
-    facts += [f"{text} {values}" for text, values in named if values]
+    facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]
     return (
         f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
         f"{distinct(environments, 'commit', 7)}."
@@ -123,12 +117,12 @@ def ranged(values: Sequence[int]) -> str:
 
 def write(folder: Path, stem: str, table: dict, pictures: Sequence[str]) -> None:
     """Save a table of results as STEM.json and STEM.md, which shows the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
     rows = {
         name: entry
         | {"runs": [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]}
         for name, entry in table["rows"].items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{stem}.json", table | {"rows": rows})
     with atomic_write(folder / f"{stem}.md", "w") as file:
         file.write(markdown(table, pictures))
@@ -141,14 +135,10 @@ def short(evaluation: dict) -> dict:
 
 
 def markdown(table: dict, pictures: Sequence[str]) -> str:
-    scale = f", scale {table['scale']}" if "scale" in table else ""
-    heads = [
-        ours if paper is None or ours.endswith(paper) else f"{ours} (paper {paper})"
-        for ours, paper in zip(table["columns"], table["paper_columns"], strict=True)
-    ]
-    best = [best_rows(table, column) for column in range(len(heads))]
-    lines = [f"# {table['title']}{scale}", ""]
-    lines += ["| row | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    columns = table["columns"]
+    best = [best_entries(table, column) for column in range(len(columns))]
+    lines = [f"# {table['title']}, scale {table['scale']}", ""]
+    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, entry in table["rows"].items():
         cells = (cell(table, entry, i, name in names) for i, names in enumerate(best))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")

@@ -1,94 +1,65 @@
 """Reproduce a table or figure of the papers: train, evaluate, and compare with the paper's numbers.
 
 python -m scripts.reproduce table1 --scale tiny --seeds 2
-python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax
+python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax --batch_size=16
 
-Prints the cost, trains the missing runs in OUT/<scale>/<row>/seed<seed> (on all GPUs of the
+Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed> (on all GPUs of the
 machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
 tables share the runs. An interrupted command continues where it stopped; nothing is done twice.
 Runs that another process is training are left to it and waited for. --only and --seeds limit the
-work; --only also takes a variant of the table with any p (lssar_p7). The table has every available
-row for these seeds. RESULTS is out/results, so that the repository's own tables in results/ stay.
+work; the table has every entry that is available for these seeds. RESULTS is out/results, so that
+the repository's own tables in results/ stay.
 
 Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step; SSMax's Figs. 6 to
 8, needles in a haystack, are scripts.needle for runs fine-tuned by scripts.finetune_squad.
 """
 
 import argparse
+import functools
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file: the repository's modules are two folders above
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from config import choices
 from errors import UserError, command
-from runtime.files import read_json
-from scripts.common.planned import with_bases
+from scripts.common.runner import Parser, value_of
+from scripts.reproduce.entries import FIRST_SEED, open_scale
 from scripts.reproduce.measure import Work
-from scripts.reproduce.report import carry_out, with_p
-from scripts.reproduce.rows import FIRST_SEED, open_scale
+from scripts.reproduce.report import carry_out
 from scripts.reproduce.tables import EXPERIMENTS
 
 
 @command
 def main() -> None:
-    arguments = parse()
-    name, experiment = arguments.name, EXPERIMENTS.get(arguments.name)
-    if experiment is None:
-        raise UserError(f"{name!r} is not one of {', '.join(EXPERIMENTS)}")
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds} must be at least 1")
-    settings = (f"wandb_mode={arguments.wandb_mode}", *arguments.set)
-    scale = open_scale(arguments.scale, arguments.out, experiment.task, arguments.data, settings)
-    rows = tuple(arguments.only.split(",") if arguments.only else experiment.rows)
-    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
-    folder = Path(arguments.results) / scale.name / name
-    saved = (read_json(folder / "table.json") or {"rows": {}})["rows"]
-    experiment = replace(experiment, rows=with_p(experiment, [*rows, *saved]))
-    work = Work(scale, rows, seeds, folder)
-    carry_out(name, experiment, work, "table", "--out", arguments.plan)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m scripts.reproduce",
         description=__doc__.split("\n\n")[0],
-        epilog=list_experiments() if {"-h", "--help"} & set(sys.argv) else None,
+        epilog="NAME is one of the following; settings of train.py that do not change what is "
+        "learned, such as --batch_size=16, go to all runs:\n"
+        + "\n".join(f"  {name:16} {one.title}" for name, one in EXPERIMENTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("name", metavar="NAME", help="one of the names below")
+    add, at_least_one = parser.add_argument, functools.partial(value_of, int, 1)
+    add("name", metavar="NAME", choices=EXPERIMENTS, help="of a table or figure")
     add("--scale", required=True, help="124m (the papers'), a name in configs/scales, or a FILE.py")
-    add("--only", metavar="ROW,ROW", help="train and evaluate these table rows only")
-    add("--seeds", type=int, default=1, help=f"runs a table row, from {FIRST_SEED} on (1)")
-    add("--data", metavar="DIR", help="shards to train on instead of the scale's")
+    add("--only", metavar="ENTRY,ENTRY", help="train and evaluate these entries of the table only")
+    add("--seeds", type=at_least_one, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
     add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
     add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
     add("--plan", action="store_true", help="print what it would cost, and stop")
-    add("--wandb_mode", default="auto", choices=choices("wandb_mode"))
-    help = "a setting of the machine for all runs, such as batch_size=16"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    return parser.parse_args()
-
-
-def list_experiments() -> str:
-    """The names of all experiments, with the cost of their training from scratch."""
-    lines = [
-        "the names, and the training of one seed at scale 124m, or 109m of orbits; all tables share"
-        " the runs:"
-    ]
-    for name, experiment in EXPERIMENTS.items():
-        scale = open_scale(
-            "109m" if experiment.task == "orbits" else "124m", "out", experiment.task
-        )
-        work = Work(scale, experiment.rows, range(FIRST_SEED, FIRST_SEED + 1), Path())
-        runs = with_bases(experiment.measurement.training(work))
-        tokens = sum(run.config.max_iters * run.config.total_batch_size for run in runs)
-        cost = f"{len(runs)} runs, {tokens / 1e9:.0f}B tokens" if runs else "no training"
-        lines.append(f"  {name:16} {experiment.title}: {cost}")
-    return "\n".join(lines)
+    options, settings = parser.parse_known_args()
+    experiment = EXPERIMENTS[options.name]
+    chosen = tuple(options.only.split(",")) if options.only else experiment.entries
+    if unknown := set(chosen) - set(experiment.entries):
+        known = ", ".join(experiment.entries)
+        raise UserError(f"--only {min(unknown)!r} must be one of {known}")
+    scale = open_scale(options.scale, options.out, experiment.task, settings)
+    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    folder = Path(options.results) / scale.name / options.name
+    work = Work(options.name, experiment, scale, chosen, seeds, folder)
+    carry_out(work, "table", "--out", options.plan)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from scripts.attention_maps import AttentionMaps
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
-from scripts.reproduce.rows import split_p
+from scripts.reproduce.entries import split_p
+from scripts.reproduce.measure import Pictures
 
-Pictures = Figure | dict[str, Figure]
 SLIDING = "sliding window of 1x"
 THIN = f"thin: {SLIDING}, plain RoPE"
 PAPER = "the paper's"
@@ -21,14 +21,8 @@ LENGTH = "length, in multiples of the training length"
 
 
 def first_seeds(table: dict) -> dict[str, dict]:
-    """Table row -> the evaluation of its first seed."""
+    """Entry -> the evaluation of its first seed."""
     return {name: entry["runs"][0]["evaluation"] for name, entry in table["rows"].items()}
-
-
-def title_of(table: dict) -> str:
-    """The scale, and the first seed if there are seeds."""
-    seed = next(iter(table["rows"].values()))["runs"][0]["seed"]
-    return table["scale"] if seed is None else f"seed {seed}, {table['scale']}"
 
 
 # ---- means over seeds, and their range ----
@@ -40,10 +34,10 @@ def losses_at(measured: dict, lengths: Iterable[int]) -> list[float]:
     return [losses[length] for length in lengths]
 
 
-def control_of(entry: dict, multiples: list[float] | None) -> list[float] | None:
-    """The mean loss of a table row's control at each multiple of the training length."""
+def control_of(entry: dict, multiples: list[float]) -> list[float] | None:
+    """The mean loss of an entry's control at each multiple of the training length."""
     known = [run["evaluation"].get("control") for run in entry["runs"]]
-    if not multiples or not known or not all(known):
+    if not all(known):
         return None
     lengths = [round(multiple * known[0]["trained_length"]) for multiple in multiples]
     losses = [losses_at(control, lengths) for control in known]
@@ -51,7 +45,7 @@ def control_of(entry: dict, multiples: list[float] | None) -> list[float] | None
 
 
 def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
-    """A panel for each {title: {table row: label}}: loss over length; thin: the controls.
+    """A panel for each {title: {entry: label}}: loss over length; thin: the controls.
 
     The panel "the paper's" has the paper's values.
     """
@@ -81,8 +75,12 @@ def beside_the_paper(table: dict) -> Figure:
     return over_length(table, {title: ours} | ({PAPER: papers} if papers else {}))
 
 
-def grouped(of: Callable[[str], Iterable[tuple[str, str]]]) -> Callable[[dict], Figure]:
-    """A panel for each title, where `of` gives the titles and labels of a table row's name."""
+def in_one(name: str) -> list[tuple[str, str]]:
+    return [("", name)]
+
+
+def grouped(of: Callable[[str], list[tuple[str, str]]] = in_one) -> Callable[[dict], Figure]:
+    """A panel for each title, where `of` gives the titles and labels of an entry's name."""
 
     def draw(table: dict) -> Figure:
         groups: dict[str, dict[str, str]] = {}
@@ -104,16 +102,8 @@ def by_stage(name: str) -> list[tuple[str, str]]:
     return [("not re-weighted" if p is None else f"re-weighted, p = {p:g}", variant)]
 
 
-def by_block(name: str) -> list[tuple[str, str]]:
-    t6, swiglu = name.startswith("t6"), name.endswith("_swiglu")
-    kind = "T6" if t6 else "T6's blocks, linear projections" if swiglu else "GPT-2"
-    return [(kind, name.removesuffix("_swiglu").removeprefix("t6").strip("_") or "softmax")]
-
-
 def by_kind(kinds: Mapping[str, Iterable[str]]) -> Callable[[str], list[tuple[str, str]]]:
-    """The kinds that have a table row, or its variant with another p."""
-    variants = {kind: {split_p(name)[0] for name in names} for kind, names in kinds.items()}
-    return lambda name: [(kind, name) for kind, v in variants.items() if split_p(name)[0] in v]
+    return lambda name: [(kind, name) for kind, names in kinds.items() if name in names]
 
 
 def loss_over_p(table: dict) -> Pictures:
@@ -135,30 +125,28 @@ def loss_over_p(table: dict) -> Pictures:
 # ---- the first seed ----
 
 
-def lines(
-    x: str, y: str, log: str = "", equal_weights: bool = False, mark: float | None = None
-) -> Callable[[dict], Figure]:
-    """The curves of the table rows, a panel for each name of a curve.
+def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callable[[dict], Figure]:
+    """The curves of the entries, a panel for each name of a curve.
 
-    `log` names the axes that are logarithmic; `mark` is a place on the x axis.
+    `log` names the logarithmic axes; `equal_weights` adds the entropy of n equal weights.
     """
 
     def draw(table: dict) -> Figure:
         panels: dict[str, list[Curve]] = {}
         for name, measured in first_seeds(table).items():
             for title, (xs, ys) in measured["curves"].items():
+                title = f"{title} (first seed)".strip()
                 panels.setdefault(title, []).append(Curve(name, xs, ys))
         for curves in panels.values() if equal_weights else ():
             xs = curves[0].x
             curves.append(Curve("equal weights", xs, [math.log(n) for n in xs]))
-        titled = {", ".join(filter(None, (t, title_of(table)))): c for t, c in panels.items()}
-        return draw_curves(titled, x, y, log, marks=[] if mark is None else [mark], sharey=False)
+        return draw_curves(panels, x, y, log, sharey=False)
 
     return draw
 
 
 def maps(table: dict) -> Pictures:
-    """LSSAR Fig. A1: the attention maps of the first seed of each table row."""
+    """LSSAR Fig. A1: the attention maps of the first seed of each entry."""
     pictures: dict[str, Figure] = {}
     for name, measured in first_seeds(table).items():
         evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
@@ -169,9 +157,7 @@ def maps(table: dict) -> Pictures:
 
 def positions(table: dict) -> Figure:
     """SSMax Fig. 5: loss over positions."""
-    figure = eval_length.plot(list(first_seeds(table).items()), by_position=True)
-    figure.suptitle(title_of(table), fontsize="medium")
-    return figure
+    return eval_length.plot(list(first_seeds(table).items()), by_position=True)
 
 
 def forces(table: dict) -> Pictures:

@@ -1,27 +1,24 @@
-"""Our table beside the paper's: its training and measurement, its rows, columns and caption.
+"""Our table beside the paper's: its training and measurement, its entries, columns and caption.
 
-A table has the entries of scripts.common.tables, and
+A table has the keys of scripts.common.tables, and
 
     name, scale, paper_scale, unit
     multiples   of the training length, the first columns; null where columns are no lengths
-    not_run     names of table rows
+    not_run     names of entries
     failures    sentences
 """
 
 import sys
-from collections.abc import Iterable
 
 from matplotlib.figure import Figure
 
 from errors import UserError
 from runtime.files import check_writable
 from scripts.common.papers import TRAINED_LENGTH
-from scripts.common.planned import check, check_data, cost, stop_on_signals, train, with_bases
+from scripts.common.planned import check, cost, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.tables import how_measured, ranged, seed_sentences, summarise, write
-from scripts.reproduce.measure import Work, at
-from scripts.reproduce.rows import split_p
-from scripts.reproduce.tables import Experiment
+from scripts.reproduce.measure import Experiment, Work, at
 
 CONTROL_NOTE = (
     "Sliding window: the same weights with plain RoPE, where each query sees as many keys as in "
@@ -32,47 +29,29 @@ CONTROL_NOTE = (
 )
 
 
-def with_p(experiment: Experiment, chosen: Iterable[str]) -> tuple[str, ...]:
-    """The table rows of an experiment and the chosen ones, which may have another p, by p."""
-    rows, trained = list(experiment.rows), not experiment.measurement.compute
-    for name in chosen:
-        variant, p = split_p(name)
-        family = [i for i, row in enumerate(rows) if split_p(row)[0] == variant]
-        if name in rows:
-            continue
-        if p is None or not family or not trained:
-            more = "; or one of these variants with any p: lssar_p7" if trained else ""
-            raise UserError(f"--only {name!r} must be one of {', '.join(experiment.rows)}{more}")
-        larger = [i for i in family if (split_p(rows[i])[1] or 0) > p]
-        rows.insert(larger[0] if larger else family[-1] + 1, name)
-    return tuple(rows)
-
-
-def carry_out(
-    name: str, experiment: Experiment, work: Work, stem: str, elsewhere: str, plan: bool
-) -> None:
+def carry_out(work: Work, stem: str, elsewhere: str, plan: bool) -> None:
     """Print the cost; then, without `plan`, train, measure, and write the table and its pictures.
 
-    The files are STEM.md, STEM.json and NAME.png in the folder of the work. `elsewhere` is the
+    The files are STEM.md, STEM.json and pictures in the folder of the work. `elsewhere` is the
     option that moves the runs to another folder. Exits with 1 where a run failed.
     """
-    measurement = experiment.measurement
-    runs = measurement.training(work)
+    runs, evaluations = work.runs(), work.evaluations()
     check(with_bases(runs), elsewhere)
     if not plan:  # which needs no data
-        check_data(runs)
-        measurement.check(work)
+        for run, evaluation in {run.name: (run, one) for run, one in evaluations}.values():
+            evaluation.check(run.config)
     check_writable(work.folder)
     check_writable(work.scale.out)
-    print(f"{experiment.title}, scale {work.scale.name}, {len(work.rows)} table rows")
-    print(f"{cost(runs) if runs else 'to train: nothing'}\n{measurement.plan(work)}", flush=True)
+    print(f"{work.experiment.title}, scale {work.scale.name}, {len(work.chosen)} entries")
+    print(cost(runs))
+    print(f"to evaluate: {sum(not work.stored(run) for run, _ in evaluations)} runs", flush=True)
     if plan:
         return
     stop_on_signals()
-    failures = train(runs) + measurement.measure(work)
-    table = build_table(name, experiment, work, failures)
-    drawn = experiment.draw(table)
-    pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
+    failures = train(runs) + work.measure()
+    table = build_table(work, failures)
+    drawn = work.experiment.draw(table)
+    pictures = {f"{work.name}.png": drawn} if isinstance(drawn, Figure) else drawn
     for file, picture in pictures.items():
         save_picture(picture, work.folder / file)
     write(work.folder, stem, table, list(pictures))
@@ -82,92 +61,81 @@ def carry_out(
         sys.exit(1)
 
 
-def build_table(name: str, experiment: Experiment, work: Work, failures: list[str]) -> dict:
+def build_table(work: Work, failures: list[str]) -> dict:
     """The table of all available runs with these seeds."""
-    measurement, config = experiment.measurement, work.scale.config
-    columns = measurement.columns
-    columns = columns if isinstance(columns, tuple) else columns(config)
-    better = measurement.better
+    experiment, columns, better = work.experiment, work.experiment.columns, work.experiment.better
+    columns = columns if isinstance(columns, tuple) else columns(work.scale.config)
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
-    entries = {}
-    for row in experiment.rows:
-        if results := measurement.results(work, row):
-            entries[row] = summarise(results) | {"paper": paper.get(row)}
-    if not entries:
-        raise UserError("no table row is available: " + "; ".join(failures))
+    results = {name: work.results(name) for name in experiment.entries}
+    if not any(results.values()):
+        raise UserError("no entry of the table is available: " + "; ".join(failures))
     table = {
-        "name": name,
+        "name": work.name,
         "title": experiment.title,
         "scale": work.scale.name,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
         "columns": [
-            key if isinstance(key, str) else f"{key:g}x, {at(key, config):,}" for key in columns
+            column if isinstance(column, str) else f"{column:g}x, {at(column, work.scale.config):,}"
+            for column in columns
         ],
-        "paper_columns": [
-            (key if isinstance(key, str) else f"{key * TRAINED_LENGTH:,.0f}") if paper else None
-            for key in columns
-        ],
-        "multiples": [key for key in columns if not isinstance(key, str)] or None,
+        "multiples": [column for column in columns if not isinstance(column, str)] or None,
         "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
-        "digits": measurement.digits,
-        "rows": entries,
-        "not_run": [row for row in experiment.rows if row not in entries],
+        "digits": experiment.digits,
+        "rows": {
+            name: summarise(runs) | {"paper": paper.get(name)}
+            for name, runs in results.items()
+            if runs
+        },
+        "not_run": [name for name, runs in results.items() if not runs],
         "failures": failures,
     }
-    return table | {
-        "caption": caption(table, work, (*experiment.notes, *experiment.remarks(table)))
-    }
+    return table | {"caption": caption(table, work)}
 
 
 def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[dict[str, list], str]:
-    """The paper's values of these columns for each table row, and the scale they are for.
+    """The paper's values of these columns for each entry, and the scale they are for.
 
-    A value is None where the paper has none; table rows without any value are left out.
+    A value is None where the paper has none; entries without any value are left out.
     """
     section, values_of = experiment.paper, experiment.paper_scale
     if section is None:
         return {}, values_of
-    if "scales" in section:
-        values_of = scale if scale in section["scales"] else values_of
+    if "scales" in section and scale in section["scales"]:
+        values_of = scale
     rows = section["scales"][values_of] if "scales" in section else section["rows"]
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
     known = {name: dict(zip(keys, values, strict=True)) for name, values in rows.items()}
     paper = {name: [values.get(key) for key in columns] for name, values in known.items()}
-    known_rows = {name: v for name, v in paper.items() if v != [None] * len(v)}
-    return known_rows, values_of
+    return {name: values for name, values in paper.items() if set(values) != {None}}, values_of
 
 
-def caption(table: dict, work: Work, notes: Iterable[str]) -> list[str]:
+def caption(table: dict, work: Work) -> list[str]:
     """Sentences on the measurement, on the spread over seeds, and on what is missing."""
     entries = table["rows"].values()
     runs = [run for entry in entries for run in entry["runs"]]
-    seeds = sorted({run["seed"] for run in runs} - {None})
-    sentences = [table["unit"] + "."]
-    if seeds:  # else the numbers follow from formulas
-        config = work.scale.config
-        shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
-        layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
-        source = "simulated orbits" if config.task == "orbits" else config.data_dir
-        sentences = [
-            f"{table['unit']}; {layers} layers, {wide} wide, trained at length "
-            f"{config.block_size:,} for {ranged([run['tokens'] for run in runs])} tokens of "
-            f"{source}; {'mean over seeds' if len(seeds) > 1 else 'seed'} "
-            f"{', '.join(map(str, seeds))}."
-        ]
+    seeds = sorted({run["seed"] for run in runs})
+    config = work.scale.config
+    shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
+    layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
+    source = "simulated orbits" if config.task == "orbits" else config.data_dir
+    sentences = [
+        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {config.block_size:,} "
+        f"for {ranged([run['tokens'] for run in runs])} tokens of {source}; "
+        f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
+    ]
     if any(entry["paper"] for entry in entries):
         sentences.append("In parentheses the paper's value and our value minus it.")
-        if seeds and table["scale"] != table["paper_scale"]:
+        if table["scale"] != table["paper_scale"]:
             sentences.append(
                 f"The paper's values are for {table['paper_scale']}. At scale {table['scale']} the "
-                "model, the data and the number of tokens differ, so compare the table rows with "
+                "model, the data and the number of tokens differ, so compare the entries with "
                 "each other, not with the paper's values."
             )
-    sentences += [*seed_sentences(table, seeds), how_measured(runs)]
+    sentences += [*seed_sentences(table, len(seeds)), how_measured(runs)]
     if any("control" in run["evaluation"] for run in runs):
         sentences.append(CONTROL_NOTE)
-    sentences += notes
+    sentences += [*work.experiment.notes, *work.experiment.remarks(table)]
     if table["not_run"]:
-        missing = ", ".join(f"`{name}`" for name in table["not_run"])
-        sentences.append(f"Not run yet: {missing}.")
+        sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
     return sentences + [f"{failure}." for failure in table["failures"]]

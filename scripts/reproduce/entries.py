@@ -1,11 +1,11 @@
-"""The rows of the papers' tables at a scale, and the run behind each row and seed.
+"""The entries of the papers' tables at a scale: the run behind each entry and seed.
 
-All tables share the runs: OUT/<scale>/<row>/seed<seed>.
+All tables share the runs: OUT/<scale>/<entry>/seed<seed>.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,9 @@ from scripts.common.planned import PlannedRun
 
 CONFIGS = ROOT / "configs"
 FIRST_SEED = Config.seed
-# --set takes these: they do not change what is learned.
-PER_MACHINE = (*names("machine", "logs"), "timeout")
-# A table row run:view evaluates a run with these options. p5 is a view too.
+# The settings that the command line may change: they do not change what is learned from a text.
+FREE = (*names("machine", "logs"), "timeout", "data_dir")
+# An entry run:view evaluates a run with these options. A view p5 has the option p = 5.
 VIEWS: dict[str, dict] = {name: {"rope": name} for name in Rope.SCALINGS} | {
     # Dynamic NTK is NTK with s = length / training length; this is one s for all lengths
     "ntk16": {"rope": "ntk", "rope_factor": 16.0},
@@ -31,12 +31,12 @@ VIEWS: dict[str, dict] = {name: {"rope": name} for name in Rope.SCALINGS} | {
 
 
 @dataclass(frozen=True)
-class TableRow:
+class Entry:
     """A config file, and the settings that depend on the scale."""
 
     file: Path
     changes: Callable[[Config], dict] = lambda scale: {}
-    base: str | None = None  # the table row whose final weights this run starts from
+    base: str | None = None  # the entry whose final weights this run starts from
 
 
 def swap(scale: Config) -> dict:
@@ -82,35 +82,32 @@ def two_points(scale: Config) -> dict:
 
 
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
-ROWS = {
-    "softmax_before_f": TableRow(SOFTMAX, before_swap),
-    "ssmax_e": TableRow(SSMAX_FILE, swap, "softmax"),
-    "ssmax_f": TableRow(SSMAX_FILE, swap_and_train, "softmax_before_f"),
-    "ssmax_probe": TableRow(CONFIGS / "ablations/ssmax_probe.py", probe),
-    "untrained": TableRow(SOFTMAX, lambda scale: {"max_iters": 0}),
-    "softmax_window": TableRow(SOFTMAX, two_points),
-    "softmax_swiglu": TableRow(SOFTMAX, t6_blocks),
-    "lssar_p15_swiglu": TableRow(CONFIGS / "lssar_p15.py", t6_blocks),
-    "swa": TableRow(CONFIGS / "swa.py", quarter("window")),
+ENTRIES = {
+    "softmax_before_f": Entry(SOFTMAX, before_swap),
+    "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
+    "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
+    "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
+    "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
+    "softmax_window": Entry(SOFTMAX, two_points),
+    "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
+    "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
+    "swa": Entry(CONFIGS / "swa.py", quarter("window")),
 } | {
-    name: TableRow(CONFIGS / f"{name}.py", quarter("local_window"))
+    name: Entry(CONFIGS / f"{name}.py", quarter("local_window"))
     for name in ("hybrid", "hybrid_ssmax", "hybrid_lssar_p5")
 }
 
 
-def find_row(name: str) -> TableRow:
-    """The entry of ROWS, the config of this name, or a config with another p (lssar_p7)."""
-    if name in ROWS:
-        return ROWS[name]
-    folders = (CONFIGS, CONFIGS / "ablations")
-    files = {path.stem: path for folder in folders for path in folder.glob("*.py")}
-    if name in files:
-        return TableRow(files[name])
+def find_entry(name: str) -> Entry:
+    """The entry of ENTRIES, the config of this name, or a config with another p (lssar_p7)."""
+    files = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
     variant, p = split_p(name)
+    if name in ENTRIES or name in files:
+        return ENTRIES.get(name) or Entry(files[name])
     file = files.get(f"{variant}_p15") or files.get(variant)
     if p is None or file is None:
         raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
-    return TableRow(file, lambda scale: {"p": p})
+    return Entry(file, lambda scale: {"p": p})
 
 
 def split_p(name: str) -> tuple[str, float | None]:
@@ -140,43 +137,39 @@ class Scale:
 
     def run(self, name: str, seed: int) -> PlannedRun:
         name, _, view = ("untrained:oracle" if name == "oracle" else name).partition(":")
-        row = find_row(name)
-        base = self.run(row.base, seed) if row.base else None
-        changes = row.changes(self.config)
+        entry = find_entry(name)
+        base = self.run(entry.base, seed) if entry.base else None
+        changes = entry.changes(self.config)
         changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
         changes |= {"init_from": base.folder} if base else {}
         # T6 has its own sizes at each scale
-        sizes = CONFIGS / "scales" / row.file.stem.partition("_")[0] / f"{self.name}.py"
-        arguments = [str(row.file), *self.arguments, *([str(sizes)] if sizes.is_file() else [])]
+        sizes = CONFIGS / "scales" / entry.file.stem.partition("_")[0] / f"{self.name}.py"
+        arguments = [str(entry.file), *self.arguments, *([str(sizes)] if sizes.is_file() else [])]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, load_config(arguments), arguments, base, view)
 
 
-def open_scale(
-    name: str, out: str, task: str = "language", data: str | None = None, settings: tuple = ()
-) -> Scale:
+def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
     """The scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
 
-    `settings` are the values of --set. The scales of orbits have a folder of their own, as do
-    their runs.
+    `settings` are arguments of train.py for all runs. The scales of orbits have a folder of their
+    own, as do their runs.
     """
     own = "" if task == "language" else task
+    files = sorted((CONFIGS / "scales" / own).glob("*.py"))
     known: dict[str, tuple[str, ...]] = {} if own else {"124m": ()}
-    known |= {path.stem: (str(path),) for path in sorted((CONFIGS / "scales" / own).glob("*.py"))}
-    if own and data:
-        raise UserError(f"--data {data}: {task} are simulated, and need no data")
+    known |= {path.stem: (str(path),) for path in files}
     if name.endswith(".py"):
         known, name = {Path(name).stem: (name,)}, Path(name).stem
     if name not in known:
         raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
-    for pair in settings:
-        if pair.partition("=")[0] not in PER_MACHINE:
+    for key in (argument.partition("=")[0] for argument in settings):
+        if key.startswith("--") and key[2:] not in FREE:
             raise UserError(
-                f"--set {pair!r} would train other runs; write it into a file and give it as "
-                f"--scale FILE.py. --set takes KEY=VALUE of {', '.join(sorted(PER_MACHINE))}"
+                f"{key} cannot be set here, but in a file for --scale FILE.py. The settings that "
+                f"do not change what is learned can: {', '.join(sorted(FREE))}"
             )
-    extra = [f"--{pair}" for pair in settings] + ([f"--data_dir={data}"] if data else [])
-    scale = Scale(name, (*known[name], *extra), Path(out) / own)
+    scale = Scale(name, (*known[name], *settings), Path(out) / own)
     if scale.config.task != task:
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale
