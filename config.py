@@ -25,6 +25,8 @@ from errors import UserError
 ROOT = Path(__file__).parent
 # The number of token ids of each built-in tokenizer, end-of-text included.
 VOCABULARY = {"gpt2": 50257, "bytes": 257}
+# The number of token ids of all recall tasks.
+RECALL_IDS = 256
 
 T = TypeVar("T")
 
@@ -109,8 +111,8 @@ class Config:
     # ---- data: what the loss is measured on ----
     task: str = setting(
         "language",
-        "'orbits' are simulated planets: tasks/orbits.py",
-        choices=("language", "orbits"),
+        "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
+        choices=("language", "orbits", "recall"),
     )
     data_dir: str = setting(
         "data/fineweb10B", "folder of shards (data.fineweb, data.text)", fixed=False
@@ -119,6 +121,9 @@ class Config:
     val_tokens: int = setting(10485760, "validation tokens, from the first on (llm.c)", at_least=1)
     planets: int = setting(10, "orbits: most planets of a system", at_least=1)
     bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1)
+    recall: str = setting(
+        "lookup", "task of recall", choices=("lookup", "mqar", "latest", "latest_2", "sort")
+    )
     # ---- optimisation ----
     systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1)
     first_batch: int = setting(0, "the first step takes this batch; for SSMax (f)", at_least=0)
@@ -202,6 +207,8 @@ class Config:
         if self.task == "orbits":
             # with two time-step tokens, and one that the published vocabulary leaves unused
             return self.bins + 3
+        if self.task == "recall":
+            return RECALL_IDS
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
@@ -538,15 +545,18 @@ def check_model(config: Config) -> None:
 def check_training(config: Config) -> None:
     """Raise UserError where settings of the data and the training contradict each other."""
     orbits = config.task == "orbits"
-    for key in ("systems", "planets", "bins"):
-        if not orbits and getattr(config, key) != getattr(Config, key):
-            raise UserError(f"{key} = {getattr(config, key)} is for task = 'orbits'")
+    tasks = {"systems": "orbits", "planets": "orbits", "bins": "orbits", "recall": "recall"}
+    for key, task in tasks.items():
+        if config.task != task and getattr(config, key) != getattr(Config, key):
+            raise UserError(f"{key} = {getattr(config, key)} is for task = {task!r}")
     if orbits and config.tie_embeddings:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
     if orbits and config.vocab_size is not None:
         raise UserError(f"vocab_size = {config.vocab_size}: task = 'orbits' takes bins instead")
+    if config.task == "recall" and config.vocab_size is not None:
+        raise UserError(f"vocab_size = {config.vocab_size}: task = 'recall' has {RECALL_IDS} ids")
     least = VOCABULARY.get(config.tokenizer, 0)
-    if not orbits and config.n_vocab < least:
+    if config.task == "language" and config.n_vocab < least:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {least} ids of "
             f"tokenizer = {config.tokenizer!r}"

@@ -19,7 +19,7 @@ from runtime.device import autocast
 def mean_loss(
     model: GPT, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Mean loss in nats over the batches (x, y) of all ranks.
+    """Mean loss in nats over the batches (x, y) of all ranks; targets below 0 have no loss.
 
     Summed in float64 over tokens and ranks, so that batch size and number of ranks affect only
     rounding.
@@ -27,7 +27,7 @@ def mean_loss(
     total, count = 0.0, 0
     for x, y in batches:
         with autocast(device, dtype):
-            losses = model.token_losses(x, y)
+            losses = model.token_losses(x, y)[y >= 0]
         total += losses.cpu().double().sum().item()
         count += losses.numel()
     if dist.is_initialized():

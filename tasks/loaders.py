@@ -8,6 +8,7 @@ from config import Config
 from data.loader import Batching, Loader, TokenLoader
 from data.shards import check_shards, check_tokenizer, list_shards
 from tasks.orbits import OrbitLoader
+from tasks.recall import RecallLoader
 
 
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
@@ -30,8 +31,14 @@ def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
     return OrbitLoader(config.systems, config.planets, config.bins, batching)
 
 
+def open_recall(config: Config, batching: Batching) -> RecallLoader:
+    """Batches of a recall task."""
+    return RecallLoader(config.recall, batching)
+
+
 # One entry for each value of the setting `task`.
 LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
     "language": open_language,
     "orbits": open_orbits,
+    "recall": open_recall,
 }

@@ -30,8 +30,9 @@ from torch import Tensor
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data.loader import Batches, Batching, Loader, inputs_and_targets
+from data.loader import Batching, inputs_and_targets
 from errors import UserError, command
+from tasks.simulated import TRAINING, Indices, SimulatedLoader, generator
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU
@@ -40,13 +41,11 @@ MAX_PLANETS = 10
 ENTRIES = 1000  # of a sequence, the time step included
 BINS = 7000
 
-# Seeds of the sets, the last for `draw_pair`; the seed of a run is that of the order alone.
-TRAINING, VALIDATION, PAIRS = 0, 1, 2
+PAIRS = 2  # the set of `draw_pair`, beside those of training and validation
 # Systems with as many planets that are computed at once: their arrays fit a core's cache.
 TOGETHER = 16
 
 Floats = NDArray[np.float64]
-Indices = Sequence[int] | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -149,11 +148,6 @@ def positions(systems: Sequence[Elements], points: int) -> Floats:
 # ---- systems ----
 
 
-def generator(seed: int, index: int) -> np.random.Generator:
-    """The random numbers of one system: a counter-based stream of its own."""
-    return np.random.Generator(np.random.Philox(key=(seed << 64) | index))
-
-
 def draw(seed: int, index: int, planets: int = MAX_PLANETS) -> Elements:
     """A system of 1 to `planets` planets, all equally likely."""
     rng = generator(seed, index)
@@ -231,8 +225,10 @@ def sequences(
     return tokenise([draw(seed, int(index), planets) for index in indices], bins, entries)
 
 
-class OrbitLoader(Loader):
+class OrbitLoader(SimulatedLoader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
+
+    unit = "system"
 
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
         of = "1 planet" if planets == 1 else f"1 to {planets} planets"
@@ -240,30 +236,8 @@ class OrbitLoader(Loader):
         self.planets, self.bins, self.tokens = planets, bins, systems * batching.block_size
         super().__init__(systems, batching)
 
-    def batch_location(self, step: int) -> str:
-        return f"with system {self._windows(step)[0]} of the {self.source}"
-
-    def validation_windows(self, max_tokens: int) -> int:
-        return max_tokens // self.batching.block_size
-
-    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        windows, batching = self.validation_windows(max_tokens), self.batching
-        if windows < 1:
-            raise UserError(
-                f"val_tokens = {max_tokens}, but one system takes {batching.block_size} of them"
-            )
-        indices = range(batching.rank, windows, batching.world_size)
-        parts = (indices[at : at + batch_size] for at in range(0, len(indices), batch_size))
-        return (
-            (x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
-            for x, y in (self._make(VALIDATION, part) for part in parts)
-        )
-
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        return self._make(TRAINING, self._windows(step))
-
-    def _make(self, seed: int, indices: Indices) -> tuple[Tensor, Tensor]:
-        made = sequences(seed, indices, self.planets, self.bins, self.batching.block_size + 1)
+    def _make(self, seed: int, indices: Indices, length: int) -> tuple[Tensor, Tensor]:
+        made = sequences(seed, indices, self.planets, self.bins, length + 1)
         return inputs_and_targets(made, self.device)
 
 
