@@ -226,7 +226,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        Targets of -100 have no loss. Where a position holds a pair, these are [B, L, 2, n_vocab], [B, L, 2] and [B, L, 2].
+        A target of -100 has no loss. Where a position holds a pair, these are [B, L, 2, n_vocab],
+        [B, L, 2] and [B, L, 2].
         """
         x = self.trunk(self.wte(idx), cache)
         if targets is None:

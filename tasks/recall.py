@@ -41,6 +41,7 @@ PAIRS = 4  # keys that are assigned and asked
 KEYS, VALUES = 12, 16
 QUERIES = KEYS * VALUES
 TIMES = 3  # that latest assigns each key
+SHORTEST = PAIRS * (TIMES + 1)  # length that fits any task
 # mqar: keys, then values, then noise
 MQAR_KEYS, MQAR_VALUES = 128, 64
 # sort: symbols, then the separator
@@ -124,11 +125,10 @@ class RecallLoader(SimulatedLoader):
     unit = "sequence"
 
     def __init__(self, task: str, batching: Batching) -> None:
-        shortest = PAIRS * (TIMES + 1)  # of all tasks
-        if batching.block_size < 4 * shortest:
+        if batching.block_size < 4 * SHORTEST:
             raise UserError(
-                f"block_size = {batching.block_size} must be at least {4 * shortest}: recall "
-                f"trains on a quarter of it too, and its tasks take {shortest} tokens"
+                f"block_size = {batching.block_size} must be at least {4 * SHORTEST}: recall "
+                f"trains on a quarter of it too, and its tasks take {SHORTEST} tokens"
             )
         self.task, self.source = task, f"recall task {task}"
         self.tokens = SEQUENCES * batching.block_size

@@ -1,0 +1,161 @@
+"""Recall: is what was said found again, by the length and by how far away it was said?
+
+python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
+
+For runs with task = "recall", on their own task (tasks/recall.py). Sequences are the same for all
+runs, and none is a training sequence. As many keys are asked at every length, among more noise;
+with --proportional, which is for mqar, the pairs grow with the length. An answer is right if it is
+the likeliest of all 256 token ids. `exact` is the share of sequences whose answers are all right.
+The distance of an answer is the number of tokens from the token that determines it.
+
+Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length, for
+several runs as recall_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
+twice.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from config import Config
+from errors import UserError
+from runtime.device import autocast
+from scripts.common.plots import Curve, draw_curves
+from scripts.common.retrieval import batches
+from scripts.common.runner import Evaluation, Run, as_command, option
+from scripts.common.tables import print_table
+from scripts.common.validation import check_lengths, default_lengths
+from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
+
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+PERCENT = "answers that are right (%)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Evaluation):
+    """Recall: is what was said found again, by the length and by how far away it was said?"""
+
+    task = "recall"
+    name = "recall"
+
+    lengths: tuple[int, ...] | None = option(
+        None, "in tokens (default: 1x to 64x the training length)"
+    )
+    answers: int = option(512, "at least so many per length", at_least=1)
+    proportional: bool = option(False, "mqar: pairs in proportion to the length")
+
+    def lengths_of(self, config: Config) -> tuple[int, ...]:
+        return self.lengths or default_lengths([config], MULTIPLES)
+
+    def pairs(self, config: Config, length: int) -> int:
+        """How many keys a sequence of this length asks."""
+        return PAIRS * length // config.block_size if self.proportional else PAIRS
+
+    def facts(self, config: Config) -> dict:
+        lengths = self.lengths_of(config)
+        check_lengths(config, lengths)
+        if lengths[0] < SHORTEST:
+            raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
+        if self.proportional and config.recall != "mqar":
+            raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
+        if not 0 < self.pairs(config, lengths[0]) <= self.pairs(config, lengths[-1]) <= MQAR_KEYS:
+            raise UserError(
+                f"--proportional: lengths {lengths[0]} to {lengths[-1]} must have 1 to {MQAR_KEYS} "
+                f"pairs, {PAIRS} in every {config.block_size} tokens"
+            )
+        return {
+            "recall": config.recall, "answers": self.answers, "proportional": self.proportional
+        }  # fmt: skip
+
+    def sequences(self, config: Config, length: int) -> int:
+        """How many sequences have enough answers."""
+        one = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
+        return -(-self.answers // len(one.answers))
+
+    def parts(self, config: Config) -> dict[str, int]:
+        return {str(n): n * self.sequences(config, n) for n in self.lengths_of(config)}
+
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        task, length = run.config.recall, int(name)
+        pairs, drawn, found = self.pairs(run.config, length), [], []
+        for batch in batches(range(self.sequences(run.config, length)), length, bar):
+            drawn += (these := [draw(task, EVALUATION, i, length, pairs) for i in batch])
+            found += list(answer(run, these))
+        return judge(drawn, found)
+
+
+@torch.no_grad()
+def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
+    """The likeliest token at each place of an answer: [sequences, answers]."""
+    stacked = (np.stack(one) for one in zip(*((d.tokens, d.places) for d in drawn), strict=True))
+    tokens, places = (torch.from_numpy(one).to(run.device) for one in stacked)
+    with autocast(run.device, run.dtype):
+        hidden = run.model.trunk(run.model.wte(tokens))  # [B, L, n_embd]
+        logits = run.model.logits(hidden.take_along_dim(places[..., None], 1))
+    return logits.argmax(-1).cpu().numpy()
+
+
+def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
+    """The results of one length, also by distance: up to 1, 2, 4, 8 .. tokens."""
+    right = np.stack([d.answers == f for d, f in zip(drawn, found, strict=True)])
+    distances = np.stack([d.places - d.sources for d in drawn])
+    limits = 2 ** np.ceil(np.log2(distances)).astype(int)
+    by_distance = {
+        str(limit): {"answers": int(here.sum()), "accuracy": float(right[here].mean())}
+        for limit in np.unique(limits)
+        if (here := limits == limit).any()
+    }
+    accuracy, exact = float(right.mean()), float(right.all(1).mean())
+    return {"accuracy": accuracy, "exact": exact, "answers": right.size, "distances": by_distance}
+
+
+def accuracies(result: dict) -> dict[int, float]:
+    """The accuracy at each length, in ascending order."""
+    return {n: result["parts"][str(n)]["accuracy"] for n in sorted(map(int, result["parts"]))}
+
+
+def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print every run's accuracy by length, and draw it, also by distance."""
+    lengths = list(accuracies(runs[0][1]))
+    table, by_length, by_distance = [["length", *map(str, lengths)]], [], []
+    for name, result in runs:
+        shares = list(accuracies(result).values())
+        table.append([name, *(f"{100 * share:.1f}" for share in shares)])
+        by_length.append(Curve(name, lengths, [100 * share for share in shares]))
+        far = {int(n): 100 * one["accuracy"] for n, one in longest(result)["distances"].items()}
+        by_distance.append(Curve(name, list(far), list(far.values())))
+    title = f"{runs[0][1]['recall']}, RoPE scaling {runs[0][1]['rope']}"
+    print(f"\n{title}: {PERCENT}")
+    print_table(table)
+    trained, x = {r["trained_length"] for _, r in runs}, "in tokens (dotted: training length)"
+    ticks = sorted({n for curve in by_distance for n in curve.x})
+    at = f"{title}, length {lengths[-1]:,}"
+    return {
+        "recall": draw_curves(
+            {title: by_length}, f"length {x}", PERCENT, "x", lengths, "", trained
+        ),
+        "recall_by_distance": draw_curves(
+            {at: by_distance}, f"distance, up to, {x}", PERCENT, "x", ticks, "", trained
+        ),
+    }
+
+
+def longest(result: dict) -> dict:
+    """The results of the longest length."""
+    return result["parts"][str(max(map(int, result["parts"])))]
+
+
+main = as_command(Recall, show)
+
+if __name__ == "__main__":
+    main()

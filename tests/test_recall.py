@@ -1,0 +1,159 @@
+"""Recall: an independent reading of the tasks, their batches, the loss, the evaluation."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import choices
+from data.loader import Batching
+from evaluation import mean_loss
+from model import GPT
+from scripts import eval_length, recall
+from scripts.common.runner import load_run
+from tasks.recall import Drawn, RecallLoader, draw, targets
+from tests.helpers import SMALL, not_blank, saved_run, small_config
+from tests.runs import assert_same_run, launch, metrics, refused
+
+TASKS = choices("recall")
+# Of batch 0 with T = 64, 32 sequences and seed 1337: the committed results depend on it.
+CHECKSUMS = {
+    "lookup": "644f9249302b", "mqar": "3bf1c91e657f", "latest": "8dfd22a19a59",
+    "latest_2": "45f5d7a707f7", "sort": "226eb4942dee",
+}  # fmt: skip
+SETTINGS = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512",
+            "--tie_embeddings=False", "--tokenizer=gpt2"]  # fmt: skip
+
+
+def read(task, tokens):
+    """The targets that follow from the tokens of a sequence; -100: nothing is asked."""
+    out, known = [-100] * len(tokens), {}
+    for i, token in enumerate(tokens):
+        if task == "sort":
+            if 32 in tokens[: i + 1]:
+                out[i] = sorted(tokens[: tokens.index(32)])[i - tokens.index(32)]
+        elif task == "mqar":
+            if token < 128 and token in known:
+                out[i] = known.pop(token)
+            elif token < 128:
+                known[token] = tokens[i + 1]
+        elif token < 192:
+            known.setdefault(token // 16, []).append(token % 16)
+        elif token < 204:
+            assert len(known[token - 192]) == (1 if task == "lookup" else 3)
+            out[i] = known.pop(token - 192)[-2 if task == "latest_2" else -1]
+    assert task == "sort" or not known  # every key is asked, once
+    return out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_follows_from_the_sequence(task):
+    for index, length in enumerate([16, 17, 40, 64, 64, 300, 1024]):
+        drawn = draw(task, 5, index, length)
+        tokens = drawn.tokens.tolist()
+        assert len(tokens) == length and 0 <= min(tokens) <= max(tokens) < 256
+        assert targets(drawn).tolist() == read(task, tokens)
+        assert len(drawn.answers) == (length // 2 if task == "sort" else 4)
+        said = drawn.tokens[drawn.sources]
+        assert (drawn.answers == (said if task in ("mqar", "sort") else said % 16)).all()
+        assert (drawn.sources < drawn.places).all()
+    more = draw("mqar", 5, 0, 1024, pairs=64)
+    assert targets(more).tolist() == read("mqar", more.tokens.tolist())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_batches_are_the_same_for_ever_and_for_any_number_of_processes(task):
+    whole = RecallLoader(task, Batching(64, 32, 1337))
+    x, y = whole.batch(0)
+    found = hashlib.sha256(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest()
+    assert found[:12] == CHECKSUMS[task]
+    parts = [RecallLoader(task, Batching(64, 32, 1337, rank, 2)) for rank in range(2)]
+    for step in (9, 3):  # in any order
+        for of_all, *shares in zip(*(one.batch(step) for one in (whole, *parts)), strict=True):
+            assert torch.equal(of_all, torch.cat(shares))
+    lengths = [whole._length(step) for step in range(1000)]
+    assert 450 < lengths.count(64) < 550 and set(lengths) == set(range(16, 65))
+    validation = list(whole.validation_batches(64 * 40, 32))
+    assert [len(one) for one, _ in validation] == [32, 8]
+    assert not {*map(tuple, x.tolist())} & {*map(tuple, validation[0][0].tolist())}
+
+
+def test_the_loss_is_of_answers_alone():
+    torch.manual_seed(1)
+    model, loader = GPT(small_config("softmax.py", *SETTINGS)), RecallLoader
+    batches = list(loader("lookup", Batching(64, 32, 1)).validation_batches(64 * 40, 32))
+    losses = [F.cross_entropy(model(x)[y >= 0], y[y >= 0], reduction="none") for x, y in batches]
+    assert [len(one) for one in losses] == [128, 32]
+    for (x, y), expected in zip(batches, losses, strict=True):  # of 2,048 tokens and of 512
+        assert model(x, y).item() == pytest.approx(expected.mean().item(), rel=1e-5)
+    found = mean_loss(model, iter(batches), torch.device("cpu"), torch.float32)
+    assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+def test_a_run_is_the_same_resumed_and_on_two_processes(train, tmp_path):
+    settings, two = [*SETTINGS, "--recall=mqar"], tmp_path / "two"
+    whole = train("whole", *settings)
+    train("resumed", *settings, "--max_iters=3")
+    assert_same_run(whole, train("resumed", *settings, "--resume"))
+    done = launch(2, *SMALL, *settings, "--batch_size=2", f"--out_dir={two}")
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "val_loss"):
+        assert metrics(two, key) == pytest.approx(metrics(whole, key), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    torch.manual_seed(0)
+    model = GPT(small_config("softmax.py", *SETTINGS, "--recall=latest"))
+    model.lm_head.weight.data[16:] = 0  # so that a guess is often a value
+    return saved_run(tmp_path_factory.mktemp("runs") / "latest", model)
+
+
+def test_the_accuracy_by_hand(run, call, capsys):
+    call(recall, run, "--lengths=32,64", "--answers=400", "--rope=none", "--device=cpu")
+    (measured,) = json.loads((run / "recall.json").read_text())
+    model = load_run(run, recall.Recall(rope="none", device="cpu")).model
+    for length in (32, 64):
+        tokens = [draw("latest", 2, index, length).tokens.tolist() for index in range(100)]
+        with torch.no_grad():
+            right = model(torch.tensor(tokens)).argmax(-1) == torch.tensor(
+                [read("latest", one) for one in tokens]
+            )
+        part = measured["parts"][str(length)]
+        assert 10 < right.sum() == 400 * part["accuracy"] and part["answers"] == 400
+        assert sum(one["answers"] for one in part["distances"].values()) == 400
+    assert "latest, RoPE scaling none: answers that are right (%)" in capsys.readouterr().out
+    assert not_blank(run / "recall.png") and not_blank(run / "recall_by_distance.png")
+
+
+def test_the_accuracy_by_distance():
+    tokens, places = np.zeros(64, np.int64), np.array([60, 61])
+    near = Drawn(tokens, places, np.array([3, 4]), np.array([59, 57]))  # 1 and 4 before
+    far = Drawn(tokens, places, np.array([5, 6]), np.array([57, 0]))  # 3 and 61 before
+    part = recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])])
+    distances = part.pop("distances")
+    assert part == {"accuracy": 0.75, "exact": 0.5, "answers": 4}
+    by_limit = {limit: list(one.values()) for limit, one in distances.items()}
+    assert by_limit == {"1": [1, 1.0], "4": [2, 1.0], "64": [1, 0.0]}
+
+
+def test_refusals_and_pairs_in_proportion(run, call, train, capsys):
+    config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
+    grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
+    assert grown.parts(config) == {"64": 64 * 128, "512": 512 * 16}
+    assert grown.facts(config)["proportional"]
+    for module, options, *message in (
+        (recall, ["--proportional"], "--proportional is for mqar, but", "is latest"),
+        (recall, ["--lengths=8"], "length 8 must be at least 16"),
+        (eval_length, [], "has task = 'recall', but this command is for runs with"),
+    ):
+        refused(capsys, lambda m=module, o=options: call(m, run, *o), *message)
+    for options, message in (
+        (["--recall=mqar"], "recall = mqar is for task = 'recall'"),
+        ([*SETTINGS, "--vocab_size=300"], "vocab_size = 300: task = 'recall' has 256 ids"),
+        ([*SETTINGS, "--block_size=32"], "block_size = 32 must be at least 64"),
+    ):
+        refused(capsys, lambda o=options: train("refused", *o), message)
