@@ -1,32 +1,37 @@
-"""An exported run in transformers, by a process that does not know this repository."""
+"""An exported run in transformers: in this process, and in one that lacks this repository."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from data.tokenizer import get_tokenizer
 from generation import generate
-from model import GPT
-from runtime import checkpoint
 from scripts import export_hf
-from tests.helpers import saved_run, small_model
+from scripts.common.runner import Options, load_run
+from tests.helpers import CONFIGS, saved_run, small_model
 from tests.test_data_tokenizer import TEXTS, random_texts
 
-pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
 
 ROOT = Path(__file__).parent.parent
-# case -> options of the export; all that is shared between layers, or not, and a scaled RoPE
+FILES = sorted(
+    path.relative_to(CONFIGS).as_posix()
+    for path in CONFIGS.rglob("*.py")
+    if path.parent.name != "orbits"  # its positions hold no tokens
+)
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+# Exported by the command: all that layers share, or not, and a scaled RoPE.
 CASES = {
-    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": [],
-    "softmax.py --tokenizer=gpt2 --vocab_size=50300": ["--rope", "none"],
-    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": ["--rope", "yarn"],
-    "ablations/ssmax_probe.py --tie_embeddings=False": ["--rope_theta", "5e5"],
+    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": {},
+    "softmax.py --tokenizer=gpt2 --vocab_size=50300": {"rope": "none"},
+    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": {"rope": "yarn"},
+    "ablations/ssmax_probe.py --tie_embeddings=False": {"rope_theta": 5e5},
 }
 # What a user of an exported folder does; it knows nothing of this repository.
 USER = """
@@ -47,87 +52,126 @@ for folder, run in torch.load("runs.pt").items():
     assert sum(p.numel() for p in model.parameters()) == run["parameters"]
     for x, logits in run["logits"]:
         assert_close(model(x).logits, logits, rtol=0, atol=1e-6)
-    x, logits = run["logits"][0]
-    assert_close(model(x, labels=x).loss, run["loss"])
-    assert_close(model(x, logits_to_keep=2).logits, logits[:, -2:], rtol=0, atol=1e-6)
-    greedy = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
-    ones = torch.ones_like(x)
-    assert torch.equal(model.generate(x, attention_mask=ones, **greedy), run["greedy"])
-    for beams in (1, 2) if run["rope"] == "none" else ():  # else the length so far turns the keys
-        more = greedy | {"attention_mask": ones, "num_beams": beams}
-        fast, slow = (model.generate(x, use_cache=use, **more) for use in (True, False))
-        assert torch.equal(fast, slow)
-    padded, mask = torch.cat((x, x[:, :3]), 1), torch.cat((ones, 0 * ones[:, :3]), 1)
-    right = model(padded, attention_mask=mask).logits[:, :5]
-    assert_close(right, logits, rtol=1e-4, atol=1e-4)
-    for call in (
-        lambda: model(padded, attention_mask=mask.flip(1)),
-        lambda: model.generate(padded, attention_mask=mask, **greedy),
-    ):
-        try:
-            call()
-        except ValueError as error:
-            assert "no padding on the left" in str(error)
-        else:
-            raise AssertionError
+    assert torch.equal(model.generate(run["logits"][0][0], **run["greedy"]), run["text"])
 package = type(model).__module__.rpartition(".")[0]
 for path in pathlib.Path(folder).glob("*.py"):
     importlib.import_module(f"{package}.{path.stem}")
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The user's folder, with all CASES exported, and beside it the runs."""
-    folder = tmp_path_factory.mktemp("export")
-    for number, (case, options) in enumerate(CASES.items()):
-        run = saved_run(folder / f"run{number}", small_model(case).float())
-        export(run, folder / f"user/model{number}", *options)
-    return folder
+def opened(folder, case, **options):
+    """A small run of a config file."""
+    path = saved_run(folder, small_model(case).float())
+    return load_run(path, Options(device="cpu", **options))
 
 
-def export(run, target, *options):
+def loaded(folder, case, **options):
+    """A small run, and its model in transformers, saved and loaded."""
+    run = opened(folder / "run", case, **options)
+    model = export_hf.transformers_model(run)
+    model.save_pretrained(folder / "hf")
+    return run, type(model).from_pretrained(folder / "hf")
+
+
+def tokens(length):
+    return torch.randint(257, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def export(run, target, **options):
+    more = [f"--{name}={value}" for name, value in options.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["export_hf", str(run), str(target), *options])
+        patch.setattr(sys, "argv", ["export_hf", str(run), str(target), *more])
         export_hf.main()
 
 
-@torch.no_grad()
-def expected(run, options):
-    """What the run's own model and tokenizer give, with the RoPE of its export."""
-    model = GPT(checkpoint.read_config(run)).eval()
-    checkpoint.load_weights(model, run)
-    rope = options[1] if "--rope" in options else "dynamic_ntk"
-    model.scale_rope(rope, theta=5e5 if "--rope_theta" in options else None)
-    generator = torch.Generator().manual_seed(0)  # the training length is 16
-    inputs = [torch.randint(257, (2, n), generator=generator) for n in (5, 16, 40)]
-    x, tokenizer = inputs[0], get_tokenizer(model.config.tokenizer)
-    texts = [text for text in TEXTS if text]
-    return {
-        "rope": rope,
-        "texts": texts,
-        "ids": [tokenizer.encode(text) for text in texts],
-        "eot": tokenizer.eot,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "logits": [(x, model(x)) for x in inputs],
-        "loss": model(x[:, :-1], x[:, 1:].contiguous()),
-        "greedy": generate(model, x, 20, temperature=0),
-    }
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The user's folder, with all CASES exported and what they must compute, beside the runs."""
+    folder, runs = tmp_path_factory.mktemp("export"), {}
+    for number, (case, options) in enumerate(CASES.items()):
+        run = opened(folder / f"run{number}", case, **options)
+        export(run.path, folder / f"user/model{number}", **options)
+        tokenizer, texts = get_tokenizer(run.config.tokenizer), [text for text in TEXTS if text]
+        with torch.no_grad():  # the training length is 16
+            runs[f"model{number}"] = {
+                "texts": texts,
+                "ids": [tokenizer.encode(text) for text in texts],
+                "eot": tokenizer.eot,
+                "parameters": sum(p.numel() for p in run.model.parameters()),
+                "logits": [(tokens(n), run.model(tokens(n))) for n in (5, 16, 40)],
+                "greedy": GREEDY,
+                "text": generate(run.model, tokens(5), 20, temperature=0),
+            }
+    torch.save(runs, folder / "user/runs.pt")
+    return folder
 
 
 def test_an_export_is_the_run(folder):
-    user = folder / "user"
-    runs = {
-        f"model{number}": expected(folder / f"run{number}", options)
-        for number, options in enumerate(CASES.values())
-    }
-    torch.save(runs, user / "runs.pt")
-    (user / "user.py").write_text(USER)
+    (folder / "user/user.py").write_text(USER)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "user.py"]
-    done = subprocess.run(command, cwd=user, env=environment, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=folder / "user", env=environment, stderr=subprocess.PIPE, text=True
+    )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", [*FILES, "hybrid.py --sink=learned"])
+@torch.no_grad()
+def test_every_config_is_loaded(case, tmp_path):
+    """transformers builds the model on the meta device, then reads the weights."""
+    run, model = loaded(tmp_path, case)
+    assert_close(model(tokens(16)).logits, run.model(tokens(16)), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_call_takes_what_transformers_models_take(tmp_path):
+    run, model = loaded(tmp_path, "lssar_p15.py", rope="none")
+    x, ones = tokens(5), torch.ones(2, 5, dtype=torch.int64)
+    logits, loss = run.model(x), run.model(x[:, :-1], x[:, 1:].contiguous())
+    assert_close(model(x, labels=x).loss, loss)
+    assert_close(model(x, labels=x, return_dict=False), (loss, logits))
+    for last in (2, torch.tensor([3, 4])):
+        assert_close(model(x, logits_to_keep=last).logits, logits[:, -2:])
+    for beams in (1, 2):
+        fast, slow = (
+            model.generate(x, attention_mask=ones, use_cache=use, num_beams=beams, **GREEDY)
+            for use in (True, False)
+        )
+        assert torch.equal(fast, slow)
+    padded, mask = torch.cat((x, x[:, :3]), 1), torch.cat((ones, 0 * ones[:, :3]), 1)
+    assert_close(model(padded, attention_mask=mask).logits[:, :5], logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model(padded, attention_mask=mask.flip(1))
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model.generate(padded, attention_mask=mask, **GREEDY)
+
+
+def test_generation_is_not_continued_from_a_cache(tmp_path):
+    """It has room for the first call alone, and its keys are turned for that call's length."""
+    _, model = loaded(tmp_path, "fox.py")
+    first = model.generate(tokens(5), return_dict_in_generate=True, **GREEDY)
+    with pytest.raises(ValueError, match="generate takes no past_key_values"):
+        model.generate(first.sequences, past_key_values=first.past_key_values, **GREEDY)
+
+
+@pytest.mark.parametrize("batch", [8, 2, 1])
+def test_gradient_accumulation_changes_no_loss(tmp_path, batch):
+    run, model = loaded(tmp_path, "lssar_p15.py")
+    data = [{"input_ids": x, "labels": x} for x in torch.cat([tokens(16)] * 4)]
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch,
+        max_steps=1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    loss = run.model(tokens(16)[:, :-1], tokens(16)[:, 1:].contiguous())
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-3)
+    assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -148,29 +192,12 @@ def test_the_folder_says_what_it_is(folder):
     assert (folder / "user/model0/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_its_code_is_this_repositorys(folder):
-    """Identical but for the imports, which a user's own process has made."""
-    modules = {"_".join(p.relative_to(ROOT).parts): p for p in ROOT.rglob("*.py")}
-    modules["hf_modeling.py"] = ROOT / "scripts/common/hf_modeling.py"
-    paths = list((folder / "user/model0").glob("*.py"))
-    assert {"hf_modeling", "model", "attention_paths_tiles"} <= {path.stem for path in paths}
-    for path in paths:
-        here, there = (
-            re.sub(r"^ *(from|import) .*\n", "", p.read_text(), flags=re.M)
-            for p in (modules[path.name], path)
-        )
-        assert here == there, path.name
-
-
-@pytest.mark.parametrize("there", ["new", "new/file.txt"])
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path, folder, capsys, there):
-    (tmp_path / there).parent.mkdir(exist_ok=True)
-    (tmp_path / there).write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, folder, capsys):
+    (tmp_path / "file.txt").write_text("mine")
     with pytest.raises(SystemExit) as stop:
-        export(folder / "run0", tmp_path / "new")
+        export(folder / "run0", tmp_path)
     assert stop.value.code == 2 and "is not an empty folder" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
+    assert list(tmp_path.rglob("*")) == [tmp_path / "file.txt"]
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch):
@@ -182,6 +209,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch):
     assert not list((tmp_path / "new").iterdir())
     target.mkdir()  # an empty one is as good as none
     export(folder / "run0", target)
-    same = [path.name for path in (folder / "user/model0").iterdir()]
-    assert sorted(path.name for path in target.iterdir()) == sorted(same)
+    assert {path.name for path in target.iterdir()} == {
+        path.name for path in (folder / "user/model0").iterdir()
+    }
     assert list((tmp_path / "new").iterdir()) == [target]

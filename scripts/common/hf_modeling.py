@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from config import Config
 from layers.cache import KVCache
@@ -46,6 +47,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     """
 
     config_class = SharpAttentionConfig
+    # `forward` takes no num_items_in_batch: Trainer divides the loss by the accumulated batches
+    accepts_loss_kwargs = False
     _is_stateful = True  # a cache cannot be rolled back: no assisted generation
 
     def __init__(self, config: SharpAttentionConfig) -> None:
@@ -66,16 +69,17 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.wte
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, L, n_vocab], only of the last `logits_to_keep` positions if that is not 0.
+        """Logits [B, L, n_vocab], or of fewer positions: so many last ones, or those of a tensor.
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
@@ -91,7 +95,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
                     "prompts of equal length (lm_eval: batch_size=1)"
                 )
         x = self.gpt.trunk(self.gpt.wte(input_ids), past_key_values)
-        logits, loss = self.gpt.logits(x[:, -logits_to_keep:]), None
+        n, loss = logits_to_keep, None
+        logits = self.gpt.logits(x[:, -n:] if isinstance(n, int) else x[:, n])
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
@@ -101,5 +106,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+        if model_kwargs.get("past_key_values") is not None:
+            # whose size, and whose keys' RoPE, are for the length of the call that made them
+            raise ValueError("generate takes no past_key_values: pass it all tokens so far instead")
+        if generation_config.use_cache:
             model_kwargs["past_key_values"] = Cache(generation_config.max_length)
