@@ -136,7 +136,7 @@ def compared(
     grid: Grid, title: str, names: tuple[str, ...], lengths: tuple[int, ...] | None, **more: Any
 ) -> Experiment:
     """The losses by length; of orbits, the last validation of training."""
-    if grid.config.task == "orbits":
+    if grid.config.task != "language":
         if lengths:
             raise UserError("--lengths: runs of orbits are validated at the training length alone")
         return Experiment(title, LOSS, names, (1,), read=last_validation, better="lower", **more)

@@ -15,7 +15,7 @@ from model import GPT
 from scripts import eval_length, recall
 from scripts.common.runner import load_run
 from tasks.recall import Drawn, RecallLoader, draw, targets
-from tests.helpers import SMALL, not_blank, saved_run, small_config
+from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config
 from tests.runs import assert_same_run, launch, metrics, refused
 
 TASKS = choices("recall")
@@ -157,3 +157,28 @@ def test_refusals_and_pairs_in_proportion(run, call, train, capsys):
         ([*SETTINGS, "--block_size=32"], "block_size = 32 must be at least 64"),
     ):
         refused(capsys, lambda o=options: train("refused", *o), message)
+
+
+def test_a_table_shows_lengths_only_of_what_is_learned(reproduced, commands, scale, monkeypatch):
+    with open(scale, "a") as file:
+        file.write("".join(f"{one[2:]}\n".replace("=", " = ") for one in SETTINGS[1:4]))
+        file.write("task = 'recall'\n")
+
+    def answer(run, drawn):
+        right = np.stack([one.answers for one in drawn])
+        learned = "ssmax_nope" in str(run.path) or len(drawn[0].tokens) == 64
+        return right if learned and "lssa" not in str(run.path) else right - 1
+
+    monkeypatch.setattr(recall, "answer", answer)
+    only = "softmax,softmax:plain_rope,ssmax_nope,hybrid_lssa:plain_rope"
+    folder = reproduced("recall", f"--only={only}")
+    table, text = read_table(folder), (folder / "table.md").read_text()
+    assert len(commands) == 3 and table["columns"][-1] == "64x, 4,096"
+    found = {name: entry["mean"] for name, entry in table["rows"].items()}
+    far = [100.0, *[0.0] * 6]
+    assert found["softmax"] == found["softmax:plain_rope"] == far
+    assert found["ssmax_nope"] == [100.0] * 7
+    assert found["hybrid_lssa:plain_rope"] == [0.0, *[None] * 6] and "| 0.0 | – |" in text
+    assert "16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
+    assert "Undecided: `hybrid_lssa:plain_rope` 0.0." in text and "tokens of recall task" in text
+    assert not_blank(folder / "recall.png") and not_blank(folder / "recall_by_length.png")

@@ -60,7 +60,7 @@ class PlannedRun:
             launcher += [f"--nproc_per_node={processes}"]
         return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
-    def entry(self, values: list[float], evaluation: dict) -> dict:
+    def entry(self, values: Sequence[float | None], evaluation: dict) -> dict:
         """The run in table.json: its values, and where they come from."""
         return {
             "seed": self.config.seed,

@@ -58,11 +58,13 @@ def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
 def heat_map(
     title: str,
     shares: Sequence[Sequence[float | None]],
-    lengths: Sequence[int],
-    depths: Sequence[str],
+    across: Sequence[int] | Sequence[str],
+    down: Sequence[str],
     label: str,
+    xlabel: str = "length in tokens",
+    ylabel: str = "depth",
 ) -> Figure:
-    """Shares [depths][lengths] in [0, 1], None where not measured."""
+    """Shares [down][across] in [0, 1], None where not measured."""
     figure, (axes,) = panels(1)
     values = 100 * np.array(shares, dtype=float)  # None becomes NaN
     axes.set_facecolor("0.85")
@@ -71,9 +73,10 @@ def heat_map(
         if not math.isnan(value):
             colour = "black" if value > 60 else "white"
             axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(len(depths)), depths)
-    axes.set(xlabel="length in tokens", ylabel="depth", title=title)
+    names = [f"{one:,}" if isinstance(one, int) else one for one in across]
+    axes.set_xticks(range(len(across)), names)
+    axes.set_yticks(range(len(down)), down)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     figure.colorbar(image, ax=axes, label=label)
     return figure
 

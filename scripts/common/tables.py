@@ -6,11 +6,12 @@ A table of results is a dict, saved as table.json:
     better      "lower" or "higher" for each column; None: the column is not ranked
     caption     sentences
     rows        name of an entry -> paper, mean, low and high, which are lists over columns, and
-                runs: for each seed its values, folder, step, tokens, environment and evaluation
+                runs: for each seed its values, folder, step, tokens, environment and evaluation.
+                A value that means nothing is None.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runtime.files import atomic_write, write_json
@@ -42,17 +43,18 @@ def print_table(lines: Sequence[Sequence[str]], left: int = 1, width: int = 0) -
 def summarise(runs: list[dict]) -> dict:
     """The mean, lowest and highest value of every column over the runs of the seeds."""
     columns = list(zip(*(run["values"] for run in runs), strict=True))
-    return {
-        "mean": [statistics.mean(values) for values in columns],
-        "low": [min(values) for values in columns],
-        "high": [max(values) for values in columns],
-        "runs": runs,
-    }
+
+    def over_seeds(summary: Callable) -> list[float | None]:
+        return [None if None in values else summary(values) for values in columns]
+
+    sides = {"mean": over_seeds(statistics.mean), "low": over_seeds(min), "high": over_seeds(max)}
+    return sides | {"runs": runs}
 
 
 def spread(entry: dict, column: int) -> float | None:
-    """The range over seeds; None for a single seed."""
-    return entry["high"][column] - entry["low"][column] if len(entry["runs"]) > 1 else None
+    """The range over seeds; None for a single seed, or without a value."""
+    known = len(entry["runs"]) > 1 and entry["mean"][column] is not None
+    return entry["high"][column] - entry["low"][column] if known else None
 
 
 def best_entries(table: dict, column: int) -> set[str]:
@@ -149,6 +151,8 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
 def cell(table: dict, entry: dict, column: int, bold: bool) -> str:
     """Our value, half the range over seeds; in parentheses the paper's value and ours minus it."""
     digits, value = table["digits"], entry["mean"][column]
+    if value is None:
+        return "–"
     paper = entry["paper"] and entry["paper"][column]
     text = f"**{value:,.{digits}f}**" if bold else f"{value:,.{digits}f}"
     if width := spread(entry, column):

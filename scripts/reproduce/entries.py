@@ -81,30 +81,53 @@ def two_points(scale: Config) -> dict:
     return {"window": 2 * (scale.planets + 1)}
 
 
-SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
-ENTRIES = {
-    "softmax_before_f": Entry(SOFTMAX, before_swap),
-    "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
-    "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
-    "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
-    "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
-    "softmax_window": Entry(SOFTMAX, two_points),
-    "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
-    "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
-    "swa": Entry(CONFIGS / "swa.py", quarter("window")),
-} | {
-    name: Entry(CONFIGS / f"{name}.py", quarter("local_window"))
-    for name in ("hybrid", "hybrid_ssmax", "hybrid_lssar_p5")
+def half_local(scale: Config) -> dict:
+    """A hybrid: half of the heads see all keys without positions, half a window with RoPE."""
+    return {"nope_share": 0.5} | quarter("local_window")(scale)
+
+
+FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
+# What recall crosses: normalisers, and other positions than RoPE, by the pattern of their names.
+NORMALISERS = (
+    "softmax", "softmax_logn", "ssmax", "lssa", "softmax_cosine", "lssar_p3", "lssar_p15",
+    "sparsemax", "entmax15",
+)  # fmt: skip
+POSITIONS: dict[str, Callable[[Config], dict]] = {
+    "{}_nope": lambda scale: {"positions": "none"},
+    "{}_alibi": lambda scale: {"positions": "alibi"},
+    "hybrid_{}": half_local,
 }
+SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
+ENTRIES = (
+    {
+        "softmax_before_f": Entry(SOFTMAX, before_swap),
+        "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
+        "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
+        "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
+        "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
+        "softmax_window": Entry(SOFTMAX, two_points),
+        "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
+        "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
+        "swa": Entry(CONFIGS / "swa.py", quarter("window")),
+    }
+    | {
+        name: Entry(CONFIGS / f"{name}.py", quarter("local_window"))
+        for name in ("hybrid", "hybrid_lssar_p5")
+    }
+    | {
+        pattern.format(name): Entry(FILES[name], changes)
+        for name in NORMALISERS
+        for pattern, changes in POSITIONS.items()
+    }
+)
 
 
 def find_entry(name: str) -> Entry:
     """The entry of ENTRIES, the config of this name, or a config with another p (lssar_p7)."""
-    files = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
     variant, p = split_p(name)
-    if name in ENTRIES or name in files:
-        return ENTRIES.get(name) or Entry(files[name])
-    file = files.get(f"{variant}_p15") or files.get(variant)
+    if name in ENTRIES or name in FILES:
+        return ENTRIES.get(name) or Entry(FILES[name])
+    file = FILES.get(f"{variant}_p15") or FILES.get(variant)
     if p is None or file is None:
         raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
     return Entry(file, lambda scale: {"p": p})
@@ -152,8 +175,8 @@ class Scale:
 def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
     """The scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
 
-    `settings` are arguments of train.py for all runs. The scales of orbits have a folder of their
-    own, as do their runs.
+    `settings` are arguments of train.py for all runs. The scales of other tasks than
+    text have a folder of their own, as do their runs.
     """
     own = "" if task == "language" else task
     files = sorted((CONFIGS / "scales" / own).glob("*.py"))

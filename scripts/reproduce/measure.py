@@ -16,7 +16,7 @@ from scripts.reproduce.entries import Scale, view_options
 
 # name -> (x, y), drawn in a panel of that name
 Curves = dict[str, tuple[list[float], list[float]]]
-Values = tuple[list[float], Curves]  # the columns of an entry, and its curves
+Values = tuple[Sequence[float | None], Curves]  # the columns of an entry, and its curves
 Pictures = Figure | dict[str, Figure]  # one, or several by file name
 
 
@@ -37,7 +37,7 @@ class Experiment:
     entries: tuple[str, ...]
     columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
     # the columns of a run's measurement
-    values: Callable[[dict, Config], list[float]] = lambda measured, config: []
+    values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
     evaluation: Callable[[Config], Evaluation] | None = None
     read: Callable[..., Values] | None = None  # of a run, and of the runs that it needs
     needs: tuple[str, ...] = ()  # entries whose runs are trained too

@@ -8,16 +8,21 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
-from scripts.common.plots import Curve, draw_curves
+from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
-from scripts.reproduce.entries import split_p
+from scripts.reproduce.entries import NORMALISERS, split_p
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of 1x"
 THIN = f"thin: {SLIDING}, plain RoPE"
 PAPER = "the paper's"
 LENGTH = "length, in multiples of the training length"
+# The entries of recall by the pattern of their names, and what their positions are called.
+RECALL_POSITIONS = {
+    "{}": "RoPE, dynamic NTK", "{}:plain_rope": "RoPE, plain", "{}_nope": "none",
+    "{}_alibi": "ALiBi", "hybrid_{}:plain_rope": "hybrid",
+}  # fmt: skip
 
 
 def first_seeds(table: dict) -> dict[str, dict]:
@@ -104,6 +109,28 @@ def by_stage(name: str) -> list[tuple[str, str]]:
 
 def by_kind(kinds: Mapping[str, Iterable[str]]) -> Callable[[str], list[tuple[str, str]]]:
     return lambda name: [(kind, name) for kind, names in kinds.items() if name in names]
+
+
+def recall(table: dict) -> Pictures:
+    """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
+    learned = {name: one for name, one in table["rows"].items() if None not in one["mean"]}
+    at, titles = table["multiples"].index(16), list(RECALL_POSITIONS.values())
+    names = [[form.format(one) for form in RECALL_POSITIONS] for one in NORMALISERS]
+    shares = [
+        [learned[name]["mean"][at] / 100 if name in learned else None for name in entries]
+        for entries in names
+    ]
+    title, unit = f"recall at {table['columns'][at]} tokens", table["unit"]
+    grid = heat_map(title, shares, titles, NORMALISERS, unit, "positions", "")
+    if not learned:
+        return grid
+    places = {
+        name: (title, normaliser)
+        for normaliser, entries in zip(NORMALISERS, names, strict=True)
+        for name, title in zip(entries, titles, strict=True)
+    }
+    draw = grouped(lambda name: [places.get(name, ("others", name))])
+    return {"recall.png": grid, "recall_by_length.png": draw(table | {"rows": learned})}
 
 
 def loss_over_p(table: dict) -> Pictures:

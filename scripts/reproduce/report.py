@@ -118,7 +118,8 @@ def caption(table: dict, work: Work) -> list[str]:
     config = work.scale.config
     shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
     layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
-    source = "simulated orbits" if config.task == "orbits" else config.data_dir
+    made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
+    source = made.get(config.task, config.data_dir)
     sentences = [
         f"{table['unit']}; {layers} layers, {wide} wide, trained at length {config.block_size:,} "
         f"for {ranged([run['tokens'] for run in runs])} tokens of {source}; "
