@@ -1,0 +1,87 @@
+"""A variant of attention.py in a model of Hugging Face's transformers; see docs/elsewhere.md."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import VARIANTS
+from attention_paths.module import Attention
+from attention_paths.reference import Context
+from errors import UserError
+
+NAME = "attention_paths"  # of the attention, in config._attn_implementation
+
+
+def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> Any:
+    """Let every causal self-attention of a transformers model use a variant; returns the model.
+
+    Each layer gets a module `variant` with the variant's learned scalars, such as SSMax's s, so
+    attach it before the optimizer is made. `settings` are those of Attention, such as
+    trained_length (by default config.max_position_embeddings). Raises UserError for a variant that
+    needs more than queries, keys and values, and for a model without such layers.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    variant = VARIANTS[name]
+    if variant.from_input or (variant.needs_p and p is None) or (p and not variant.takes_p):
+        reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"
+        raise UserError(f"attention = {name!r} {reason}")
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "is_causal", False)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no causal self-attention to replace")
+    for layer in layers:
+        config = layer.config
+        trained = {"trained_length": config.max_position_embeddings}
+        size = getattr(layer, "head_dim", config.hidden_size // config.num_attention_heads)
+        attention = Attention(variant, config.num_attention_heads, size, p=p, **trained | settings)
+        layer.variant = attention.to(next(layer.parameters()).device)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, whole_mask)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """The mask [B or 1, 1, Lq, Lk] of a model's layers, True where a query sees a key."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*arguments, **(options | {"allow_is_causal_skip": False}))
+
+
+def attend(
+    layer: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
+
+    Raises UserError for dropout, for learned sinks, and for a mask that is not causal, as with
+    padding or packed documents: the formulas count the keys that a row sees.
+    """
+    attention = layer.variant
+    if dropout or s_aux is not None:
+        raise UserError("dropout and learned sinks (s_aux) do not go with a variant's formulas")
+    attention.window, attention.softcap = sliding_window, softcap
+    if mask is not None:
+        # a static cache has room for keys that are not there yet
+        length = int(mask[0, 0, -1].nonzero().max()) + 1
+        k, v, mask = k[:, :, :length], v[:, :, :length], mask[..., :length]
+        rows = torch.arange(length - q.shape[2], length, device=q.device)[:, None]
+        distance = rows - torch.arange(length, device=q.device)
+        seen = (distance >= 0) & (distance < (sliding_window or length))
+        if not torch.equal(mask.bool(), seen.expand_as(mask)):
+            raise UserError(
+                "the attention mask is not causal: give sequences of one length without padding, "
+                "and no packed documents"
+            )
+    scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
+    return attention(q, k, v, Context(score_scale=scale)).transpose(1, 2), None

@@ -1,0 +1,101 @@
+"""docs/elsewhere.md: variants in other people's models."""
+
+import copy
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+from attention import VARIANTS
+from attention_paths.elsewhere import attach
+from attention_paths.reference import ReferenceAttention
+from errors import UserError
+from tests.runs import ROOT
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/elsewhere.md").read_text(), re.S)
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+x = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def test_nanogpt(monkeypatch):
+    """The lines of the page, in a class with the names of nanoGPT's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    head, init, forward = BLOCKS[:3]
+    source = f"""{head.replace("REPOSITORY", str(ROOT))}
+class CausalSelfAttention(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        {init}
+    def forward(self, q, k, v):
+        {forward}
+        return y
+"""
+    config = type("GPTConfig", (), {"n_head": 2, "n_embd": 16, "block_size": 32})
+    exec(source, scope := {"torch": torch})
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    expected = ReferenceAttention(VARIANTS["lssar"], 2, 8, 32, p=15.0)(q, k, v)
+    torch.testing.assert_close(scope["CausalSelfAttention"](config)(q, k, v), expected)
+
+
+@pytest.fixture(params=["Llama", "Qwen3", "Gemma2"])
+def build(request):
+    transformers = pytest.importorskip("transformers")
+    sliding = {"sliding_window": 6} if request.param == "Gemma2" else {}
+    config = getattr(transformers, f"{request.param}Config")(**SIZES, **sliding)
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+
+    return new
+
+
+def generated(model, **options):
+    return model.generate(
+        x, max_new_tokens=12, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(x),
+        disable_compile=True, **options,
+    )  # fmt: skip
+
+
+def test_softmax_is_the_models_own_attention(build):
+    """With its scale, sliding window and soft-capping."""
+    torch.testing.assert_close(attach(build(), "softmax")(x).logits, build()(x).logits)
+
+
+@pytest.mark.parametrize("name, p", [("lssar", 15.0), ("ssmax", None)])
+def test_variants_train_and_generate(build, name, p):
+    model = attach(build(), name, p)
+    model(x, labels=x).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    learned = [key for key, _ in model.named_parameters() if key.endswith("self_attn.variant.s")]
+    assert len(learned) == (2 if name == "ssmax" else 0)
+    assert not torch.allclose(model(x).logits, build()(x).logits, atol=1e-4)
+    whole = generated(model, use_cache=False)
+    assert torch.equal(generated(model), whole)
+    assert torch.equal(generated(model, cache_implementation="static"), whole)
+
+
+def test_masks_that_are_not_causal_are_refused(build):
+    model, padded = attach(build(), "lssar", 15.0), torch.ones_like(x)
+    padded[0, :3] = 0
+    packed = torch.arange(10).repeat(2, 2)
+    for options in ({"attention_mask": padded}, {"position_ids": packed}):
+        with pytest.raises(UserError, match="mask is not causal"):
+            model(x, use_cache=False, **options)
+    model(x, attention_mask=torch.ones_like(x))
+
+
+def test_what_a_variant_needs_is_refused_at_once(build):
+    with pytest.raises(UserError, match="p = None"):
+        attach(build(), "lssar")
+    with pytest.raises(UserError, match="layer's input"):
+        attach(build(), "asentmax")
+    with pytest.raises(UserError, match="no causal self-attention"):
+        attach(nn.Linear(2, 2), "softmax")
