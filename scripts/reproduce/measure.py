@@ -1,4 +1,4 @@
-"""How the numbers of a table are made: measured on finished runs, or read from their files."""
+"""How the numbers of a table are made: measured on runs, read from their files, or computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from config import Config
 from errors import first_line
+from runtime.device import environment
 from runtime.files import read_json
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
@@ -29,7 +30,8 @@ def at(multiple: float, config: Config) -> int:
 class Experiment:
     """A table or figure: its entries (see entries.find_entry), its numbers and its pictures.
 
-    Either `evaluation` measures finished runs, or `read` takes the numbers from the files of runs.
+    Either `evaluation` measures finished runs, or `read` takes the numbers from the files of runs,
+    or `compute` needs no runs.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Experiment:
     values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
     evaluation: Callable[[Config], Evaluation] | None = None
     read: Callable[..., Values] | None = None  # of a run, and of the runs that it needs
+    compute: Callable[[str], Values] | None = None  # from formulas, for an entry's name
     needs: tuple[str, ...] = ()  # entries whose runs are trained too
     curves: Callable[[dict], Curves] | None = None  # of a measurement
     better: str | tuple[str | None, ...] | None = None  # "lower" or "higher"; a tuple: by column
@@ -65,6 +68,8 @@ class Work:
 
     def runs(self) -> list[PlannedRun]:
         """All runs of a seed before the next seed, so that a first table is complete early."""
+        if self.experiment.compute:
+            return []
         entries = dict.fromkeys([*self.experiment.needs, *self.chosen])
         return [self.scale.run(name, seed) for seed in self.seeds for name in entries]
 
@@ -96,6 +101,11 @@ class Work:
     def results(self, name: str) -> list[dict]:
         """The measured runs of an entry, one for each seed, as table.json has them."""
         experiment, results = self.experiment, []
+        if experiment.compute:
+            values, curves = experiment.compute(name)
+            made = environment()
+            evaluation = {"environment": made, "curves": curves}
+            return [{"seed": None, "values": values, "environment": made, "evaluation": evaluation}]
         for seed in self.seeds:
             run, *others = (self.scale.run(one, seed) for one in (name, *experiment.needs))
             if not all(one.finished and not one.difference() for one in (run, *others)):

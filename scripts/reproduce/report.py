@@ -43,8 +43,11 @@ def carry_out(work: Work, stem: str, elsewhere: str, plan: bool) -> None:
     check_writable(work.folder)
     check_writable(work.scale.out)
     print(f"{work.experiment.title}, scale {work.scale.name}, {len(work.chosen)} entries")
-    print(cost(runs))
-    print(f"to evaluate: {sum(not work.stored(run) for run, _ in evaluations)} runs", flush=True)
+    if runs:
+        print(cost(runs))
+        print(
+            f"to evaluate: {sum(not work.stored(run) for run, _ in evaluations)} runs", flush=True
+        )
     if plan:
         return
     stop_on_signals()
@@ -114,29 +117,35 @@ def caption(table: dict, work: Work) -> list[str]:
     """Sentences on the measurement, on the spread over seeds, and on what is missing."""
     entries = table["rows"].values()
     runs = [run for entry in entries for run in entry["runs"]]
-    seeds = sorted({run["seed"] for run in runs})
-    config = work.scale.config
-    shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
-    layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
-    made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
-    source = made.get(config.task, config.data_dir)
-    sentences = [
-        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {config.block_size:,} "
-        f"for {ranged([run['tokens'] for run in runs])} tokens of {source}; "
-        f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
-    ]
+    seeds = sorted({run["seed"] for run in runs} - {None})
+    sentences = [trained(table, work, seeds) if seeds else f"{table['unit']}."]
     if any(entry["paper"] for entry in entries):
         sentences.append("In parentheses the paper's value and our value minus it.")
-        if table["scale"] != table["paper_scale"]:
+        if seeds and table["scale"] != table["paper_scale"]:
             sentences.append(
                 f"The paper's values are for {table['paper_scale']}. At scale {table['scale']} the "
                 "model, the data and the number of tokens differ, so compare the entries with "
                 "each other, not with the paper's values."
             )
-    sentences += [*seed_sentences(table, len(seeds)), how_measured(runs)]
+    sentences += [*(seed_sentences(table, len(seeds)) if seeds else []), how_measured(runs)]
     if any("control" in run["evaluation"] for run in runs):
         sentences.append(CONTROL_NOTE)
     sentences += [*work.experiment.notes, *work.experiment.remarks(table)]
     if table["not_run"]:
         sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
     return sentences + [f"{failure}." for failure in table["failures"]]
+
+
+def trained(table: dict, work: Work, seeds: list[int]) -> str:
+    """A sentence on the models and their training."""
+    config = work.scale.config
+    shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
+    layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
+    made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
+    source = made.get(config.task, config.data_dir)
+    tokens = [run["tokens"] for entry in table["rows"].values() for run in entry["runs"]]
+    return (
+        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {config.block_size:,} "
+        f"for {ranged(tokens)} tokens of {source}; "
+        f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
+    )

@@ -24,7 +24,7 @@ from scripts.eval_length import LossByLength, gain_from_context, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
 from scripts.recall import MULTIPLES, PERCENT, Recall, accuracies
-from scripts.reproduce import metrics, pictures
+from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at
 from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
@@ -245,6 +245,7 @@ def by_seed(table: dict) -> list[str]:
 TABLE1 = LSSAR["table1"]
 LENGTHS = (1, 2, 4, 8, 16)
 ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
+SIZES = tuple(f"n = {n:,}" for n in formulas.SIZES)
 SSMAX_ENTRIES = tuple(SSMAX["rows"])
 # What users pick instead of LSSAR: a panel of the league's picture for each kind.
 LEAGUE = {
@@ -417,6 +418,28 @@ EXPERIMENTS = {
             "the scale log d log n is to give; equal weights have 1.",
         ),
     ),
+    "gradient_slopes": Experiment(
+        "LSSAR Appendix A.6, decay of the gradient", "slope of the gradient g in the score x",
+        tuple(LSSAR["gradients"]["rows"]),
+        (*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
+        compute=formulas.gradient_slopes, paper=LSSAR["gradients"],
+        draw=lines("score x of the winner", "gradient dy / dx over its highest value", log="xy"),
+        notes=(
+            f"Of one score x among {formulas.KEYS:,} keys, the others 0, and head size "
+            f"{formulas.HEAD_SIZE}; with p, of (A6)'s y = r^p, before the last l1. The first two "
+            "columns are far out (x = {exp:g} for exp, {softplus:g} for softplus), the last is at "
+            "the highest score that LSSA can have.".format(**formulas.FAR),
+        ),
+    ),
+    "entropy_random": Experiment(
+        "LSSAR Sect. 2.1.2, entropy of random rows", "entropy of a row's weights (nats)",
+        ("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
+        (*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"), compute=formulas.random_entropy,
+        draw=lines("keys n of a row", "entropy of the weights (nats)", "x", True), notes=(
+            f"q and k are normal, of head size {formulas.HEAD_SIZE}; means over "
+            f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1.",
+        ),
+    ),
     "sparsity": Experiment(
         "LSSAR Sect. 2.2.1, positive weights by distance", "share of weights above 0, of dead ones",
         ("relu_wortsman", "relu_li", "relu_shen", "phi_relu2", "phi_relu6", "lssar_p3",
@@ -433,12 +456,30 @@ EXPERIMENTS = {
             "keys get weight 0 from every later query of the window (of its first half).",
         ),
     ),
+    "ssmax_figure1": Experiment(
+        "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"), SIZES,
+        compute=formulas.attention_fading,
+        draw=lines("size n of the input vector", "largest weight", log="x"), notes=(
+            "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
+            "to 1.".format(**formulas.FADING),
+        ),
+    ),
     "ssmax_figure2": Experiment(
         "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
         ("a_1", "a_2", "R²"), read=metrics.learned_p,
         draw=lines("input vector size n", "p_n", log="x"), notes=(
             "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. In the "
             "paper p_n closely follows the logarithm.",
+        ),
+    ),
+    "ssmax_figure3": Experiment(
+        "SSMax Fig. 3, the score that attention focuses on", "z_max whose weight is 1/2",
+        tuple(formulas.FOCUS), SIZES, compute=formulas.attention_focus, digits=2,
+        draw=lines("z_max; the other n - 1 scores are spread evenly from 0 to 1",
+                   "weight of z_max"),
+        paper=formulas.FOCUS_RULE, notes=(
+            "The n - 1 other scores are spread evenly from 0 to 1. The paper's values are its rule "
+            "that z_max must exceed the others by approximately 1 / s, whatever n is.",
         ),
     ),
     "ssmax_figure4": Experiment(
