@@ -1,4 +1,4 @@
-"""The fused kernels of the forward pass: q and k are scaled, then one kernel sums the values.
+"""The fused kernels of the forward pass.
 
 One stage reads the keys once. Two stages read them twice, because stage 2 needs the row's sum and
 maximum of phi first. Two stages also save, for the backward pass, U_i = sum_j t_ij^(p-1) v_j / R_i
@@ -13,120 +13,71 @@ from attention_paths.phi import relu
 
 
 @triton.jit
-def scale_queries(
-    Q, scale, bias, norm, OUT, ROWS, H, L, C: tl.constexpr, M: tl.constexpr
-):  # fmt: skip
-    """q' = alpha q, and what is known of ROWS by now.
-
-    If EXACT, q' is q, and its products are multiplied by alpha instead.
-    """
-    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    b, h = bh // H, bh % H
-    q = tiles.load(tiles.head_of(Q, b, h), Q.strides[2], rows, L, C).to(tl.float32)
-    alpha = C.ARGUMENT * tiles.numbers_of(scale, b, h, rows, L, 0.0)
-    if C.UNIT:
-        alpha *= tiles.inverse_norm(q)
-    scaled = q if C.EXACT else q * alpha[:, None]
-    tiles.store(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, scaled, C)
-    tiles.save(ROWS, tiles.ALPHA, alpha, bh, rows, L)
-    if bias is not None:
-        beta = C.ARGUMENT * tiles.numbers_of(bias, b, h, rows, L, 0.0)
-        tiles.save(ROWS, tiles.BIAS, beta, bh, rows, L)
-    if norm is not None:
-        gain = 1 / (C.VALUE * tiles.numbers_of(norm, b, h, rows, L, 1.0))
-        tiles.save(ROWS, tiles.GAIN, gain, bh, rows, L)
-
-
-@triton.jit
-def normalise_keys(K, OUT, INVERSE, H, L, C: tl.constexpr, M: tl.constexpr):
-    """k / |k|, and 1 / |k|."""
-    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    b, h = bh // H, bh % H
-    k = tiles.load(tiles.head_of(K, b, h), K.strides[2], rows, L, C).to(tl.float32)
-    inverse = tiles.inverse_norm(k)
-    unit = k * inverse[:, None]
-    tiles.store(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, unit, C)
-    tiles.save(INVERSE, 0, inverse, bh, rows, L)
-
-
-@triton.jit
-def arguments(
-    q, K, stride, alpha, beta, keys, Lk, ADDED, b, h, BIASED: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+def arguments(q, K, stride, bias, NUMBERS, b, h, keys, Lk, C: tl.constexpr):
     """The argument y of phi for a tile [rows, keys]."""
     k = tiles.load(K, stride, keys, Lk, C)
     y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
-    key_bias = None if ADDED.key_bias is None else tiles.key_bias_of(ADDED, b, h, keys, Lk, 0, C)
-    y, _ = tiles.argument(y, alpha[:, None], beta[:, None], key_bias, BIASED, C)
+    key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
+    y = tiles.argument(y, bias, key_bias, C)[0]
     return y
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)
 def forward_one_stage(
-    Q, K, V, OUT, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
+    Q, K, V, OUT, ROWS, H, GROUP, Lq, Lk, NUMBERS, F, C: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
         Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
     )
-    alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
-    beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
 
     acc = tl.zeros(q.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    a_max = tl.full([BLOCK_M], tiles.DEAD, tl.float32)
     lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
     y_max = tl.full([BLOCK_M], lowest, tl.float32)
-    if ADDED.sink is not None:
-        y_max, total = tiles.sink_of(ADDED, h, F, BLOCK_M, C)
+    if NUMBERS.sink is not None:
+        y_max, total = tiles.sink_of(NUMBERS, h, F, BLOCK_M)
     for PART in tl.static_range(2 if C.WINDOW is None else 3):
         for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, C.BIASED, C)
+            y = arguments(q, k_head, K.strides[2], bias, NUMBERS, b, h, keys, Lk, C)
             visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, PART > 0)
                 total, acc = total * rescale, acc * rescale[:, None]
-            a = F.phi(y)
+            a = F.phi(y)[0]
             if C.RECTIFIED:
                 a = a - tl.exp2(F.shift(y_max))[:, None]
             if PART > 0:
                 a = tl.where(visible, a, 0.0)
-            if C.L1:
+            if NUMBERS.gain is None:
                 total += tl.sum(tl.abs(a), 1)
             if C.RECTIFIED:
-                a = relu(a)
+                a = relu(a)[0]
             v = tiles.load(v_head, V.strides[2], keys, Lk, C)
-            if v.dtype == tl.float16:  # its range is too small for unnormalised weights
-                before, a_max = a_max, tl.maximum(a_max, tl.max(tl.abs(a), 1))
-                a, acc = a / a_max[:, None], acc * (before / a_max)[:, None]
             acc = tl.dot(a.to(v.dtype), v, acc, input_precision=C.PRECISION)
 
-    if C.L1:
-        gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
-    else:
-        gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, Lq)
-    restored = gain * a_max if V.data.dtype.element_ty == tl.float16 else gain
-    out = acc * restored[:, None]
+    gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
+    if NUMBERS.gain is not None:
+        gain = tl.sum(tiles.numbers_of(NUMBERS.gain, b, h, rows, Lq, 1), 1)
+    out = acc * gain[:, None]
     tiles.store(tiles.own_head_of(OUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, out, C)
     if SAVE:
-        if C.L1:
-            tiles.save(ROWS, tiles.GAIN, gain, bh, rows, Lq)
+        tiles.save(ROWS, tiles.GAIN, gain, bh, rows, Lq)
         if F.shift is not None:
-            tiles.save(ROWS, tiles.BIAS, beta + F.shift(y_max), bh, rows, Lq)
             tiles.save(ROWS, tiles.SHIFT, F.shift(y_max), bh, rows, Lq)
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)
 def forward_two_stages(
-    Q, K, V, OUT, U, ROWS, H, GROUP, Lq, Lk, ADDED, F, C: tl.constexpr, SAVE: tl.constexpr,
+    Q, K, V, OUT, U, ROWS, H, GROUP, Lq, Lk, NUMBERS, F, C: tl.constexpr, SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
         Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
     )
-    alpha = tiles.saved(ROWS, tiles.ALPHA, bh, rows, Lq)
-    beta = tiles.saved(ROWS, tiles.BIAS, bh, rows, Lq) if C.BIASED else alpha * 0
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row
@@ -135,13 +86,13 @@ def forward_two_stages(
     lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
     y_max = tl.full([BLOCK_M], lowest, tl.float32)
     y_sink = y_max
-    if ADDED.sink is not None:
-        y_sink, total = tiles.sink_of(ADDED, h, F, BLOCK_M, C)
+    if NUMBERS.sink is not None:
+        y_sink, total = tiles.sink_of(NUMBERS, h, F, BLOCK_M)
         y_max, a_max = y_sink, total
     for PART in tl.static_range(2 if C.WINDOW is None else 3):
         for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, C.BIASED, C)
+            y = arguments(q, k_head, K.strides[2], bias, NUMBERS, b, h, keys, Lk, C)
             visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, PART > 0)
@@ -154,7 +105,7 @@ def forward_two_stages(
                 if F.shift is None:
                     y_max = tl.maximum(y_max, tl.max(y, 1))
             else:
-                a = F.phi(y)
+                a = F.phi(y)[0]
                 if PART > 0:
                     a = tl.where(visible, a, 0.0)
                 part = tl.sum(a, 1)
@@ -164,7 +115,7 @@ def forward_two_stages(
             total += part
     if F.shift is not None:
         shift = F.shift(y_max)
-        beta, y_max, y_sink = beta + shift, y_max + shift, y_sink + shift
+        bias, y_max, y_sink = tiles.added(bias, shift[:, None]), y_max + shift, y_sink + shift
     if F.total is not None:  # the function is increasing
         a_max = F.total(y_max[:, None])
     n = rows + past + 1
@@ -177,16 +128,17 @@ def forward_two_stages(
     acc = tl.zeros(q.shape, tl.float32)
     acc_u = tl.zeros(q.shape, tl.float32)
     total_w, total_u = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if ADDED.sink is not None:
-        t_sink = tiles.reweighted(F.phi(y_sink), gain, offset)
+    if NUMBERS.sink is not None:
+        a_sink = F.phi(y_sink)[0]
+        t_sink = tiles.reweighted(a_sink, gain, offset)
         total_u = tiles.power_less_one(t_sink, C)
         total_w = total_u * t_sink
-    SHIFTED: tl.constexpr = C.BIASED or F.shift is not None
     for PART in tl.static_range(2 if C.WINDOW is None else 3):
         for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            y = arguments(q, k_head, K.strides[2], alpha, beta, keys, Lk, ADDED, b, h, SHIFTED, C)
-            t = tiles.reweighted(F.phi(y), gain[:, None], offset[:, None])
+            y = arguments(q, k_head, K.strides[2], bias, NUMBERS, b, h, keys, Lk, C)
+            a = F.phi(y)[0]
+            t = tiles.reweighted(a, gain[:, None], offset[:, None])
             if PART > 0:
                 t = tl.where(tiles.visible_to(rows[:, None], keys[None, :], past, C), t, 0.0)
             u = tiles.power_less_one(t, C)
@@ -212,5 +164,4 @@ def forward_two_stages(
         coupling = offset * top * C.P * total_u * inv_w / n
         tiles.save(ROWS, tiles.COUPLING, coupling, bh, rows, Lq)
         if F.shift is not None:
-            tiles.save(ROWS, tiles.BIAS, beta, bh, rows, Lq)
             tiles.save(ROWS, tiles.SHIFT, shift, bh, rows, Lq)

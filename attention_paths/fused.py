@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import EXPM1, Variant, of_queries, relu_power, shift_of
+from attention import EXPM1, Variant, l2_normalise, of_queries, relu_power, shift_of
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -39,48 +39,57 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
         return "Triton is not installed"
     if not (q.is_cuda or launch.INTERPRETED):
         return f"it needs an NVIDIA GPU, and this is {q.device.type}"
-    if q.dtype == torch.float64:
-        return "it does not compute in float64"
+    if q.dtype in (torch.float16, torch.float64):
+        return f"it computes in bfloat16 and float32, not in {q.dtype}"
     return None
 
 
 def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
-    variant, cut = layer.variant, layer.window is not None and layer.window < k.shape[2]
-    rows = layer.rows(q, k.shape[2], slice(None), context)
-
-    shape = q.shape[:3]
+    variant, window = layer.variant, layer.window
+    rows, entry = layer.rows(q, k.shape[2], slice(None), context), launch.PHIS[variant.phi.kernel]
+    gradients = torch.is_grad_enabled()
+    decodes = q.shape[2] == 1 and not gradients
 
     def per_row(x: Tensor | float) -> Tensor:  # [B, H, Lq]
         x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-        return x.expand(*shape, 1)[..., 0]
+        return x.expand(*q.shape[:3], 1)[..., 0]
 
-    bias = None if variant.bias is None else per_row(variant.bias(rows))
+    scale = entry.argument * context.score_scale * variant.scale(rows)
+    if variant.l2_normalise:
+        q, k = l2_normalise(q), k if decodes else l2_normalise(k)
+    if isinstance(scale, Tensor) or entry.smooth:
+        q, scale = q * scale, 1.0
+    bias = None if variant.bias is None else entry.argument * per_row(variant.bias(rows))
     key_bias, decay = None, rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*shape[:2], -1)
+        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*q.shape[:2], -1)
         decay = alibi if decay is None else decay + alibi
     if decay is not None:
+        decay = entry.argument * decay
         own, key_bias = of_queries(decay, rows), -decay
         # softmax is the same for all scores of a row shifted alike: no gradient to compute
         shifts = variant.is_softmax and layer.p is None and not layer.has_sink
         bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
     choices = launch.Choices(
-        p=float(layer.p or 0),
-        unit=variant.l2_normalise,
         phi=variant.phi.kernel,
+        p=float(layer.p or 0),
+        scale=scale,
         # softpick, whose weights are of whole rows, is rectified, and always shifted
         shifted=variant.row_weights is not None or shift_of(variant, rows) is not None,
         signed=variant.phi.signed and variant.row_weights is None,
-        window=layer.window if cut else None,
+        window=window if window is not None and window < k.shape[2] else None,
         softcap=layer.softcap,
+        unit=variant.l2_normalise and decodes,
     )
     numbers = launch.Numbers(
-        scale=per_row(context.score_scale * variant.scale(rows)),
         bias=bias,
-        norm=None if variant.norm is None else per_row(variant.norm(rows)),
-        sink=None if rows.sink is None else rows.sink[:, 0, 0].contiguous(),
+        gain=None if variant.norm is None else per_row(1 / (entry.value * variant.norm(rows))),
+        sink=None if rows.sink is None else entry.argument * rows.sink[:, 0, 0],
         key_bias=key_bias,
     )
-    return launch.attend(q.to(v.dtype), k.to(v.dtype), v, choices, numbers)
+    inputs = q.to(v.dtype), k.to(v.dtype), v
+    if decodes:
+        return launch.decode(*inputs, *choices, *numbers)
+    return launch.forward(*inputs, gradients, *choices, *numbers)[0]

@@ -18,11 +18,6 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def exp(y):
-    return tl.exp2(y)
-
-
-@triton.jit
 def exp2_of_minus_abs(y):
     # -tl.abs(y) would compile to 0 - |y|, a subtraction; the sign of a product costs nothing
     return tl.exp2(tl.abs(y) * -1.0)
@@ -34,17 +29,20 @@ def reciprocal(x):
     return tl.rsqrt(x * x)
 
 
+# ---- phi(z) and phi'(z) ----
+
+
+@triton.jit
+def exp(y):
+    a = tl.exp2(y)
+    return a, a
+
+
 @triton.jit
 def sigmoid(y):
     e = exp2_of_minus_abs(y)
-    return tl.where(y >= 0, 1.0, e) * reciprocal(1 + e)
-
-
-@triton.jit
-def sigmoid_slope(y):
-    e = exp2_of_minus_abs(y)
     r = reciprocal(1 + e)
-    return e * r * r
+    return tl.where(y >= 0, 1.0, e) * r, e * r * r
 
 
 # softplus here is log2(1 + exp2(y)), which is softplus(z) / ln 2. With e = exp2(-|y|) it is
@@ -69,12 +67,8 @@ def log2_of_1_plus(e):
 
 @triton.jit
 def softplus(y):
-    return tl.maximum(y, 0.0) + log2_of_1_plus(exp2_of_minus_abs(y))
-
-
-@triton.jit
-def softplus_slope(y):
-    return tl.exp2(y - softplus(y))
+    a = tl.maximum(y, 0.0) + log2_of_1_plus(exp2_of_minus_abs(y))
+    return a, tl.exp2(y - a)
 
 
 @triton.jit
@@ -86,12 +80,8 @@ def softplus16(y):
     r = r * e + 0.468658879
     r = r * e - 0.720358773
     r = r * e + 1.44268147
-    return tl.maximum(y, 0.0) + r * e
-
-
-@triton.jit
-def softplus16_slope(y):
-    return tl.exp2(y - softplus16(y))
+    a = tl.maximum(y, 0.0) + r * e
+    return a, tl.exp2(y - a)
 
 
 @triton.jit
@@ -116,43 +106,26 @@ def softplus_total(y):
 
 @triton.jit
 def relu(y):
-    return tl.maximum(y, 0.0, propagate_nan=NAN)
-
-
-@triton.jit
-def relu_slope(y):
-    return tl.where(y > 0, 1.0, 0.0)
+    return tl.maximum(y, 0.0, propagate_nan=NAN), tl.where(y > 0, 1.0, 0.0)
 
 
 @triton.jit
 def relu2(y):
-    return relu(y) * relu(y)
-
-
-@triton.jit
-def relu2_slope(y):
-    return 2 * tl.maximum(y, 0.0)
+    a, _ = relu(y)
+    return a * a, 2 * a
 
 
 @triton.jit
 def relu6(y):
-    return tl.minimum(relu(y), 6.0, propagate_nan=NAN)
-
-
-@triton.jit
-def relu6_slope(y):
-    return tl.where((y > 0) & (y < 6), 1.0, 0.0)
+    a, _ = relu(y)
+    return tl.minimum(a, 6.0, propagate_nan=NAN), tl.where((y > 0) & (y < 6), 1.0, 0.0)
 
 
 @triton.jit
 def gelu(y):
-    return 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
-
-
-@triton.jit
-def gelu_slope(y):
+    below = 0.5 * (1 + tl.erf(y * 0.7071067811865476))
     density = 0.3989422804014327 * tl.exp2(-0.7213475204444817 * y * y)
-    return 0.5 * (1 + tl.erf(y * 0.7071067811865476)) + y * density
+    return y * below, below + y * density
 
 
 @triton.jit
@@ -160,25 +133,16 @@ def mish(y):
     # tanh(softplus(y)) = m / (m + 2) with m = e (e + 2), which is 1 in float32 from y = 20 on
     e = tl.exp2(tl.minimum(y, 20.0) * LOG2_E)
     m = e * (e + 2)
-    return y * m * reciprocal(m + 2)
-
-
-@triton.jit
-def mish_slope(y):
-    e = tl.exp2(tl.minimum(y, 20.0) * LOG2_E)
-    m = e * (e + 2)
     r = reciprocal(m + 2)
-    return m * r + y * (4 * (m + 1) * r * r) * (e * reciprocal(1 + e))
+    return y * m * r, m * r + y * (4 * (m + 1) * r * r) * (e * reciprocal(1 + e))
 
 
 @triton.jit
 def identity(y):
-    return y
+    return y, y * 0 + 1
 
 
-@triton.jit
-def identity_slope(y):
-    return y * 0 + 1
+# ---- shifts, from a row's largest y ----
 
 
 @triton.jit
@@ -197,10 +161,10 @@ def shift_out_of_tail(top):
 
 
 class Function(NamedTuple):
-    """A phi as the kernels compute it: function(argument * z) is value * phi(z)."""
+    """A phi as the kernels compute it."""
 
+    # from argument * z to value * phi(z) and phi'(z)
     function: triton.JITFunction
-    slope: triton.JITFunction  # phi'(z), from the same argument
     # What is added to all y of a row, from its largest y; multiplies the function by exp2(shift).
     shift: triton.JITFunction | None = None
     # The sum of the function over each row of a tile, where a faster way exists. The function must
@@ -219,18 +183,18 @@ IN_LOG2 = dict(argument=LOG2_E.value, smooth=True)
 SOFTPLUS = dict(shift=shift_out_of_tail, total=softplus_total, value=LOG2_E.value, **IN_LOG2)
 # By the name that attention.Phi.kernel has. NAME16, if it exists, takes 16-bit inputs.
 PHIS = {
-    "exp": Function(exp, exp, shift_to_top, **IN_LOG2),
-    "sigmoid": Function(sigmoid, sigmoid_slope, shift_out_of_tail, **IN_LOG2),
-    "softplus": Function(softplus, softplus_slope, **SOFTPLUS),
-    "softplus16": Function(softplus16, softplus16_slope, **SOFTPLUS),
+    "exp": Function(exp, shift_to_top, **IN_LOG2),
+    "sigmoid": Function(sigmoid, shift_out_of_tail, **IN_LOG2),
+    "softplus": Function(softplus, **SOFTPLUS),
+    "softplus16": Function(softplus16, **SOFTPLUS),
     # relu(exp(z) - 1) / sum |exp(z) - 1| (Zuhri et al. 2025). Their code divides by exp of the
     # largest z and adds 1e-6 (their kernel) or 1e-8 to the sum. Here it divides by exp of the
     # largest of z and 0: a row far below 0 does not overflow, and a row of zeros is dead.
-    "softpick": Function(exp, exp, shift_to_top_or_zero, argument=LOG2_E.value, rectified=True),
-    "relu": Function(relu, relu_slope),
-    "relu2": Function(relu2, relu2_slope),
-    "relu6": Function(relu6, relu6_slope),
-    "gelu": Function(gelu, gelu_slope),
-    "mish": Function(mish, mish_slope),
-    "identity": Function(identity, identity_slope),
+    "softpick": Function(exp, shift_to_top_or_zero, argument=LOG2_E.value, rectified=True),
+    "relu": Function(relu),
+    "relu2": Function(relu2),
+    "relu6": Function(relu6),
+    "gelu": Function(gelu),
+    "mish": Function(mish),
+    "identity": Function(identity),
 }

@@ -1,7 +1,7 @@
 """What the fused kernels share: their arguments, loads and stores, the scores of a tile, stage 2.
 
 Tensors that the kernels make are laid out as [B, L, H, d], or [.., B, H, L] for numbers of rows,
-and need no strides. Tensors that they are given have any strides, but contiguous columns.
+and need no strides. Their inputs have any strides, but contiguous columns.
 """
 
 from typing import NamedTuple
@@ -31,9 +31,11 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Added(NamedTuple):
-    """What some variants add: a logit for each head [H], a bias for each key [B, H, Lk]."""
+class Numbers(NamedTuple):
+    """launch.Numbers with strides."""
 
+    bias: Strided | None
+    gain: Strided | None
     sink: Tensor | None
     key_bias: Strided | None
 
@@ -42,7 +44,6 @@ class Functions(NamedTuple):
     """The functions of a phi.Function. Its shift is None where it does not apply."""
 
     phi: triton.JITFunction
-    slope: triton.JITFunction
     shift: triton.JITFunction | None
     total: triton.JITFunction | None
 
@@ -52,25 +53,21 @@ class Constants(NamedTuple):
 
     D: int  # the head size
     BLOCK_D: int  # the next power of 2
-    ARGUMENT: float  # of the phi.Function
-    VALUE: float
+    SCALE: float  # of products
+    SLOPE: float  # the function's derivative is SLOPE phi'(z)
     RECTIFIED: bool
-    CAP: float | None  # ARGUMENT times the soft cap
+    CAP: float | None  # the soft cap of y
     P: int | float  # the power of stage 2; 0: there is none
-    UNIT: bool  # q and k are normalised to length 1
-    EXACT: bool  # products are multiplied by their row's scale in float32, not q in its own dtype
-    BIASED: bool  # rows have a bias
-    L1: bool
     SIGNED: bool  # phi may be negative
     WINDOW: int | None
+    UNIT: bool  # keys are to be normalised to length 1, in decoding
     PRECISION: str  # of products of float32
 
 
 # Numbers of rows, float32 [number, B, H, Lq]: ROWS comes from the forward pass, TERMS from dO.
-# ALPHA is the factor of q, BIAS what is added to phi's argument (the shift included), SHIFT the
-# shift alone. Only two stages have the last three of ROWS and COUPLED; only float16 has FACTOR.
-ALPHA, GAIN, BIAS, SHIFT, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(7))
-DELTA, COUPLED, FACTOR = (tl.constexpr(i) for i in range(3))
+# Only two stages have the last three of ROWS and COUPLED.
+GAIN, SHIFT, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
+DELTA, COUPLED = (tl.constexpr(i) for i in range(2))
 
 
 # ---- loads and stores ----
@@ -112,9 +109,12 @@ def store(X, stride, rows, L, value, C: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(x, b, h, rows, L, other):
-    """The numbers of these rows (or keys), from a Strided x [B, H, L]."""
-    return tl.load(head_of(x, b, h) + rows * x.strides[2], rows < L, other)
+def numbers_of(x, b, h, at, L, AXIS: tl.constexpr):
+    """The numbers of rows or keys, with a new axis, from a Strided x [B, H, L]; None without x."""
+    if x is None:
+        return None
+    else:
+        return tl.expand_dims(tl.load(head_of(x, b, h) + at * x.strides[2], at < L, 0.0), AXIS)
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def rows_and_keys(Q, K, V, H, GROUP, Lq, Lk, C: tl.constexpr, M: tl.constexpr, N
     b, h, past = bh // H, bh % H, Lk - Lq
     k_head, v_head = head_of(K, b, h // GROUP), head_of(V, b, h // GROUP)
     rows = block * M + tl.arange(0, M)
-    q = load(own_head_of(Q, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
+    q = load(head_of(Q, b, h), Q.strides[2], rows, Lq, C)
     row = block * M + past  # the first row's own key
     full, begin, whole = (row + 1) // N * N, 0, 0
     if C.WINDOW is not None:
@@ -171,13 +171,6 @@ def visible_to(rows, keys, past, C: tl.constexpr):
 
 
 @triton.jit
-def key_bias_of(ADDED, b, h, keys, Lk, AXIS: tl.constexpr, C: tl.constexpr):
-    """The biases of keys, with a new axis for the rows."""
-    bias = C.ARGUMENT * numbers_of(ADDED.key_bias, b, h, keys, Lk, 0.0)
-    return tl.expand_dims(bias, AXIS)
-
-
-@triton.jit
 def soft_capped(y, C: tl.constexpr):
     """CAP tanh(y / CAP), and its derivative."""
     e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / C.CAP))
@@ -187,21 +180,26 @@ def soft_capped(y, C: tl.constexpr):
 
 
 @triton.jit
-def argument(y, alpha, beta, key_bias, BIASED: tl.constexpr, C: tl.constexpr):
-    """y of a tile from its product and numbers of its rows and keys; the soft cap's derivative.
-
-    The numbers broadcast against the tile.
-    """
-    if C.EXACT:
-        y = y * alpha
+def argument(y, bias, key_bias, C: tl.constexpr):
+    """y of a tile from its product and the biases of rows and keys; the soft cap's derivative."""
+    if C.SCALE != 1:
+        y = y * C.SCALE
     cap_slope = y
     if C.CAP is not None:
         y, cap_slope = soft_capped(y, C)
-    if key_bias is not None:  # added to the row's own bias first, which it may nearly cancel
-        beta = key_bias + beta if BIASED else key_bias
-    if BIASED or key_bias is not None:
-        y = y + beta
-    return y, cap_slope
+    bias = added(bias, key_bias)  # first, because they may nearly cancel
+    return y if bias is None else y + bias, cap_slope
+
+
+@triton.jit
+def added(x, y):
+    """x + y, where each may be None."""
+    if x is None:
+        return y
+    elif y is None:
+        return x
+    else:
+        return x + y
 
 
 @triton.jit
@@ -216,10 +214,11 @@ def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
 
 
 @triton.jit
-def sink_of(ADDED, h, F, M: tl.constexpr, C: tl.constexpr):
+def sink_of(NUMBERS, h, F, M: tl.constexpr):
     """y of a head's sink for M rows, and phi of it where it is the row's maximum."""
-    y = tl.zeros([M], tl.float32) + C.ARGUMENT * tl.load(ADDED.sink + h)
-    return y, F.phi(y + F.shift(y) if F.shift is not None else y)
+    y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink + h)
+    a = F.phi(y + F.shift(y) if F.shift is not None else y)[0]
+    return y, a
 
 
 # ---- stage 2 ----
@@ -261,22 +260,3 @@ def power_less_one(t, C: tl.constexpr):
         return result
     else:
         return tl.exp2((C.P - 1) * tl.log2(t))
-
-
-# ---- lengths ----
-
-
-@triton.jit
-def inverse_norm(x):
-    """1 / |x| of every row: see attention.l2_normalise."""
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 1) + 1e-12)
-
-
-@triton.jit
-def project(dy, y, factor):
-    """The part of a gradient of y = factor x, factor ~ 1 / |x|, that is orthogonal to x."""
-    y = y.to(tl.float32)
-    squared = tl.sum(y * y, 1) + 1e-12 * factor * factor
-    along = tl.sum(dy * y, 1) / tl.maximum(squared, 1e-30)
-    return dy - along[:, None] * y

@@ -1,19 +1,17 @@
 """Launch the kernels on a GPU that is not there, and count what their machine code takes.
 
 A driver that loads and runs nothing stands in for CUDA's. A layer's forward pass, backward pass and
-decoding run as on a GPU of the given capability, and Triton compiles every kernel that they launch,
-so that mistakes of the host's code, of the choice of block shapes and of compilation show without a
-GPU.
+decoding run as on a GPU of the capability, and Triton compiles every kernel that they launch, so
+that mistakes of the host's code, of the choice of block shapes and of compilation show.
 
 python -m tests.compile_kernels             counts as below, and compares with results/kernels.json
-python -m tests.compile_kernels --update    writes what the installed Triton gives into that file
+python -m tests.compile_kernels --update    writes the counts of the installed Triton to that file
 python -m tests.compile_kernels --variants  launches every variant and choice, and counts nothing
 
 For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
-whether the assembler serialises its asynchronous matrix products (warnings such as C7515), how
-many instructions overwrite a register that such a product may not have read yet, and, for each loop
-over tiles, those without a mask first, the instructions and the sum of their stall counts (the
-clocks that a warp waits before its next one) for a score. All this is of Triton's own assembler.
+whether the assembler serialises its asynchronous matrix products (warnings such as C7515) and, for
+each loop over tiles, those without a mask first, the instructions for a score. All this is of
+Triton's own assembler.
 """
 
 import argparse
@@ -81,7 +79,7 @@ driver = Driver()
 
 
 def launches(
-    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
+    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[str, dict, CompiledKernel]]:
     """Each launch of a layer's forward and backward pass and of its decoding.
 
@@ -89,7 +87,7 @@ def launches(
     """
     driver.device = capability
     triton.runtime.driver.set_active(driver)
-    layer, found, run = build(case, d, *settings), [], triton.JITFunction.run
+    layer, found, run = build(case, d), [], triton.JITFunction.run
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     gates = torch.zeros(1, 2, 256, requires_grad=True) if "forget" in case else None
     context = Context(log_forget=gates)
@@ -123,17 +121,14 @@ def count(compiled: CompiledKernel, scores: float) -> dict:
             TOOLS / "ptxas", "-v", "--regAllocOptLevel=2",
             f"--gpu-name={architecture}", source, "-o", binary,
         )  # fmt: skip
-        code, labels = parse(output(TOOLS / "nvdisasm", "-c", "-hex", binary))
-    tiles = loops(code, labels)
+        lengths = loops(output(TOOLS / "nvdisasm", "-c", binary))
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": sum(map(int, spilled)),
         "shared": compiled.metadata.shared,
         "serialised": "serialized" in said,
-        "overwritten": sum(overwritten([name for name, _ in loop]) for loop in tiles),
-        "instructions": [round(len(loop) / scores, 1) for loop in tiles],
-        "stalls": [round(sum(stall for _, stall in loop) / scores, 1) for loop in tiles],
+        "instructions": [round(length / scores, 1) for length in lengths],
     }
 
 
@@ -143,63 +138,21 @@ def output(*command: str | Path) -> str:
     return done.stdout
 
 
-def parse(sass: str) -> tuple[list[tuple[str, int]], dict[str, int]]:
-    """Each instruction with its stall count, and the place of each label.
-
-    The stall count is bits 105 to 108 of an instruction's 128, whose upper half is on a line of its
-    own (the encoding from Volta on, as the disassemblers of the open source describe it).
-    """
-    code: list[tuple[str, int]] = []
+def loops(sass: str) -> list[int]:
+    """The lengths of the innermost loops of at least 100 instructions."""
     labels: dict[str, int] = {}
+    found: list[tuple[int, int]] = []
+    end = 0  # the current instruction
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
+            labels[label[1]] = end
         elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/ +(.*?);", line):
-            code.append((instruction[1], 0))
-        elif upper := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
-            code[-1] = code[-1][0], int(upper[1], 16) >> 41 & 15
-    return code, labels
-
-
-def loops(code: list[tuple[str, int]], labels: dict[str, int]) -> list[list[tuple[str, int]]]:
-    """The innermost loops of at least 100 instructions."""
-    found: list[tuple[int, int]] = []
-    for end, (instruction, _) in enumerate(code):
-        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
-        begin = labels.get(branch[1], end) if branch else end
-        if end - begin >= 100 and not any(begin <= other for other, _ in found):
-            found.append((begin, end))
-    return [code[begin : end + 1] for begin, end in found]
-
-
-def overwritten(loop: list[str]) -> int:
-    """How many instructions of a loop overwrite the first operand of an asynchronous product.
-
-    That is, one of its registers before a wait that covers it.
-    """
-    pending: list[set[int]] = []  # of each group of products
-    group: set[int] = set()
-    found = 0
-    for instruction in loop * 2:  # a product of one round may be waited for in the next
-        name, _, operands = re.sub(r"^@!?U?P\d+ ", "", instruction).partition(" ")
-        if name.startswith("HGMMA"):
-            first, second = (operand.strip() for operand in operands.split(",")[:2])
-            if register := re.match(r"R(\d+)", second):
-                group |= set(range(int(register[1]), int(register[1]) + 4))
-            if "gsb0" in operands:
-                pending.append(group)
-                group = set()
-        elif name.startswith("WARPGROUP.DEPBAR"):
-            left = int(operands.split(",")[1], 16)
-            pending = pending[len(pending) - left :] if left else []
-        elif destination := re.match(r"R(\d+)", operands):
-            wide = re.search(r"\.(64|128)\b", name)
-            begin = int(destination[1])
-            written = set(range(begin, begin + (int(wide[1]) // 32 if wide else 1)))
-            stores = name.startswith(("ST", "RED", "ATOMG", "BAR"))
-            if not stores and any(written & registers for registers in (*pending, group)):
-                found += 1
-    return found
+            branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            begin = labels.get(branch[1], end) if branch else end
+            if end - begin >= 100 and not any(begin <= other for other, _ in found):
+                found.append((begin, end))
+            end += 1
+    return [end + 1 - begin for begin, end in found]
 
 
 def counted(capability: int, row: str, d: int) -> dict[str, dict]:
@@ -258,31 +211,24 @@ def write(table: dict) -> None:
 
 
 def launch_everything() -> None:
-    for case in ATTENTIONS:
-        if variant_obstacle(VARIANTS[small_config(case).attention], 64) is None:
+    cases = [(case, 64) for case in (*ATTENTIONS, *SETTINGS)]
+    for case, d in [*cases, ("lssar_p15.py", 24), ("lssa.py", 128)]:
+        if variant_obstacle(VARIANTS[small_config(case).attention], d) is None:
             for capability in (90, 80):
-                show_launches(capability, case, 64)
+                show_launches(capability, case, d)
     for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
-        for dtype in (torch.float16, torch.float32):
-            show_launches(86, case, 128, dtype)
-        show_launches(90, case, 24, torch.bfloat16, "--window=100")
         torch.use_deterministic_algorithms(True)
         show_launches(80, case, 128)
         torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.matmul.allow_tf32 = True
-        for capability in (86, 80, 90):
-            show_launches(capability, case, 128, torch.float32)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    for case in SETTINGS:
-        for capability, dtype in ((90, torch.bfloat16), (80, torch.float16)):
-            show_launches(capability, case, 64, dtype)
+        for tf32 in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            for capability in (86, 80, 90):
+                show_launches(capability, f"{case} --window=100", 128, torch.float32)
 
 
-def show_launches(
-    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16, *settings: str
-) -> None:
-    count = len(launches(capability, case, d, dtype, *settings))
-    print(f"sm_{capability}, d {d}, {case}, {dtype}, {settings}: {count} launches", flush=True)
+def show_launches(capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    count = len(launches(capability, case, d, dtype))
+    print(f"sm_{capability}, d {d}, {case}, {dtype}: {count} launches", flush=True)
 
 
 if __name__ == "__main__":

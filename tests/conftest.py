@@ -69,13 +69,27 @@ def poisoned_buffers(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def faster_reductions():
-    """Triton's interpreter reduces by a function of one's own element by element, in Python."""
+def better_interpreter():
+    """Triton's interpreter multiplies bfloat16 as integers and truncates float32 to it; and reduces
+    by a function of one's own element by element, in Python."""
     try:
-        from triton.runtime.interpreter import ReduceOps
+        import triton.language as tl
+        from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
     except ImportError:
         yield
         return
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounding_cast(self, x, dtype):
+        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cast(self, x, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.uint16)
+        return TensorHandle(rounded.numpy(), tl.bfloat16)
+
+    def float32_dot(self, a, b, *more):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
+        return dot(self, a, b, *more)
 
     def by_columns(self, arguments):
         (x,) = (argument.handle.data for argument in arguments)
@@ -85,6 +99,8 @@ def faster_reductions():
         return [functools.reduce(self.combine_fn.fn, columns)]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
+        patch.setattr(InterpreterBuilder, "create_dot", float32_dot)
         patch.setattr(ReduceOps, "generic_reduce", by_columns)
         yield
 

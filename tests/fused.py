@@ -12,6 +12,8 @@ from tests.helpers import small_config
 
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
+# where the kernels run: without a GPU, in Triton's interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Powers, of which whole ones are computed by multiplication, and what combines with any variant,
 # alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:
@@ -94,8 +96,26 @@ def inputs_of(case, tensors, gates=None):
     return [q, k, v, *([F.logsigmoid(gates)] if config.forget else []), gradient]
 
 
+def kernels(case, d, *more):
+    return build(case, d, TRITON, *more).to(DEVICE)
+
+
+def in_float64(case, d, *more):
+    """What the others are compared with: the reference path in float64, on the CPU."""
+    return build(case, d, REFERENCE, *more).double()
+
+
 def call(layer, q, k, v, log_forget=None):
-    return layer(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget))
+    """The layer's output on the CPU, of inputs there."""
+    device = DEVICE if layer.impl == "triton" else "cpu"
+    q, k, v, log_forget = (x if x is None else x.to(device) for x in (q, k, v, log_forget))
+    return layer(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget)).cpu()
+
+
+def decode(layer, q, *others):
+    """The last query's output, without gradients."""
+    with torch.no_grad():
+        return call(layer, q[:, :, -1:], *others)
 
 
 def evaluate(layer, tensors, formula=call):
@@ -110,68 +130,60 @@ def evaluate(layer, tensors, formula=call):
     out = formula(layer, *inputs)
     found = torch.autograd.grad(out, [*inputs, *learnt.values()], gradient)
     names = ["out", "dq", "dk", "dv", "dlog_forget"][: len(tensors)] + [f"d{n}" for n in learnt]
-    values = [x.detach().double().flatten() for x in (out, *found)]
+    values = [x.detach().double().cpu().flatten() for x in (out, *found)]
     return dict(zip(names, values, strict=True))
 
 
-def exact_evaluation(case, tensors, device="cpu"):
-    """What the reference path gives in float64."""
-    layer = build(case, tensors[0].shape[-1], REFERENCE).to(device).double()
-    return evaluate(layer, [x.double() for x in tensors])
+def exact_evaluation(case, tensors):
+    return evaluate(in_float64(case, tensors[0].shape[-1]), [x.double() for x in tensors])
 
 
-def compare(case, tensors, device="cpu", formula=call, coarser=None):
-    """Asserts that the kernels' error is at most twice that of a formula in the same dtype, plus
+def compare(case, tensors, formula=call, coarser=None):
+    """Asserts that the kernels' error is at most twice a formula's error in the same dtype, plus
     roundings, which p multiplies. The last row is also computed by decoding.
 
     The truth is the reference path in float64, and the formula that path too by default. `coarser`
-    is the dtype of products where it is not that of the inputs. Returns what the kernels computed.
+    is the dtype of products where they are less exact than the inputs. Returns what the kernels
+    computed.
     """
     d, dtype = tensors[0].shape[-1], tensors[0].dtype
-    tensors = [x.to(device) for x in tensors]
-    fused, reference = (build(case, d, impl).to(device) for impl in (TRITON, REFERENCE))
-    truth = exact_evaluation(case, tensors, device)
-    ours, bar = evaluate(fused, tensors), evaluate(reference, tensors, formula)
-    if not all(x.isfinite().all() for x in bar.values()):  # the formula overflows in float16
-        bar = evaluate(reference, [x.bfloat16() for x in tensors], formula)
-        bar = {name: exact + (bar[name] - exact) / 8 for name, exact in truth.items()}
-    eps, p = torch.finfo(coarser or dtype).eps, fused.p or 0
+    layer, truth = kernels(case, d), exact_evaluation(case, tensors)
+    ours = evaluate(layer, tensors)
+    bar = evaluate(build(case, d, REFERENCE), tensors, formula)
+    eps, p = torch.finfo(coarser or dtype).eps, layer.p or 0
     roundings = (16 + 2 * p if dtype is torch.float32 else 1 + p / 4) * eps
     # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
     # incoming gradient. A learnt number's gradient is one sum of terms that cancel.
-    keys = min(tensors[1].shape[2], fused.window or math.inf)
+    keys = min(tensors[1].shape[2], layer.window or math.inf)
     size = tensors[-1].double().norm() * (1 if keys <= 5 else 1e-3)
     for name, exact in truth.items():
         scale = max(exact.norm(), size) * (1 if name in ("out", "dq", "dk", "dv") else 10)
         error, allowed = (ours[name] - exact).norm(), 2 * (bar[name] - exact).norm()
         assert error <= allowed + roundings * scale, (name, error / scale, allowed / scale)
-    with torch.no_grad():
-        last = call(fused, tensors[0][:, :, -1:], *tensors[1:-1]).double()
-    exact = truth["out"].view(tensors[0].shape)[:, :, -1:]
-    tolerance = (2e-5 if dtype is torch.float32 else 2e-2) * max(1, exact.abs().max())
-    assert (last - exact).abs().max() <= tolerance
+    last = truth["out"].view(tensors[0].shape)[:, :, -1:]
+    tolerance = (2e-5 if dtype is torch.float32 else 2e-2) * max(1, last.abs().max())
+    assert (decode(layer, *tensors[:-1]) - last).abs().max() <= tolerance
     return ours
 
 
-def check_nans(case, tensors, at, device="cpu"):
+def check_nans(case, tensors, at):
     """Asserts that a NaN at a position of q, k, a forget gate or a sink comes out as NaN.
 
     Not as a row of zeros, which would hide it.
     """
-    *clean, _ = (x.to(device) for x in inputs_of(case, tensors))
+    *clean, _ = inputs_of(case, tensors)
     places = {"q": (0, slice(at, at + 1)), "k": (1, slice(at, None)), "gate": (3, slice(at, None))}
     places = {name: place for name, place in places.items() if place[0] < len(clean)}
     if "sink" in case:
         places["sink"] = None, slice(0, None)
     for name, (number, seen) in places.items():
-        layer = build(case, clean[0].shape[-1], TRITON).to(device)
+        layer = kernels(case, clean[0].shape[-1])
         broken = [x.clone() for x in clean]
         if number is None:
             layer.sink.data[0] = math.nan
         else:
             broken[number][0, 0, at] = math.nan
-        with torch.no_grad():
-            out, last = call(layer, *broken), call(layer, broken[0][:, :, -1:], *broken[1:])
+        out, last = call(layer, *broken).detach(), decode(layer, *broken)
         assert out[0, 0, seen].isnan().all() and out[0, 0, : seen.start].isfinite().all(), name
         assert out[0, 1].isfinite().all() and last[0, 1].isfinite().all(), name
         assert last[0, 0].isnan().all() == (name != "q"), name

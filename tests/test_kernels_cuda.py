@@ -1,4 +1,7 @@
-"""The fused kernels on an NVIDIA GPU: pytest -m cuda, and -m stress for the long ones."""
+"""The fused kernels at lengths and in modes that need a GPU; -m stress for the long tests.
+
+On a GPU the tests of tests/test_kernels.py run there too.
+"""
 
 import json
 
@@ -10,18 +13,17 @@ from attention import VARIANTS
 from attention_paths.fused import launch, variant_obstacle
 from tests import textbook
 from tests.fused import (
-    REFERENCE,
     SETTINGS,
-    TRITON,
     build,
-    call,
-    check_nans,
     compare,
+    decode,
     draw,
     draw_off_kinks,
     evaluate,
+    in_float64,
     inputs_of,
-)
+    kernels,
+)  # fmt: skip
 from tests.helpers import ATTENTIONS, small_config
 
 pytestmark = [
@@ -29,7 +31,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_buffers"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 FUSED = [
     case for case in ATTENTIONS
     if not variant_obstacle(VARIANTS[small_config(case).attention], 64)
@@ -45,13 +47,12 @@ def kinked(case):
 
 
 def check(case, Lq, Lk, d, dtype, coarser=None):
-    """tests.fused.compare on the GPU, with the formula as printed in the same dtype."""
+    """tests.fused.compare with the formula as printed in the same dtype."""
     draws = draw_off_kinks if Lk <= FREE else draw
-    tensors = inputs_of(case, draws(Lq, Lk, d, dtype))
-    compare(case, tensors, "cuda", textbook.attention, coarser)
+    compare(case, inputs_of(case, draws(Lq, Lk, d, dtype)), textbook.attention, coarser)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("case", FUSED)
 def test_every_variant(case, dtype):
     index = FUSED.index(case)
@@ -104,33 +105,23 @@ def test_every_block_shape(kind, d, deterministic, monkeypatch):
             check(case + window, 300, 300, d, dtype, BFLOAT16 if kind == "tf32" else None)
 
 
-# ---- decoding, and within torch ----
-
-
 @pytest.mark.parametrize("window", ["", " --window=900"])
 @pytest.mark.parametrize("L", [1, 17, 1000, 16384])
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "relu_li.py", "softmax_p3.py"])
 def test_decoding(case, L, window):
-    case += window
-    *inputs, _ = (x.cuda() for x in inputs_of(case, draw(1, L, 64, BFLOAT16, B=2)))
-    fused, exactly = (build(case, 64, impl).cuda() for impl in (TRITON, REFERENCE))
-    with torch.no_grad():
-        out, exact = call(fused, *inputs), call(exactly.double(), *(x.double() for x in inputs))
-    assert (out.double() - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
-
-
-@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py", "relu_li.py", "softmax_p3.py"])
-def test_a_nan_comes_out_as_nan(case):
-    check_nans(case, draw(300, 300, 64, BFLOAT16), 200, "cuda")
+    *inputs, _ = inputs_of(case, draw(1, L, 64, BFLOAT16, B=2))
+    out = decode(kernels(case + window, 64), *inputs).double()
+    exact = in_float64(case + window, 64)(*(x.double() for x in inputs))
+    assert (out - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
 
 
 @pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py"])
 def test_compiled_and_under_cuda_graphs(case):
     """torch.compile without graph breaks; reduce-overhead records a step and replays it."""
-    attn = build(case, 64, TRITON).cuda()
-    graphed = torch.compile(attn, fullgraph=True, mode="reduce-overhead")
+    attn, graphed = kernels(case, 64), kernels(case, 64)
+    graphed.compile(fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
-        tensors = [x.cuda() for x in draw(200, 200, 64, BFLOAT16, B=2, seed=seed)]
+        tensors = draw(200, 200, 64, BFLOAT16, B=2, seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
         eager, found = evaluate(attn, tensors), evaluate(graphed, tensors)
         for name in eager:
@@ -142,33 +133,6 @@ def test_softmax_takes_the_kernels_with_a_window_alone():
     attn = build("softmax.py", 64, "--window=100")
     assert attn.path(q, 100) == "sdpa" and attn.path(q, 300) == "triton"
     assert attn.path(q.double(), 300) == "sdpa"
-
-
-def test_memory_grows_with_the_length_alone():
-    attn = build("lssar_p15.py", 64, TRITON).cuda()
-
-    def peak(L):
-        q, k, v, gradient = (
-            torch.randn(1, 2, L, 64, device="cuda", dtype=BFLOAT16) for _ in "qkvg"
-        )
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        torch.autograd.grad(attn(*inputs), inputs, gradient)
-        return torch.cuda.max_memory_allocated() - before
-
-    assert peak(16384) < 4.5 * peak(4096)
-
-
-def test_deterministic_gradients_are_bitwise_the_same():
-    tensors = [x.cuda() for x in draw(500, 500, 64, BFLOAT16, B=2)]
-    attn = build("lssar_p15.py", 64, TRITON).cuda()
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = evaluate(attn, tensors), evaluate(attn, tensors)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_200_steps_follow_those_of_the_reference(train):
