@@ -190,9 +190,7 @@ def backward_queries(
             dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
             key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
             visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
-            _, dz, dy = gradients(
-                y, dp, bias, key_bias, terms, visible, NUMBERS, F, C, PART > 0
-            )
+            _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, NUMBERS, F, C, PART > 0)
             dbias += tl.sum(dz, 1)
             dq = tl.dot(dy.to(k.dtype), k, dq, input_precision=C.PRECISION)
     tiles.store(tiles.own_head_of(DQ, b, h, H, Lq, C.D), H * C.D, rows, Lq, dq, C)
