@@ -31,14 +31,15 @@ from evaluation import mean_loss
 from layers.heads import check_attention
 from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
-from runtime import checkpoint, preview
+from runtime import checkpoint
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, seed_randomness, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
 from runtime.divergence import finite_step, finite_weights, stop_diverged
 from runtime.files import lock_folder, write_json
-from runtime.log import Log, best_effort_output
+from runtime.log import Log, say
 from runtime.pretrained import load_initial
+from runtime.preview import describe
 from tasks.loaders import open_loader
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets
@@ -52,11 +53,11 @@ def main() -> None:
     check_attention(config)
     accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
     run, device = Path(config.out_dir), open_device(config.device)
-    with best_effort_output(), process_group(rank, world_size, device, config.timeout):
+    lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
+    with process_group(rank, world_size, device, config.timeout), lock:
         resume = checkpoint.resumes(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
-        with lock_folder(run, "training this run") if rank == 0 else nullcontext():
-            stopped = train(config, rank, world_size, device)
+        stopped = train(config, rank, world_size, device)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
@@ -66,7 +67,6 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     run, is_main, state = Path(config.out_dir), rank == 0, None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
-        preview.check_schedule(config, state.step, state.config, quiet=not is_main)
 
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
@@ -95,7 +95,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
 
     # ---- loop ----
     if is_main:
-        print(preview.describe(config, model, loader, world_size, training.step), flush=True)
+        say(describe(config, model, loader, world_size, training.step))
     if config.dry_run:
         return False
     if is_main:
@@ -161,9 +161,9 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with (
         stop_signals() as received,
-        Log(run, config, t.resumed_at, quiet=rank > 0) as log,
         checkpoint.Saver(run, config.keep_last, config.keep_every, quiet=rank > 0) as saver,
     ):
+        log = Log(run, config, t.resumed_at, quiet=rank > 0)
         while True:
             last, new = t.step >= config.max_iters, t.step != t.resumed_at
             # validated before it is saved: a resumed run need not validate its first step
@@ -175,12 +175,12 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                 log.validation(t.step, val_loss)
                 if val_loss < t.best_val_loss:
                     t.best_val_loss = val_loss
-                    saver.save("best", t.weights(config))
+                    saver.save("best", t.state(config, best=True))
             stop = all_reduce_max(len(received), device) > 0
             if new and (last or stop or t.step % config.checkpoint_interval == 0):
                 if not finite_weights(t.model):
                     error, where = "its update left non-finite weights", t.step - 1
-                    stop_diverged(config, t.step, error, objective.batch_location(where))
+                    stop_diverged(run, t.step, error, objective.batch_location(where))
                 log.sync()
                 saver.save("step", t.state(config))
                 if t.step == 0:
@@ -193,12 +193,10 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
             seed_randomness(config.seed, t.step, rank)
             for group in (group for optimizer in t.optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
-            pairs = log.progress(batch.micro_batches, f"step {t.step + 1}")
-            batch = batch._replace(micro_batches=pairs)
             loss, grad_norm = train_step(t, objective.loss, batch, config.grad_clip, dtype)
             if not finite_step(loss, grad_norm, t.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, t.step + 1, error, objective.batch_location(t.step))
+                stop_diverged(run, t.step + 1, error, objective.batch_location(t.step))
             t.step, seconds = t.step + 1, time.perf_counter() - started
             flops_per_s = objective.flops_per_token * batch.tokens / (seconds * ranks)
             log.step(
@@ -208,6 +206,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
         saver.wait()
         done = "finished" if last else "stopped by a signal; continue with --resume"
         log.print(f"step {t.step} of {config.max_iters} is saved: {done}")
+        log.finish()
         return not last
 
 

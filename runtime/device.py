@@ -7,7 +7,7 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,12 @@ def pick_device(name: str = "auto") -> torch.device:
 
     Raises UserError for a device that this machine does not have.
     """
-    found = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    kind, _, index = name.partition(":")
-    if name == "auto":
-        kind = next(kind for kind in found if found[kind])
-    elif kind not in found or (index and not (kind == "cuda" and index.isdecimal())):
-        raise UserError(f"device = {name!r} must be 'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    if not found[kind] or int(index or 0) >= max(1, torch.cuda.device_count()):
-        raise UserError(f"device = {name!r} is not on this machine; 'auto' picks one that is")
-    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    found += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    wanted = {"auto": found[0], "cuda": "cuda:0"}.get(name, name)
+    if wanted not in found:
+        raise UserError(f"device = {name!r}; this machine has {', '.join(found)}, or 'auto'")
+    return torch.device(wanted)
 
 
 def open_device(name: str) -> torch.device:
@@ -67,26 +60,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """A context in which matrix products are computed in dtype."""
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def pick_compile(setting: bool | None, device: torch.device) -> bool:
     """Whether to compile the model: the setting or, if it is None, only on CUDA."""
     return device.type == "cuda" if setting is None else setting
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak in FLOP/s, None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next(
-        (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None
-    )
 
 
 def memory_mb(device: torch.device) -> float:
@@ -99,7 +80,9 @@ def memory_mb(device: torch.device) -> float:
 
 def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
     """The share of the device's peak (MFU), None where it is not known, and the peak memory."""
-    peak = peak_flops(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
+    peak = next(known, None)
     mfu = flops_per_s / peak if peak and flops_per_s else None
     return {"mfu": mfu, "memory_mb": memory_mb(device)}
 
@@ -130,11 +113,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def uncommitted_changes() -> bytes:
-    """The working tree's changes since its commit, as a patch for `git apply`."""
-    return git("diff", "HEAD", "--binary") or b""
-
-
 def git(*arguments: str) -> bytes | None:
     """What git prints for this repository; None where it fails, as in a copy without history."""
     try:
@@ -145,10 +123,8 @@ def git(*arguments: str) -> bytes | None:
 
 
 def processor() -> str:
-    """The CPU's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The CPU's name, where the system tells it in /proc/cpuinfo, or else its architecture."""
+    with suppress(OSError):
+        if name := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return name[1]
+    return platform.machine()

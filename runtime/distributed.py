@@ -59,19 +59,16 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[str]]:
-    """Collect the names of the signals that ask a run to stop, instead of ending the process.
+def stop_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask a run to stop, instead of ending the process.
 
     A signal that is ignored stays ignored: under nohup, the terminal may close.
     """
-    received: list[str] = []
+    received: list[int] = []
     caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {
-        number: signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-        for number in caught
-    }
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in caught]
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)

@@ -8,18 +8,20 @@ import io
 import json
 import os
 import secrets
+import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar, overload
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from errors import UserError
 
 T = TypeVar("T")
+LOCK = ".lock"
 
 
 @contextmanager
@@ -80,15 +82,12 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 def check_writable(folder: str | Path) -> None:
     """Raise UserError, before any long work, for a folder that cannot be written to.
 
-    If it does not exist yet, its nearest existing parent is tested. No file is left behind.
+    If it does not exist yet, its nearest existing parent is tested.
     """
-    nearest = Path(folder)
-    try:
-        while not nearest.exists():
-            nearest = nearest.parent
-        tempfile.TemporaryFile(dir=nearest).close()
-    except OSError as error:
-        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from error
+    folder = Path(folder).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise UserError(f"{folder}: no file can be written there")
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -104,7 +103,7 @@ def read_json(path: str | Path, type: type[T]) -> T | None: ...
 def read_json(path: str | Path, type: Any = Any) -> Any:
     """The content of a JSON file, as an object of this type; None if there is no such file.
 
-    Raises UserError where it cannot be read as JSON, is null, or is not of the type.
+    Raises UserError where it cannot be read as JSON or is not of the type.
     """
     try:
         with open_regular(path) as file:
@@ -113,8 +112,6 @@ def read_json(path: str | Path, type: Any = Any) -> Any:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
-    if value is None:
-        raise UserError(f"{path}: contains only null")
     return convert(value, type, path)
 
 
@@ -139,52 +136,39 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
-    The system releases the lock when the process ends, however it ends. A folder
-    that was created for nothing is removed again. Raises UserError where the folder cannot be
-    written to, or another process holds its lock; the message says that it "is `doing`".
+    The system releases the lock when the process ends, however it ends. A folder that was created
+    for nothing is removed again. Raises UserError where the folder cannot be written to, or another
+    process holds its lock; the message says that it "is `doing`".
     """
-    check_writable(folder)
-    lock, created = folder / ".lock", not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    created, lock = not folder.exists(), FileLock(folder / LOCK)
     try:
-        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=1)  # is_locked holds it for a moment
+    except Timeout:
+        raise UserError(f"{folder}: another process is {doing}") from None
     except OSError as error:
-        raise UserError(f"{lock}: cannot be locked: {error.strerror}") from error
-    with open(number, "rb+", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is {doing}") from None
-        except OSError:
-            pass  # a network file system without locks
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # another process uses the folder by now, or it is gone
-                if created and list(folder.iterdir()) == [lock]:
-                    lock.unlink()
-                    folder.rmdir()
+        reason = error.strerror or error
+        raise UserError(f"{folder}: no file can be written there: {reason}") from error
+    try:
+        yield
+    finally:
+        if created and [file.name for file in folder.iterdir()] == [LOCK]:
+            shutil.rmtree(folder)
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder."""
+    lock = FileLock(folder / LOCK)
     try:
-        with open_regular(folder / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        with lock.acquire(timeout=0):
+            return False
+    except Timeout:
         return True
-    except OSError:
-        pass
-    return False
+    except OSError:  # there is no such folder
+        return False
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Wait for a folder's lock and hold it; a run in training holds another one, `lock_folder`."""
-    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a network file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)
+def locked(folder: Path) -> FileLock:
+    """A context that waits for a folder's second lock: a run may be evaluated in training."""
+    return FileLock(folder / ".results.lock")

@@ -1,64 +1,29 @@
 """The log of a run: printed lines, metrics.jsonl, wandb."""
 
+import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TextIO, cast
+from typing import Any, cast
 
-import msgspec
 from tqdm import tqdm
 
 from config import Config
 from errors import UserError, first_line
 from runtime.files import atomic_write, open_regular, read_json, write_json
 
-# Seconds between two updates of a progress bar, on a terminal and in a file.
-TERMINAL_S, FILE_S = 0.1, 60
 
-
-class BestEffortStream:
-    """A stream whose write errors are ignored: a closed pipe, a full disk, a closed terminal.
-
-    What is printed is never worth a run; metrics.jsonl has it.
-    """
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextmanager
-def best_effort_output() -> Iterator[None]:
-    """Go on without standard output or standard error while the block runs, if they are lost."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, BestEffortStream(stream)) for stream in before)
+def say(text: str) -> None:
+    """Print a line. A closed pipe or terminal, or a full disk under the output, ends no run."""
     try:
-        yield
-    finally:
-        for stream in before:
-            try:
-                stream.flush()
-            except OSError:  # else the interpreter would complain when it exits
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
-        sys.stdout, sys.stderr = before
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Log:
@@ -68,8 +33,7 @@ class Log:
     """
 
     def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool):
-        self.config, self.quiet, self.first_step = config, quiet, resumed_at or 0
-        self.ms_a_step = 0.0
+        self.config, self.quiet = config, quiet
         if quiet:
             return
         path, before = run / "metrics.jsonl", []
@@ -82,27 +46,14 @@ class Log:
         for values in before:  # a killed run may not have sent them to wandb
             self.send(values)
 
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self.quiet:
-            with suppress(OSError):  # what could not be written has been reported
-                self.file.close()
-            if self.wandb:
-                self.wandb.finish(exit_code=0 if error is None else 1)
-
     def print(self, text: str) -> None:
         if not self.quiet:
-            print(text, flush=True)
+            say(text)
 
     def progress(self, items: Iterable, name: str, count: int | None = None) -> Any:
-        """The items, with a progress bar if they take more than two seconds."""
-        every = TERMINAL_S if sys.stderr.isatty() else FILE_S
-        return tqdm(
-            items, name, count, leave=False, delay=2, mininterval=every, maxinterval=10 + every,
-            disable=self.quiet,
-        )  # fmt: skip
+        """The items; on a terminal, with a progress bar if they take more than two seconds."""
+        hidden = True if self.quiet else None  # None: where there is no terminal
+        return tqdm(items, name, count, leave=False, delay=2, disable=hidden)
 
     def validation(self, step: int, val_loss: float) -> None:
         self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
@@ -111,13 +62,9 @@ class Log:
     def step(self, step: int, **values: float | None) -> None:
         """Log an update: loss, lr, grad_norm, ms, tokens_per_s, mfu (None: unknown), memory_mb."""
         self.write({"step": step, **values})
-        shown = {key: value for key, value in values.items() if value is not None}
-        # the first steps compile and allocate: they say nothing about later ones
-        if step <= self.first_step + 2:
-            self.ms_a_step = shown["ms"]
-        self.ms_a_step += 0.1 * (shown["ms"] - self.ms_a_step)
-        left = timedelta(seconds=round(self.ms_a_step * (self.config.max_iters - step) / 1000))
         if step % self.config.log_interval == 0:
+            shown = {key: value for key, value in values.items() if value is not None}
+            left = timedelta(seconds=round(shown["ms"] * (self.config.max_iters - step) / 1000))
             self.print(
                 f"step {step}/{self.config.max_iters}: loss {shown['loss']:.4f}, "
                 f"lr {shown['lr']:.2e}, grad norm {shown['grad_norm']:.2f}, {shown['ms']:.0f} ms, "
@@ -127,14 +74,16 @@ class Log:
             )
 
     def write(self, values: dict[str, float | None]) -> None:
-        """Write a line to metrics.jsonl, and to wandb."""
+        """Write a line to metrics.jsonl, and to wandb. Raises UserError where the disk is full."""
         if self.quiet:
             return
         # leaves out values that are unknown or not finite, which JSON cannot hold
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        with self._writing():
+        try:
             self.file.write(json.dumps(known) + "\n")
             self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
         self.send(known)
 
     def send(self, values: dict[str, float]) -> None:
@@ -145,22 +94,12 @@ class Log:
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
         if not self.quiet:
-            with self._writing():
-                os.fsync(self.file.fileno())
+            os.fsync(self.file.fileno())
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Report an error of the disk in a sentence."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.file.name}: {error.strerror}; if the disk is full, free some space, then "
-                "continue with --resume"
-            ) from error
-
-
-# ---- metrics.jsonl ----
+    def finish(self) -> None:
+        """Close wandb's run. A process that ends otherwise leaves it to wandb, as a failure."""
+        if not self.quiet and self.wandb:
+            self.wandb.finish()
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -182,50 +121,30 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
 
 
-# ---- wandb ----
-
-
-class WandbRun(msgspec.Struct):
-    """The content of wandb.json."""
-
-    id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,128}$")]  # what wandb takes as an id
-
-
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
-    """A wandb run, or None where wandb is disabled or not installed.
+    """A wandb run; None where wandb is disabled.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
-    if config.wandb_mode == "disabled":
+    path, mode = run / "wandb.json", cast(Any, config.wandb_mode)
+    if mode == "disabled":
         return None
-    try:
-        import wandb
-    except ImportError:
-        if config.wandb_mode != "auto":
-            raise UserError(
-                f"wandb_mode = {config.wandb_mode!r}, but wandb is not installed: pip install wandb"
-            ) from None
-        print("wandb is not installed: this run is logged in metrics.jsonl only")
-        return None
-    mode = config.wandb_mode
+    import wandb  # takes a second
+
     if mode == "auto":
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    before = read_json(run / "wandb.json", WandbRun) if resumed else None
-
-    def start(mode: Any) -> Any:
-        return wandb.init(
-            mode=mode, project=config.wandb_project, name=run.name, dir=run,
-            id=before.id if before else None, resume="allow", config=config.as_dict(),
-            settings=wandb.Settings(init_timeout=8, silent=True),
-        )  # fmt: skip
-
+    before = (read_json(path, dict[str, str]) if resumed else None) or {}
+    start = functools.partial(
+        wandb.init, project=config.wandb_project, name=run.name, dir=run, id=before.get("id"),
+        resume="allow", config=config.as_dict(),
+        settings=wandb.Settings(init_timeout=8, silent=True),
+    )  # fmt: skip
     try:
-        started = start(mode)
+        started = start(mode=mode)
     except wandb.errors.Error as error:
-        print(f"wandb does not answer ({first_line(error)}): this run is logged offline")
-        mode, started = "offline", start("offline")
-    write_json(run / "wandb.json", {"id": started.id})
+        say(f"wandb does not answer ({first_line(error)}): this run is logged offline")
+        mode, started = "offline", start(mode="offline")
+    write_json(path, {"id": started.id})
     if mode == "offline":
-        folder = Path(started.dir).parent
-        print(f"wandb logs this run offline; upload it with: wandb sync {folder}")
+        say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
     return started

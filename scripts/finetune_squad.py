@@ -3,10 +3,10 @@
 python -m scripts.finetune_squad RUN --out_dir TUNED --squad train-v2.0.json
 
 10 epochs of 128 examples a step, AdamW (0.9, 0.999) without weight decay, gradients clipped at 1,
-2e-5 after one epoch of linear warm-up, cosine to 0. Without --squad the `datasets` library fetches
-the data. TUNED is a run like any other; its squad.json describes its training data. A run is never
-overwritten: --resume continues it from its last checkpoint, with the same batches. Exit codes are
-those of train.py: a signal ends it after a step, which is saved.
+2e-5 after one epoch of linear warm-up, cosine to 0. TUNED is a run like any other; its squad.json
+describes its training data. A run is never overwritten: --resume continues it from its last
+checkpoint, with the same batches. Exit codes are those of train.py: a signal ends it after a step,
+which is saved.
 
 Choices that the paper leaves open:
 - an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
@@ -21,16 +21,13 @@ One process, not compiled. Right padding, only up to the longest example of a mi
 nothing under a causal mask.
 """
 
-import argparse
 import hashlib
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,18 +40,18 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config, choices
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
-from errors import UserError, command, first_line
+from errors import UserError, command
 from model import GPT
 from runtime import checkpoint
-from runtime.device import environment, open_device
+from runtime.device import open_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import best_effort_output
+from runtime.log import say
 from scripts.common.retrieval import ASK
-from scripts.common.runner import Options, add_options, from_arguments, option
+from scripts.common.runner import Options, Parser, add_options, from_arguments, option
 from train import Batch, Objective, begin, fit
 
-DATASET = "rajpurkar/squad_v2"
+SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
 CHECKPOINT_INTERVAL = 100
 IGNORED = -100
@@ -72,77 +69,44 @@ class Question:
 class Example:
     tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
     answer: int  # tokens of the answer
-
-
-# ---- the parts of SQuAD's JSON that are read ----
-
-
-class Answer(msgspec.Struct):
-    text: str
-    answer_start: int
-
-
-class QA(msgspec.Struct):
-    question: str
-    answers: list[Answer]
-
-
-class Paragraph(msgspec.Struct):
-    context: str
-    qas: list[QA]
-
-
-class Article(msgspec.Struct):
-    paragraphs: list[Paragraph]
-
-
-class Squad(msgspec.Struct):
-    data: list[Article]
-
-
-# ---- the command ----
+    cut: bool = False  # whether a part of the context is left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """Fine-tune a run on the answerable questions of SQuAD 2.0."""
 
-    out_dir: str = option(None, "the new run's folder")
-    squad: str | None = option(None, "SQuAD's train-v2.0.json; without it, it is downloaded")
+    out_dir: str | None = option(None, "the new run's folder; without it, RUN_squad")
+    squad: str = option("train-v2.0.json", f"the file {SQUAD}")
     epochs: int = option(10, "over all examples", at_least=1)
     learning_rate: float = option(2e-5, "peak")
     sequences: int = option(128, "examples a step", at_least=1)
     batch_size: int = option(8, "examples a micro-batch", at_least=1)
     checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
+    resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
     dtype: str = option("auto", "of matrix products", choices=tuple(choices("dtype")))
 
 
 @command
 def main() -> None:
-    parser = argparse.ArgumentParser(description=FineTuning.__doc__)
+    parser = Parser(description=FineTuning.__doc__)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
-    parser.add_argument(
-        "--resume", nargs="?", const="yes", default=False, choices=("yes", "auto"),
-        help="continue the run in --out_dir; auto: if it has a checkpoint, else start it",
-    )  # fmt: skip
     add_options(parser, FineTuning)
-    given = parser.parse_args()
-    options = from_arguments(FineTuning, given)
-    if options.out_dir is None:
-        raise UserError("--out_dir FOLDER is missing: where the new run goes")
-    out = Path(options.out_dir)
-    resume = checkpoint.resumes(out, True if given.resume == "yes" else given.resume)
-    with best_effort_output(), lock_folder(out, "training this run"):
-        stopped = finetune(given.run, options, resume)
+    arguments = parser.parse_args()
+    options = from_arguments(FineTuning, arguments)
+    out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
+    with lock_folder(out, "training this run"):
+        checkpoint.resumes(out, options.resume)
+        stopped = finetune(arguments.run, out, options)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
 
-def finetune(run: str, options: FineTuning, resume: bool) -> bool:
+def finetune(run: str, out: Path, options: FineTuning) -> bool:
     """Fine-tune until the last step or a signal; returns whether a signal stopped it."""
-    # ---- config: errors come before the examples are read ----
-    out, device = Path(options.out_dir), open_device(options.device)
+    # ---- config: its errors come before the examples are read ----
+    device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
     config = base.replace(
         **recipe(base, 1, options), keep_every=0, batch_size=options.batch_size,
@@ -153,29 +117,36 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
     # ---- model, then data ----
     model = GPT(base)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
-    source = options.squad or DATASET
-    questions = read_squad(source) if options.squad else download()
-    examples, cut = encode_all(questions, base, source)
+    questions = read_squad(options.squad)
+    examples = encode_all(questions, base)
     config = config.replace(**recipe(base, len(examples), options))
+    content = b"".join(example.tokens.tobytes() for example in examples)
     facts = {
-        "squad": source, "examples": len(examples), "contexts_cut": cut,
-        "left_out": len(questions) - len(examples), "sha256": digest(examples),
-        "began_with": weights.id,
+        "examples": len(examples), "contexts_cut": sum(example.cut for example in examples),
+        "left_out": len(questions) - len(examples),
+        "sha256": hashlib.sha256(content).hexdigest(), "began_with": weights.id,
     }  # fmt: skip
 
     # ---- optimizer ----
-    state = load_to_resume(out, config, facts) if resume else None
+    state = None
+    if options.resume:
+        state = checkpoint.load_to_resume(out, config, quiet=False)
+        before = read_json(out / "squad.json")
+        if before != facts:
+            raise UserError(
+                f"{out} was fine-tuned on {before}, now {facts}: give the same run and --squad, or "
+                "another --out_dir"
+            )
     training = begin(config, model.to(device).train(), state)
     del state
 
     # ---- loop ----
     checkpoint.write_header(out, config)
-    write_json(out / "squad.json", facts | {"environment": environment()})
-    print(
-        f"{config.variant_name}: {len(examples):,} examples ({cut:,} contexts cut, "
-        f"{facts['left_out']:,} questions left out), {options.sequences} a step, "
-        f"{config.max_iters:,} steps on {device.type}; run folder {out}",
-        flush=True,
+    write_json(out / "squad.json", facts)
+    say(
+        f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} contexts "
+        f"cut, {facts['left_out']:,} questions left out), {options.sequences} a step, "
+        f"{config.max_iters:,} steps on {device.type}; run folder {out}"
     )
 
     def batch(step: int) -> Batch:
@@ -186,7 +157,7 @@ def finetune(run: str, options: FineTuning, resume: bool) -> bool:
 
     objective = Objective(
         batch=batch,
-        batch_location=lambda step: f"in epoch {step // config.warmup_iters + 1} of {source}",
+        batch_location=lambda step: f"in epoch {step // config.warmup_iters + 1}",
         loss=lambda x, y: answer_loss(model, x, y),
     )
     return fit(config, training, objective)
@@ -204,68 +175,39 @@ def recipe(base: Config, examples: int, options: FineTuning) -> dict[str, Any]:
 
 
 def read_squad(path: str) -> list[Question]:
-    """The questions of SQuAD's official JSON that have a context, a question and an answer."""
-    content = read_json(path, Squad)
+    """The questions of SQuAD's JSON that have a context, a question and an answer."""
+    content = read_json(path)
     if content is None:
-        raise UserError(f"{path}: no such file; --squad takes SQuAD's official train-v2.0.json")
-    return answerable(
-        (paragraph.context, qa.question, answer.text, answer.answer_start)
-        for article in content.data
-        for paragraph in article.paragraphs
-        for qa in paragraph.qas
-        for answer in qa.answers[:1]
-    )
-
-
-def download() -> list[Question]:
-    """The same questions, from the `datasets` library."""
+        raise UserError(f"{path}: no such file; --squad takes {SQUAD}")
     try:
-        from datasets import load_dataset
-
-        entries = load_dataset(DATASET, split="train")
-    except Exception as error:  # from one of several HTTP libraries, or without `datasets`
-        raise UserError(
-            f"{DATASET} cannot be downloaded: {first_line(error)}; pip install datasets and try "
-            "again, or give the official train-v2.0.json with --squad"
-        ) from error
-    return answerable(
-        (entry["context"], entry["question"], text, start)
-        for entry in entries
-        for text, start in zip(
-            entry["answers"]["text"][:1], entry["answers"]["answer_start"][:1], strict=True
-        )
-    )
+        found = [
+            Question(p["context"], qa["question"].strip(), a["text"].strip(), a["answer_start"])
+            for article in content["data"]
+            for p in article["paragraphs"]
+            for qa in p["qas"]
+            for a in qa["answers"][:1]
+        ]
+        return [q for q in found if q.context.strip() and q.question and q.answer]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {error!r}: this is not the file {SQUAD}") from error
 
 
-def answerable(found: Iterable[tuple[str, str, str, int]]) -> list[Question]:
-    """Questions from contexts, questions, answers and their starts, without any empty text."""
-    return [
-        Question(context, question.strip(), answer.strip(), start)
-        for context, question, answer, start in found
-        if context.strip() and question.strip() and answer.strip()
-    ]
-
-
-def encode_all(questions: list[Question], config: Config, source: str) -> tuple[list[Example], int]:
-    """Examples of at most block_size + 1 tokens, and the number of contexts that were cut."""
+def encode_all(questions: list[Question], config: Config) -> list[Example]:
+    """Examples of at most block_size + 1 tokens. Raises UserError where no question fits."""
     tokenizer = get_tokenizer(config.tokenizer)
-    examples: list[Example] = []
-    cut = 0
-    for question in tqdm(questions, desc="tokenising", unit="question"):
-        example, shortened = encode(tokenizer, question, config.block_size)
-        if example is not None:
-            examples.append(example)
-            cut += shortened
+    bar = tqdm(questions, desc="tokenising", unit="question")
+    encoded = (encode(tokenizer, question, config.block_size) for question in bar)
+    examples = [example for example in encoded if example is not None]
     if not examples:
         raise UserError(
-            f"{source}: {len(questions)} answerable questions, but none whose answer and question "
-            f"fit {config.block_size} tokens with a context"
+            f"{len(questions)} answerable questions, but none whose answer and question fit "
+            f"{config.block_size} tokens with a context"
         )
-    return examples, cut
+    return examples
 
 
-def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example | None, bool]:
-    """A question's tokens, None where there is no room, and whether its context was cut."""
+def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> Example | None:
+    """A question's tokens; None where there is no room for a part of its context."""
     question = tokenizer.encode(ASK.format(question=q.question))
     answer = tokenizer.encode(f" {q.answer}")
     context = tokenizer.encode(q.context)
@@ -273,17 +215,13 @@ def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> tuple[Example 
     cut = len(context) > room
     if cut:
         if room < 2 * len(answer):
-            return None, cut
+            return None
         head = q.context[: q.start].rstrip()
         before, rest = tokenizer.encode(head), tokenizer.encode(q.context[len(head) :])
         rest = rest[: max(room - len(before), room - room // 2)]
         context = before[max(0, len(before) + len(rest) - room) :] + rest
     tokens = np.array([tokenizer.eot, *context, *question, *answer], dtype=np.uint16)
-    return Example(tokens, len(answer)), cut
-
-
-def digest(examples: list[Example]) -> str:
-    return hashlib.sha256(b"".join(example.tokens.tobytes() for example in examples)).hexdigest()
+    return Example(tokens, len(answer), cut)
 
 
 def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
@@ -311,23 +249,6 @@ def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     inside = y != IGNORED
     logits = model.logits(model.trunk(model.wte(x))[inside])
     return F.cross_entropy(logits.float(), y[inside], reduction="sum")
-
-
-def load_to_resume(out: Path, config: Config, facts: dict[str, Any]) -> checkpoint.State:
-    """The latest checkpoint of the fine-tuning in a folder.
-
-    Raises UserError where it had other steps, examples or initial weights.
-    """
-    state = checkpoint.load_to_resume(out, config, quiet=False)
-    before = read_json(out / "squad.json", dict[str, Any]) or {}
-    before |= {"steps": state.config.get("max_iters")}
-    for key, now in (facts | {"steps": config.max_iters}).items():
-        if key in ("steps", "sha256", "began_with") and before.get(key) != now:
-            raise UserError(
-                f"{out} was begun with {key} = {before.get(key)}, now {now}: give the same run, "
-                "--squad and --epochs, or another --out_dir"
-            )
-    return state
 
 
 if __name__ == "__main__":

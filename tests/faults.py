@@ -1,6 +1,5 @@
 """Fault injection: commands in processes of their own that are killed, blocked or starved."""
 
-import functools
 import multiprocessing
 import os
 import resource
@@ -87,20 +86,17 @@ def _kill():
 
 
 def kill_at(point):
-    """kill -9 in the middle of the write, or just before the sync, rename or unlink of this number.
+    """kill -9 just before the sync, rename or unlink of this number, a sync with half a file.
 
-    Whatever a kill can leave on the disk is there before one of these. Of the many writes of a
-    checkpoint each 40th counts. `point` is the number, and the file to which the kill is noted.
+    Whatever a kill can leave on the disk is there before one of these. `point` is the number, and
+    the file to which the kill is noted.
     """
     (number, notes), count = point, 0
 
-    def trapped(before, real, each=1):
-        calls = 0
-
+    def trapped(before, real):
         def call(*args, **kwargs):
-            nonlocal count, calls
-            calls += 1
-            count += calls % each == 0
+            nonlocal count
+            count += 1
             if count == number:
                 with open(notes, "a") as file:
                     file.write(f"{real.__name__}\n")
@@ -110,27 +106,13 @@ def kill_at(point):
 
         return call
 
-    def half(file, data):
-        file.write(bytes(data)[: len(data) // 2])
-        file.flush()
+    def half(file):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".tmp"):
+            os.ftruncate(file, os.fstat(file).st_size // 2)
 
-    def nothing(*_):
-        pass
-
-    class Trapped:
-        """The file of a checkpoint, as torch.save writes to it."""
-
-        def __init__(self, file):
-            self.write = functools.partial(trapped_write, file)
-            self.flush = file.flush
-
-    save, write = torch.save, lambda file, data: file.write(data)
-    trapped_write = trapped(half, write, each=40)
-    torch.save = lambda content, file: save(content, Trapped(file))
-
-    os.fsync = trapped(nothing, os.fsync)
-    os.replace = trapped(nothing, os.replace)
-    Path.unlink = trapped(nothing, Path.unlink)
+    os.fsync = trapped(half, os.fsync)
+    os.replace = trapped(lambda *_: None, os.replace)
+    Path.unlink = trapped(lambda *_: None, Path.unlink)
 
 
 def file_limit(size):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import checkpoint, files
+from runtime import checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,13 +28,6 @@ def saved(run, which="latest"):
 
 def weights(run):
     return saved(run)["model"]
-
-
-def vouch_for(file):
-    """Make the index of its run list a file, as if the run had saved it."""
-    path = file.parent / "checkpoints.json"
-    entry = {"sha256": files.sha256_of(file)}
-    path.write_text(json.dumps({"checkpoints": {file.name: entry}}))
 
 
 def same_weights(a, b):
@@ -89,7 +82,7 @@ def assert_same_run(one, other):
 
 def go_on(folder):
     """What a user adds to the same command: --resume once there is something to resume."""
-    return ["--resume"] if checkpoint.exists(folder) else []
+    return ["--resume"] if checkpoint.checkpoints(folder) else []
 
 
 def wait_for(condition, timeout=60):

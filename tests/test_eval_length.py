@@ -230,7 +230,7 @@ def test_refusals_before_anything_is_measured(module_run, call, tmp_path, capsys
     shutil.copy(run / "config.json", bad)
     both = (run, bad, "--lengths=16")
     refused(capsys, lambda: call(eval_length, *both), f"{bad}: no checkpoint in it")
-    for path in (run / "checkpoints.json", *run.glob("*.pt")):
+    for path in run.glob("*.pt"):
         shutil.copy(path, bad)
     (bad / "eval_length.json").write_text('{"loss": 1}')
     refused(capsys, lambda: call(eval_length, *both), "no list of measurements")

@@ -54,21 +54,21 @@ def test_squad_examples_hold_context_question_and_answer(name):
     context = words * 20 + "It is the Elbe, they say. " + words * 20
     start = context.index("the Elbe")
     question = finetune_squad.Question(context, "Which river?", "the Elbe", start)
-    example, cut = finetune_squad.encode(tokenizer, question, 10000)
+    example = finetune_squad.encode(tokenizer, question, 10000)
     end = "\nQuestion: Which river?\nAnswer: the Elbe"
-    assert not cut and tokenizer.decode(example.tokens) == f"<|endoftext|>{context}{end}"
+    assert not example.cut and tokenizer.decode(example.tokens) == f"<|endoftext|>{context}{end}"
     assert tokenizer.decode(example.tokens[-example.answer :]) == " the Elbe"
     for place in (start, 0, len(context) - 8):
         moved = context[:start] + "it" + context[start + 8 :]
         moved = moved[:place] + "the Elbe" + moved[place:]
         question = finetune_squad.Question(moved, "Which river?", "the Elbe", place)
         for size in (70, 100, 101):
-            example, cut = finetune_squad.encode(tokenizer, question, size)
-            assert cut and len(example.tokens) == size + 1
+            example = finetune_squad.encode(tokenizer, question, size)
+            assert example.cut and len(example.tokens) == size + 1
             text = tokenizer.decode(example.tokens)
             kept = text.removeprefix("<|endoftext|>").removesuffix(end)
             assert len(kept) < len(text) and kept in moved and "the Elbe" in kept
-    assert finetune_squad.encode(tokenizer, question, 16) == (None, True)
+    assert finetune_squad.encode(tokenizer, question, 16) is None
 
 
 @pytest.mark.parametrize("case", ["softmax.py", "fox.py", "sigmoid_logn_l1_p15.py", "asentmax.py"])
@@ -135,7 +135,7 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     # the first loss is that of the base, summed over an answer and averaged over examples
     model = GPT(config).eval()
     checkpoint.load_weights(model, run)
-    examples, _ = finetune_squad.encode_all(finetune_squad.read_squad(squad), config, "")
+    examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     expected = []
     for example in finetune_squad.batch_of(0, examples, 16, config.seed):
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
@@ -169,28 +169,17 @@ def test_finetuning_is_resumed_and_never_overwritten(
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     stopped = checkpoints(parts)
     assert weights(parts)[0] == 2
-    for out, more, message in (
-        ("parts", (), "holds a run"),
-        ("run", (), "holds a run"),
-        ("parts", ("--resume", "--learning_rate", "1e-3"), "learning_rate"),
-        ("parts", ("--resume", "--epochs", 4), "was begun with steps = 6, now 12"),
-        ("nothing", ("--resume",), "checkpoint"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            call(finetune_squad, *arguments, "--out_dir", tmp_path / out, *more)
-        assert stop.value.code == 2 and message in capsys.readouterr().err
     other = tmp_path / "other.json"
     other.write_text(squad.read_text().replace("What", "Who"))
-    with pytest.raises(SystemExit):
-        others = (run, "--squad", other, *arguments[3:])
-        call(finetune_squad, *others, "--out_dir", parts, "--resume")
-    assert "was begun with sha256 = " in capsys.readouterr().err
-    facts = json.loads((parts / "squad.json").read_text())
-    (parts / "squad.json").write_text(json.dumps(facts | {"began_with": {}}))
-    with pytest.raises(SystemExit):
-        call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
-    assert "was begun with began_with = {}" in capsys.readouterr().err
-    (parts / "squad.json").write_text(json.dumps(facts))
+    for more, message in (
+        (("--out_dir", run), "holds a run"),
+        (("--resume", "--learning_rate", "1e-3"), "learning_rate"),
+        (("--resume", "--squad", other), "was fine-tuned on {'examples': 40, "),
+        (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            call(finetune_squad, *arguments, "--out_dir", parts, *more)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
     assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
     call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
     keys = "step", "lr", "loss", "grad_norm"
@@ -214,7 +203,7 @@ def test_finetuning_that_diverges_keeps_its_checkpoint(run, squad, call, tmp_pat
     "content, message",
     [
         ("{", "JSON"),
-        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "missing required field `qas`"),
+        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "KeyError('qas')"),
         ('{"data": []}', "0 answerable questions"),
         (None, "no such file"),
     ],
@@ -227,16 +216,3 @@ def test_finetuning_refuses_bad_data(trained, call, tmp_path, capsys, content, m
         call(finetune_squad, trained, "--squad", path, "--out_dir", tmp_path / "out")
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_squad_from_the_datasets_library(squad, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    questions = finetune_squad.read_squad(squad)
-    rows = [
-        {"context": q.context, "question": q.question, "answers": {"text": [q.answer, "x"],
-         "answer_start": [q.start, 0]}}
-        for q in questions
-    ]  # fmt: skip
-    rows.insert(3, {"context": "a", "question": "b", "answers": {"text": [], "answer_start": []}})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    assert finetune_squad.download() == questions

@@ -26,7 +26,7 @@ from model import GPT
 from runtime import checkpoint
 from scripts import sample
 from tests.helpers import SMALL, SMALLER, saved_run
-from tests.runs import vouch_for
+from tests.runs import same_weights
 
 
 def fuzz(examples):
@@ -195,9 +195,7 @@ def test_damaged_runs(run, data):
     except UserError as error:
         assert folder.name in str(error) or name == "config.json"
     else:
-        if name.endswith(".pt") and content != (good / name).read_bytes() and "000002" in name:
-            assert not name.startswith("best"), "a damaged one was loaded"
-        assert state.keys() == before.keys()
+        assert same_weights(state, before)
     assert (folder / name).read_bytes() == content
     shutil.copy(good / name, folder / name)
 
@@ -215,7 +213,6 @@ def test_checkpoints_of_other_content(run, train, data):
     file = folder / "step_000002.pt"
     content = torch.load(good / file.name, weights_only=True)
     torch.save(altered(data.draw, content, st.one_of(json_values, other_tensors)), file)
-    vouch_for(file)
     valid_use(lambda: opened(folder))
     try:
         train("run", "--vocab_size=400", "--resume", "--max_iters=3")
@@ -296,7 +293,6 @@ def run_command(module, *arguments):
 # What users do with each file: in the folder of a run, and in a folder of shards.
 USES = {
     "config.json": (resumed, sampled),
-    "checkpoints.json": (resumed, sampled),
     "tokenizer.json": (sampled,),
     "metrics.jsonl": (resumed,),
     "meta.json": (trained_on, shards_made),

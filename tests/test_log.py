@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,16 +38,8 @@ def test_a_full_disk_ends_the_run_with_a_sentence(train, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Log, "step", full)
-        refused(capsys, lambda: train("run"), "No space left on device; if the disk is full, free")
+        refused(capsys, lambda: train("run"), "No space left on device")
     train("run", "--resume")
-
-
-def test_a_run_without_wandb(train, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    train("disabled", "--max_iters=1", "--wandb_mode=disabled")
-    train("auto", "--max_iters=1", "--wandb_mode=auto")
-    assert capsys.readouterr().out.count("wandb is not installed: this run is logged in") == 1
-    refused(capsys, lambda: train("o", "--wandb_mode=online"), "wandb is not installed: pip")
 
 
 def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
@@ -57,18 +48,17 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
 
     def init(**settings):
         log = lambda values, step: sent.append((step, *values))  # noqa: E731
-        finish = lambda exit_code: None  # noqa: E731
         at = 3 if settings["id"] else 0  # it has steps 0 to 2
-        return SimpleNamespace(id="x1", starting_step=at, log=log, finish=finish)
+        return SimpleNamespace(id="x1", starting_step=at, log=log)
 
     monkeypatch.setattr("wandb.init", init)
-    with Log(tmp_path, config, None, quiet=False) as log:
-        for step in range(6):
-            log.write({"step": step, "loss": 1.0})
+    log = Log(tmp_path, config, None, quiet=False)
+    for step in range(6):
+        log.write({"step": step, "loss": 1.0})
     sent.clear()
-    with Log(tmp_path, config, 4, quiet=False) as log:
-        log.write({"step": 5, "loss": 1.0})
-        log.validation(5, 2.0)
+    log = Log(tmp_path, config, 4, quiet=False)
+    log.write({"step": 5, "loss": 1.0})
+    log.validation(5, 2.0)
     assert sent == [(n, "step", "loss") for n in (3, 4, 5)] + [(5, "step", "val_loss")]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "x1"}
     assert metrics(tmp_path) == dict.fromkeys(range(6), 1.0)

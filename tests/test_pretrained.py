@@ -45,30 +45,45 @@ def test_logits_are_those_of_transformers(folder):
     assert [*ssmax.trunk.blocks[0].attn.attention.s] == [1, 1]  # its own initial values
 
 
-REFUSED = {
-    "--positions=rope": "positions = 'rope', but hf:",
-    "--vocab_size=300": "n_vocab = 300, but hf:",
-    "--gate=head": "gate = 'head', but hf:",
-    "--attention=asentmax": "asentmax' has weights that hf:",
-    "--block_size=32 --total_batch_size=32": "block_size = 32, but hf:",
-}
+def refused(settings, folder, says):
+    with pytest.raises(UserError, match=says):
+        load_initial(GPT(load_config([*SIZES, *settings])), f"hf:{folder}")
 
 
-@pytest.mark.parametrize("settings", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(folder, settings, monkeypatch):
-    weights = transformers.GPT2LMHeadModel
-    if "asentmax" not in settings:  # the others before the weights are read
-        monkeypatch.setattr(weights, "from_pretrained", lambda name: pytest.fail("the weights"))
-    with pytest.raises(UserError, match=REFUSED[settings]):
-        load_initial(GPT(load_config([*SIZES, *settings.split()])), f"hf:{folder}")
+@pytest.mark.parametrize(
+    "setting, says",
+    [
+        ("--positions=rope", r"differs: trunk.wpe.weight \(16, 32\) for None"),
+        ("--vocab_size=300", "has vocab_size = 257, not 300"),
+        ("--n_head=4", "has n_head = 2, not 4"),
+        ("--gate=head", "differs: trunk.blocks.0.attn.c_gate"),
+        ("--attention=asentmax", "differs: trunk.blocks.0.attn.c_rows"),
+        ("--total_batch_size=32 --block_size=32", r"wpe.weight \(16, 32\) for \(32, 32\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_by_name(folder, setting, says):
+    refused(setting.split(), folder, says)
 
 
-def test_what_is_no_gpt2_is_refused(tmp_path):
-    model = GPT(load_config(SIZES))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    for name, message in (("none", "none cannot be loaded"), ("", "is a llama model")):
-        with pytest.raises(UserError, match=message):
-            load_initial(model, f"hf:{tmp_path / name}")
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("model_type", "llama"),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("tie_word_embeddings", False),
+        ("n_inner", 64),
+    ],
+)
+def test_another_function_of_the_same_weights_is_refused_by_name(folder, tmp_path, setting, value):
+    """With n_inner, the weights' shapes are others."""
+    config = json.loads((folder / "config.json").read_text()) | {setting: value}
+    torch.manual_seed(0)
+    if setting == "n_inner":
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused([], tmp_path, "mlp.c_fc" if setting == "n_inner" else f": {setting}|has {setting} = ")
+    refused([], tmp_path / "none", "none cannot be loaded")
 
 
 def test_train_begins_with_them(folder, train):

