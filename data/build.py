@@ -80,7 +80,7 @@ def build(
     settings: shards.Settings = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
-        "fingerprint": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
+        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "source": source,
     }
     with lock_folder(out_dir, "making this set"):
@@ -105,14 +105,9 @@ def _resume(out_dir: Path, settings: shards.Settings) -> shards.Meta:
     remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
-    for key in ("tokenizer", "shard_size"):
+    for key in ("tokenizer", "shard_size", "documents"):
         if (found := meta[key]) != settings[key]:
             raise UserError(f"{out_dir}: made with {key} {found}, not {settings[key]}; {remedy}")
-    if meta["fingerprint"] != settings["fingerprint"]:
-        raise UserError(
-            f"{out_dir}: made from other documents ({meta['source']}) than {settings['source']} "
-            f"has now; {remedy}"
-        )
     whole = list(takewhile(lambda s: shards.is_whole(out_dir / s["name"]), meta["shards"]))
     return {**meta, "complete": meta["complete"] and whole == meta["shards"], "shards": whole}
 

@@ -16,13 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import list_shards, read_shard
+from data.shards import check_ids, count_tokens, list_shards, read_shard, read_window
+from data.tokenizer import MAX_IDS
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
+READERS = 16  # threads that read a batch
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -47,6 +50,7 @@ class Loader(ABC):
 
     source: str  # human-readable: what the batches are from
     tokens: int  # of an epoch
+    val_tokens: int  # that there are, each with a target
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
         size = batching.batch_size
@@ -77,9 +81,9 @@ class Loader(ABC):
     def batch_location(self, step: int) -> str:
         """Where the first of this rank's sequences of a step is found, as in "in FILE at 5"."""
 
-    @abstractmethod
     def validation_windows(self, max_tokens: int) -> int:
         """The whole windows in the first `max_tokens` validation tokens, or in all of them."""
+        return min(self.val_tokens, max_tokens) // self.batching.block_size
 
     @abstractmethod
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
@@ -102,45 +106,51 @@ class Loader(ABC):
 class TokenLoader(Loader):
     """Batches from the shards `*_train_*.bin` and `*_val_*.bin` in a folder.
 
-    Raises UserError where there are no shards for training, or one is damaged, and as Loader does.
+    Raises UserError where there are no shards for training, or one is damaged, and as Loader does;
+    and with the first batch that has a token not below `vocab_size`.
     """
 
-    def __init__(self, data_dir: str | Path, batching: Batching) -> None:
-        self.data_dir, self.source = data_dir, str(data_dir)
+    def __init__(self, data_dir: str | Path, batching: Batching, vocab_size: int) -> None:
+        self.data_dir, self.source, self.vocab_size = data_dir, str(data_dir), vocab_size
         self.paths = list_shards(data_dir, "train")
-        self.shards = [read_shard(path) for path in self.paths]
-        self.tokens = sum(len(shard) for shard in self.shards)
+        tokens = [count_tokens(path) for path in self.paths]
+        self.tokens = sum(tokens)
+        self.val_tokens = sum(count_tokens(path) for path in list_shards(data_dir, "val")) - 1
         # index of each shard's first window, then the total number of windows
-        windows = [(len(shard) - 1) // batching.block_size for shard in self.shards]
+        windows = [(n - 1) // batching.block_size for n in tokens]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
+        self._files = ThreadPoolExecutor(READERS)
         super().__init__(int(self.first_window[-1]), batching)
 
     def batch_location(self, step: int) -> str:
-        shard, offset = (int(of_all[0]) for of_all in self._locate(step))
+        shard, offset = self._locate(step)[0]
         return f"in {self.paths[shard]} at token {offset}"
 
-    def validation_windows(self, max_tokens: int) -> int:
-        tokens = sum(len(read_shard(path)) for path in list_shards(self.data_dir, "val")) - 1
-        return min(tokens, max_tokens) // self.batching.block_size
-
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        b, sizes = self.batching, (max_tokens, batch_size)
+        share = slice(self.batching.rank, None, self.batching.world_size)
         return validation_batches(
-            self.data_dir, b.block_size, *sizes, b.rank, b.world_size, self.device
-        )
+            self.data_dir, self.batching.block_size, max_tokens, batch_size, self.device,
+            self.vocab_size, share,
+        )  # fmt: skip
 
-    def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Shard number and token offset of each sequence of this rank: two arrays [b]."""
+    def _locate(self, step: int) -> NDArray[np.int64]:
+        """Shard number and token offset of each sequence of this rank, [b, 2]."""
         window = self._windows(step)
         shard = np.searchsorted(self.first_window, window, side="right") - 1
-        return shard, (window - self.first_window[shard]) * self.batching.block_size
+        offset = (window - self.first_window[shard]) * self.batching.block_size
+        return np.stack((shard, offset), axis=1)
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        sequences = [
-            self.shards[shard][offset : offset + self.batching.block_size + 1]
-            for shard, offset in zip(*self._locate(step), strict=True)
-        ]
-        return inputs_and_targets(np.stack(sequences), self.device)
+        # each thread reads a part of the batch: a disk answers many requests in the time of one
+        parts = self._files.map(self._read_windows, np.array_split(self._locate(step), READERS))
+        return inputs_and_targets(np.concatenate(list(parts)), self.device)
+
+    def _read_windows(self, places: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The windows [n, block_size + 1] at n places, which are shard numbers and offsets."""
+        windows = np.empty((len(places), self.batching.block_size + 1), dtype=np.uint16)
+        for window, (shard, offset) in zip(windows, places, strict=True):
+            window[:] = read_window(self.paths[shard], offset, len(window), self.vocab_size)
+        return windows
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
@@ -180,17 +190,20 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
     return out.astype(np.int64)
 
 
-def validation_tokens(data_dir: str | Path, max_tokens: int = sys.maxsize) -> NDArray[np.uint16]:
+def validation_tokens(
+    data_dir: str | Path, max_tokens: int = sys.maxsize, vocab_size: int = MAX_IDS
+) -> NDArray[np.uint16]:
     """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
 
-    The extra one is the last token's target. Shards are concatenated.
+    The extra one is the last token's target. Shards are concatenated. Raises UserError where a
+    token is not below `vocab_size`.
     """
-    parts, remaining = [], max_tokens + 1
+    parts, wanted = [], max_tokens + 1
     for path in list_shards(data_dir, "val"):
-        parts.append(read_shard(path)[:remaining])
-        remaining -= len(parts[-1])
-        if not remaining:
-            break
+        if wanted:
+            parts.append(read_shard(path, wanted))
+            check_ids(path, parts[-1], vocab_size)
+            wanted -= len(parts[-1])
     return np.concatenate(parts)
 
 
@@ -199,26 +212,25 @@ def validation_batches(
     block_size: int,
     max_tokens: int,
     batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
     device: str | torch.device = "cpu",
+    vocab_size: int = MAX_IDS,
+    share: slice = slice(None),
 ) -> Batches:
-    """The first `max_tokens` validation tokens, or all, as whole windows divided among ranks.
+    """The first `max_tokens` validation tokens, or all, as whole windows.
 
     Gives x, y, int64 [<= batch_size, block_size], y being x shifted by one token; only the last
-    batch may be smaller. Rank r gets windows r, r + world_size, ..., so the sum over all
-    ranks is the same for any number of them, though some may have one window more than others.
-    Raises UserError where there is no whole window.
+    batch may be smaller. A rank's `share` is the windows r, r + world_size, ..., so the sum over
+    all ranks is the same for any number of them, though some may have one window more than others.
+    Raises UserError where there is no whole window, or a token is not below `vocab_size`.
     """
-    tokens = validation_tokens(data_dir, max_tokens)
-    n_windows = (len(tokens) - 1) // block_size
-    if n_windows < 1:
+    tokens = validation_tokens(data_dir, max_tokens, vocab_size)
+    if len(tokens) <= block_size:
         raise UserError(
             f"{Path(data_dir)}: {len(tokens)} validation tokens, but one window takes "
             f"{block_size + 1}"
         )
-    starts = np.arange(rank, n_windows, world_size) * block_size
-    return _batches(tokens, starts, block_size, batch_size, torch.device(device))
+    windows = sliding_window_view(tokens, block_size + 1)[::block_size][share]
+    return _batches(windows, batch_size, torch.device(device))
 
 
 def sampled_batches(
@@ -234,22 +246,15 @@ def sampled_batches(
     They begin at any tokens, no two at the same, and may overlap. The first of them are the same
     for any number of samples.
     """
-    tokens = validation_tokens(data_dir)
-    starts = shuffled(np.arange(samples), len(tokens) - block_size, seed, epoch=0)
-    return _batches(tokens, starts, block_size, batch_size, torch.device(device))
+    windows = sliding_window_view(validation_tokens(data_dir), block_size + 1)
+    starts = shuffled(np.arange(samples), len(windows), seed, epoch=0)
+    return _batches(windows[starts], batch_size, torch.device(device))
 
 
-def _batches(
-    tokens: NDArray[np.uint16],
-    starts: NDArray[np.int64],
-    block_size: int,
-    batch_size: int,
-    device: torch.device,
-) -> Batches:
-    """x, y of the sequences that begin at `starts`."""
-    for begin in range(0, len(starts), batch_size):
-        places = starts[begin : begin + batch_size, None] + np.arange(block_size + 1)
-        x, y = inputs_and_targets(tokens[places], device)
+def _batches(windows: NDArray[np.uint16], size: int, device: torch.device) -> Batches:
+    """x, y of windows [n, T + 1]."""
+    for begin in range(0, len(windows), size):
+        x, y = inputs_and_targets(windows[begin : begin + size], device)
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 

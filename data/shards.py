@@ -7,18 +7,18 @@ tokenizer is built in. A set made in N parts is a folder of N such folders, `par
 `part-N-of-N`.
 """
 
-from collections.abc import Iterable
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from data.tokenizer import TOKENIZER, identify
 from errors import UserError
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, open_regular, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -45,12 +45,12 @@ class Entry(TypedDict):
 
 
 class Settings(TypedDict):
-    """How a set is made: `source` names its documents, `fingerprint` changes with them."""
+    """How a set is made."""
 
     tokenizer: str  # see data.tokenizer.identify
     shard_size: int
-    fingerprint: str
-    source: str
+    documents: str  # a hash that changes when they do
+    source: str  # where they come from
 
 
 class Meta(Settings):
@@ -70,51 +70,66 @@ def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
         file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
-def read_shard(path: str | Path) -> NDArray[np.uint16]:
-    """The tokens of a shard [n], as a read-only memory map.
+def count_tokens(path: str | Path) -> int:
+    """The number of tokens of a shard, from its header.
 
     Raises UserError where the file is missing, is not a shard of this version, or does not have
     exactly the size that follows from its header.
     """
-    path = Path(path)
     try:
-        size = path.stat().st_size
-        if not path.is_file():  # opening a FIFO would wait for ever
-            raise UserError(f"{path}: the shard cannot be read: it is not a regular file")
-        header = np.fromfile(path, dtype=HEADER, count=3)
+        with open_regular(path) as file:
+            size, start = os.fstat(file.fileno()).st_size, np.fromfile(file, HEADER, 3).tolist()
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
-    start = header.tolist()
     if len(start) < 3 or start[:2] != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a shard: it starts with {start[:2]}, not {MAGIC}, {VERSION}")
-    n = start[2]
-    expected = HEADER_BYTES + n * TOKEN.itemsize
-    if n < 1 or size != expected:
+    expected = HEADER_BYTES + start[2] * TOKEN.itemsize
+    if start[2] < 1 or size != expected:
         raise UserError(
-            f"{path}: its header gives {n} tokens, which take {expected} bytes, but the file "
-            f"has {size}; it is truncated or damaged: repeat the command that made it"
+            f"{path}: its header gives {start[2]} tokens, which take {expected} bytes, but the "
+            f"file has {size}; it is truncated or damaged: repeat the command that made it"
         )
-    return np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n,))
+    return start[2]
+
+
+def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]:
+    """The first `count` tokens of a shard, or all, [n]. Raises UserError as `count_tokens` does."""
+    return np.fromfile(path, TOKEN, min(count_tokens(path), count), offset=HEADER_BYTES)
+
+
+def read_window(path: Path, start: int, count: int, vocab_size: int) -> NDArray[np.uint16]:
+    """The tokens [count] from number `start` of a shard on.
+
+    It is a read of these bytes alone: a page fault of a memory map reads megabytes ahead. Raises
+    UserError where the shard ends before, or a token is not below `vocab_size`.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(file, count * TOKEN.itemsize, HEADER_BYTES + start * TOKEN.itemsize)
+    finally:
+        os.close(file)
+    tokens = np.frombuffer(data, TOKEN)
+    if len(tokens) < count:
+        raise UserError(f"{path}: ends before token {start + count}, and was longer before")
+    check_ids(path, tokens, vocab_size, start)
+    return tokens
 
 
 def is_whole(path: Path) -> bool:
-    """Whether `read_shard` can read this file."""
+    """Whether this file is a shard, by its header and size."""
     try:
-        read_shard(path)
+        return count_tokens(path) > 0
     except UserError:
         return False
-    return True
 
 
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError where the folder does not exist, is unfinished, lacks a part of its set or a
-    shard of the split that its meta.json lists, or has none.
+    Raises UserError where the folder is unfinished, lacks a part of its set or a shard of the split
+    that its meta.json lists, or has none.
     """
     data_dir = Path(data_dir)
-    if not data_dir.is_dir():
-        raise UserError(f"{data_dir}: no such folder; {HOW_TO_MAKE}")
     shards: list[Path] = []
     for folder in folders_of(data_dir):
         found = sorted(folder.glob(f"*_{split}_*.bin"))
@@ -130,7 +145,7 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
                 )
         shards += found
     if not shards:
-        raise UserError(f"{data_dir}: no *_{split}_*.bin in it; {HOW_TO_MAKE}")
+        raise UserError(f"{data_dir}: no *_{split}_*.bin there; {HOW_TO_MAKE}")
     return shards
 
 
@@ -143,22 +158,6 @@ def folders_of(data_dir: Path) -> list[Path]:
             f"{data_dir}: has only {', '.join(sorted(found))}: make or copy the other parts there"
         )
     return [data_dir / name for name in wanted] or [data_dir]
-
-
-def check_shards(paths: Iterable[Path], vocab_size: int) -> None:
-    """Read every token of these shards.
-
-    Raises UserError where a shard cannot be read, or holds a token that is not below `vocab_size`.
-    """
-    shards = [(path, read_shard(path)) for path in paths]
-    total = sum(len(tokens) for _, tokens in shards)
-    chunk = 1 << 22
-    with tqdm(total=total, desc="checking shards", unit="tok", unit_scale=True, delay=2) as bar:
-        for path, tokens in shards:
-            for start in range(0, len(tokens), chunk):
-                part = tokens[start : start + chunk]
-                check_ids(path, part, vocab_size, start)
-                bar.update(len(part))
 
 
 def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:

@@ -141,13 +141,6 @@ def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
     return sources
 
 
-def choose_validation(sources: list[Source]) -> tuple[list[Source], list[Source]]:
-    """Split sources into (train, val): val is a tenth, at least one, by the hash of the name."""
-    ranked = sorted(sources, key=lambda source: hashlib.sha256(os.fsencode(source.name)).digest())
-    val = set(ranked[: max(1, len(sources) // 10)])
-    return [s for s in sources if s not in val], [s for s in sources if s in val]
-
-
 def divide(source: Source) -> tuple[Source, Source]:
     """Split one source into (train, val): val is the last tenth of its characters.
 
@@ -173,16 +166,21 @@ def divide(source: Source) -> tuple[Source, Source]:
     return replace(source, characters=(0, at)), replace(source, characters=(at, None))
 
 
-def split(sources: list[Source], val: list[str] | None) -> tuple[list[Source], list[Source]]:
-    """Split sources into (train, val); `val` names files for validation."""
-    if val:
-        chosen = inspect(list_files(val), sources[0].field)
-        paths = {source.path for source in chosen}
-        return [source for source in sources if source.path not in paths], chosen
-    if len(sources) > 1:
-        return choose_validation(sources)
-    train, last = divide(sources[0])
-    return [train], [last]
+def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
+    """Split sources into (train, val).
+
+    Without files for validation, a tenth of them, at least one, is chosen by the hash of the name;
+    a single source is divided.
+    """
+    if val is None and len(sources) == 1:
+        train, last = divide(sources[0])
+        return [train], [last]
+    if val is None:
+        ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
+        chosen = set(ranked[: max(1, len(sources) // 10)])
+        val = [source for source in sources if source in chosen]
+    paths = {source.path for source in val}
+    return [source for source in sources if source.path not in paths], val
 
 
 def reader(sources: list[Source]) -> Read:
@@ -212,14 +210,10 @@ def main(argv: list[str] | None = None) -> None:
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
     given = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
     files = list_files(args.paths) if args.paths else list_stdlib()
-    sources = inspect(files, args.field)
-    if not sources:
-        raise UserError(f"{given}: no text in any {' '.join(SUFFIXES)} file")
-    train, val = split(sources, args.val)
+    named = inspect(list_files(args.val), args.field) if args.val else None
+    train, val = split(inspect(files, args.field), named)
     if not train or not val:
-        raise UserError(
-            f"{given}: no text is left for training, or there is none for validation in {args.val}"
-        )
+        raise UserError(f"{given}: no text for training or none for validation {args.val or ''}")
     identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
     out_dir = args.out_dir or Path(f"data/text_{Path(args.tokenizer).stem}")
     build(out_dir, "text", [reader(val), reader(train)], args, given, [args.field, identity])

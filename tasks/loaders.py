@@ -6,7 +6,7 @@ import torch
 
 from config import Config
 from data.loader import Batching, Loader, TokenLoader
-from data.shards import check_shards, check_tokenizer, list_shards
+from data.shards import check_tokenizer
 from tasks.orbits import OrbitLoader
 from tasks.recall import RecallLoader
 
@@ -19,11 +19,9 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
 
 
 def open_language(config: Config, batching: Batching) -> TokenLoader:
-    """Batches of the shards in `data_dir`; each rank checks its share of their tokens first."""
+    """Batches of the shards in `data_dir`."""
     check_tokenizer(config.data_dir, config.tokenizer)
-    shards = list_shards(config.data_dir, "train") + list_shards(config.data_dir, "val")
-    check_shards(shards[batching.rank :: batching.world_size], config.n_vocab)
-    return TokenLoader(config.data_dir, batching)
+    return TokenLoader(config.data_dir, batching, config.n_vocab)
 
 
 def open_orbits(config: Config, batching: Batching) -> OrbitLoader:

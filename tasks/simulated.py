@@ -4,6 +4,7 @@ Every sequence is a pure function of (set, index), so nothing is stored, and eac
 share of a batch while the previous batch is trained on.
 """
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -29,12 +30,10 @@ class SimulatedLoader(Loader):
     """Batches of simulated sequences; an epoch has each sequence once."""
 
     unit: str  # what a sequence is called
+    val_tokens = sys.maxsize  # made as they are needed
 
     def batch_location(self, step: int) -> str:
         return f"with {self.unit} {self._windows(step)[0]} of the {self.source}"
-
-    def validation_windows(self, max_tokens: int) -> int:
-        return max_tokens // self.batching.block_size
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         windows, batching = self.validation_windows(max_tokens), self.batching

@@ -63,7 +63,7 @@ def small_model(case: str, *more: str) -> GPT:
 
 def set_meta(tokenizer: str, **more) -> dict:
     """The meta.json of a folder of shards, as the data commands leave it."""
-    content = {"tokenizer": tokenizer, "shard_size": 1000, "fingerprint": "f", "source": "tests"}
+    content = {"tokenizer": tokenizer, "shard_size": 1000, "documents": "f", "source": "tests"}
     return content | {"complete": True, "shards": []} | more
 
 

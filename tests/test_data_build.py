@@ -91,7 +91,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
         line = refused(fineweb.main, *base)
     assert "another process is making this set" in line
     write_parquet(folder / "002_00000.parquet", ["more"])
-    assert "made from other documents" in refused(fineweb.main, *base, "--shard_size", 1000)
+    assert "made with documents" in refused(fineweb.main, *base, "--shard_size", 1000)
     meta = read_json(out / "meta.json")
     meta["shards"][0]["name"] = "../x_train_000000.bin"
     (out / "meta.json").write_text(json.dumps(meta))

@@ -1,6 +1,8 @@
 """Batches: each window once an epoch, the same for any number of processes, steps in any order."""
 
+import os
 import re
+import time
 from collections import Counter
 from itertools import permutations
 
@@ -36,7 +38,7 @@ def data_dir(tmp_path):
 
 
 def open_loader(data_dir, batch_size, **more):
-    return TokenLoader(data_dir, Batching(T, batch_size, **more))
+    return TokenLoader(data_dir, Batching(T, batch_size, **more), vocab_size=1050)
 
 
 def joined(batches):
@@ -134,6 +136,46 @@ def test_batch_location_is_the_shard_and_the_offset(data_dir):
     assert len(places) > 1
 
 
+def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
+    path = data_dir / "x_train_000003.bin"
+    tokens = shards.read_shard(path)
+    tokens[T + 3 : T + 5] = 1050
+    shards.write_shard(path, tokens)
+    loader = open_loader(data_dir, 1, seed=0)
+    locations = [loader.batch_location(step) for step in range(19)]
+    bad = locations.index(f"in {path} at token {T}")
+    for step in {*range(19)} - {bad}:
+        loader.batch(step)
+    with pytest.raises(UserError, match=f"{path}: token {T + 3} is 1050, .* 0 to 1049"):
+        loader.batch(bad)
+    val = np.array([7, 1050, 1050], dtype=np.uint16)
+    shards.write_shard(data_dir / "x_val_000001.bin", val)
+    with pytest.raises(UserError, match="x_val_000001.bin: token 1 is 1050, .* 0 to 1049"):
+        loader.validation_batches(24, 4)
+    assert len(list(loader.validation_batches(19, 4))) == 1  # without that shard
+
+
+def test_a_shard_that_shrinks_is_refused(data_dir):
+    loader = open_loader(data_dir, 19, seed=0)
+    os.truncate(data_dir / "x_train_000003.bin", 1024 + 2 * 20)
+    with pytest.raises(UserError, match="x_train_000003.bin: ends before token"):
+        loader.batch(0)
+
+
+def test_only_headers_and_windows_are_read(tmp_path):
+    """100 billion tokens, in files that are holes: 200 GB to any loader that reads them."""
+    header = np.array([20240520, 1, 10**8, *[0] * 253], dtype="<i4").tobytes()
+    for k in range(1000):
+        path = tmp_path / f"x_{'train' if k else 'val'}_{k:06d}.bin"
+        path.write_bytes(header)
+        os.truncate(path, 1024 + 2 * 10**8)
+    begin = time.perf_counter()
+    loader = TokenLoader(tmp_path, Batching(1024, 512, seed=0), vocab_size=1)
+    assert loader.tokens == 999 * 10**8 and loader.batch(9)[0].shape == (512, 1024)
+    next(loader.validation_batches(10485760, 8))
+    assert time.perf_counter() - begin < 20  # here 0.2 s, and minutes where all is read
+
+
 def test_too_little_is_refused(data_dir):
     open_loader(data_dir, 19, seed=0)
     with pytest.raises(UserError, match=rf"{data_dir}: 166 training tokens .* at least 161 tokens"):
@@ -147,7 +189,8 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
     assert validation_tokens(data_dir, 5).tolist() == list(range(1000, 1006))
     assert validation_tokens(data_dir, 30).tolist() == list(range(1000, 1031))  # over two shards
     for rank in range(world_size):
-        batches = list(validation_batches(data_dir, T, 47, 2, rank, world_size))
+        loader = open_loader(data_dir, 8, seed=0, rank=rank, world_size=world_size)
+        batches = list(loader.validation_batches(47, 2))
         x, y = joined(batches) if batches else torch.empty(2, 0, T).long()
         starts = list(range(1000, 1040, T))[rank::world_size]  # 47 tokens are 5 whole windows
         assert x[:, 0].tolist() == starts and all(len(x) == 2 for x, _ in batches[:-1])

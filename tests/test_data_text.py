@@ -64,12 +64,12 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     for name in ("texts", "moved"):
         folder = folder.rename(tmp_path / name)
         sources = text.inspect(text.list_files([folder]))
-        train, val = text.choose_validation(sources)
+        train, val = text.split(sources, None)
         assert len(sources) == 25 and sorted(map(str, sources)) == sorted(map(str, train + val))
         assert [source.name for source in val] == ["18.txt", "20.txt"]
-    assert [len(part) for part in text.choose_validation(sources[:2])] == [1, 1]
+    assert [len(part) for part in text.split(sources[:2], None)] == [1, 1]
     foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
-    assert len(text.choose_validation([foreign, *sources])[1]) == 2
+    assert len(text.split([foreign, *sources], None)[1]) == 2
 
 
 def test_named_validation_files(folder, tmp_path):
@@ -86,7 +86,7 @@ def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, capsys, 
     run_text(folder, "--out_dir", out)
     assert "already done" in capsys.readouterr().out
     (folder / "00.txt").write_text("text 9\n")
-    assert "made from other documents" in refused(text.main, folder, "--out_dir", out)
+    assert "made with documents" in refused(text.main, folder, "--out_dir", out)
     line = refused(text.main, folder, "--out_dir", out, "--tokenizer", "gpt2")
     assert "made with tokenizer bytes, not gpt2" in line and contents(out) == before
 
@@ -106,9 +106,9 @@ def test_text_refusals(folder, tmp_path, refused):
 
     says("none: no such file or folder", tmp_path / "none")
     says("e.html: files must end in", folder / "deep" / "e.html")
-    says("empty.txt: no text in any", folder / "deep" / "empty.txt")
+    says("empty.txt: no text for training or", folder / "deep" / "empty.txt")
     says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
-    says("00.txt: no text is left", folder / "00.txt", "--val", folder / "00.txt")
+    says("00.txt: no text for training", folder / "00.txt", "--val", folder / "00.txt")
     says("tokenizer 'gtp2' is neither one of gpt2", folder, "--tokenizer", "gtp2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),

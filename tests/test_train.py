@@ -237,8 +237,9 @@ def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
     (few / "text_train_000002.bin").unlink()
     write_shard(few / "text_train_000001.bin", np.arange(100, dtype=np.uint16))
     refused(capsys, lambda: train("run", f"--data_dir={few}"), "few", "100", "129")
-    write_shard(few / "text_train_000001.bin", np.full(200, 300, dtype=np.uint16))
-    refused(capsys, lambda: train("run", f"--data_dir={few}"), "text_train_000001.bin", "300")
+    write_shard(few / "text_train_000001.bin", np.arange(200, dtype=np.uint16))
+    write_shard(few / "text_val_000000.bin", np.full(200, 300, dtype=np.uint16))
+    refused(capsys, lambda: train("run", f"--data_dir={few}"), "text_val_000000.bin", "300")
     refused(capsys, lambda: train("run", "--tokenizer=gpt2"), "'bytes'", "'gpt2'")
     assert not (tmp_path / "run").exists()
 
