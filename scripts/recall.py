@@ -73,9 +73,8 @@ class Recall(Evaluation):
                 f"--proportional: lengths {lengths[0]} to {lengths[-1]} must have 1 to {MQAR_KEYS} "
                 f"pairs, {PAIRS} in every {config.block_size} tokens"
             )
-        return {
-            "recall": config.recall, "answers": self.answers, "proportional": self.proportional
-        }  # fmt: skip
+        asked = {"answers": self.answers, "proportional": self.proportional}
+        return asked | {"recall": config.recall}
 
     def sequences(self, config: Config, length: int) -> int:
         """How many sequences have enough answers."""
@@ -108,15 +107,13 @@ def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
 def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
     """The results of one length, also by distance: up to 1, 2, 4, 8 .. tokens."""
     right = np.stack([d.answers == f for d, f in zip(drawn, found, strict=True)])
-    distances = np.stack([d.places - d.sources for d in drawn])
-    limits = 2 ** np.ceil(np.log2(distances)).astype(int)
-    by_distance = {
-        str(limit): {"answers": int(here.sum()), "accuracy": float(right[here].mean())}
-        for limit in np.unique(limits)
-        if (here := limits == limit).any()
-    }
-    accuracy, exact = float(right.mean()), float(right.all(1).mean())
-    return {"accuracy": accuracy, "exact": exact, "answers": right.size, "distances": by_distance}
+    limits = 2 ** np.ceil(np.log2([d.places - d.sources for d in drawn])).astype(int)
+    distances = {}
+    for limit in np.unique(limits):
+        here = right[limits == limit]
+        distances[str(limit)] = {"answers": here.size, "accuracy": float(here.mean())}
+    shares = {"accuracy": float(right.mean()), "exact": float(right.all(1).mean())}
+    return shares | {"answers": right.size, "distances": distances}
 
 
 def accuracies(result: dict) -> dict[int, float]:
@@ -126,33 +123,28 @@ def accuracies(result: dict) -> dict[int, float]:
 
 def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print every run's accuracy by length, and draw it, also by distance."""
-    lengths = list(accuracies(runs[0][1]))
-    table, by_length, by_distance = [["length", *map(str, lengths)]], [], []
+    first = runs[0][1]
+    title, trained = f"{first['recall']}, RoPE scaling {first['rope']}", first["trained_length"]
+    lengths = list(accuracies(first))
+    table = [["length", *map(str, lengths)]]
+    pictures: dict[str, list[Curve]] = {"recall": [], "recall_by_distance": []}
     for name, result in runs:
-        shares = list(accuracies(result).values())
-        table.append([name, *(f"{100 * share:.1f}" for share in shares)])
-        by_length.append(Curve(name, lengths, [100 * share for share in shares]))
-        far = {int(n): 100 * one["accuracy"] for n, one in longest(result)["distances"].items()}
-        by_distance.append(Curve(name, list(far), list(far.values())))
-    title = f"{runs[0][1]['recall']}, RoPE scaling {runs[0][1]['rope']}"
+        shares = [100 * share for share in accuracies(result).values()]
+        table.append([name, *(f"{share:.1f}" for share in shares)])
+        pictures["recall"].append(Curve(name, lengths, shares))
+        far = result["parts"][str(lengths[-1])]["distances"]
+        by_distance = [100 * one["accuracy"] for one in far.values()]
+        pictures["recall_by_distance"].append(Curve(name, list(map(int, far)), by_distance))
     print(f"\n{title}: {PERCENT}")
     print_table(table)
-    trained, x = {r["trained_length"] for _, r in runs}, "in tokens (dotted: training length)"
-    ticks = sorted({n for curve in by_distance for n in curve.x})
-    at = f"{title}, length {lengths[-1]:,}"
+    x = {"recall": "length", "recall_by_distance": f"distance at length {lengths[-1]:,}, up to,"}
     return {
-        "recall": draw_curves(
-            {title: by_length}, f"length {x}", PERCENT, "x", lengths, "", trained
-        ),
-        "recall_by_distance": draw_curves(
-            {at: by_distance}, f"distance, up to, {x}", PERCENT, "x", ticks, "", trained
-        ),
-    }
-
-
-def longest(result: dict) -> dict:
-    """The results of the longest length."""
-    return result["parts"][str(max(map(int, result["parts"])))]
+        name: draw_curves(
+            {title: curves}, f"{x[name]} in tokens (dotted: training length)", PERCENT, "x",
+            sorted({n for curve in curves for n in curve.x}), marks=[trained],
+        )
+        for name, curves in pictures.items()
+    }  # fmt: skip
 
 
 main = as_command(Recall, show)

@@ -89,9 +89,10 @@ def test_two_processes_go_on_with_the_run_of_one(shards, tmp_path, whole):
 
 ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
           "--systems=20", "--bins=50", "--val_tokens=64"]  # fmt: skip
+RECALL = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512"]
 
 
-@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4)])
+@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4), (RECALL, 2)])
 def test_two_processes_agree_with_one(shards, tmp_path, settings, size):
     """With and without accumulation."""
     one, two = tmp_path / "one", tmp_path / "two"
