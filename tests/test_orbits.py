@@ -162,9 +162,6 @@ def test_batches_are_the_same_for_any_number_of_processes():
         loader(systems=4)
 
 
-def test_the_command_says_what_the_systems_are_and_how_fast(call, capsys):
+def test_the_command_counts_what_is_clipped(call, capsys):
     call(orbits, "--systems=50")
-    out = capsys.readouterr().out
-    assert re.search(r"eccentricity +0\.\d", out)
-    assert re.search(r"beyond \+-50 AU, and clipped: [\d.]+% of positions, in [\d.]+% of", out)
-    assert re.search(r"[\d,]+ sequences of 1,000 entries a second on one core", out)
+    assert re.search(r"clipped: [\d.]+% of positions, in [\d.]+% of", capsys.readouterr().out)

@@ -30,15 +30,12 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
     # 4 runs of 6 steps of 128 tokens
     assert printed.index("to train: 4 runs, 3,072 tokens\n") < printed.index("step 6/6")
     assert len(commands) == 4
-    table, text = read_table(folder), (folder / "table.md").read_text()
-    assert list(table["rows"]) == ["softmax", "lssar_p15"]
-    assert set(table["not_run"]) == set(LSSAR["table1"]["rows"]) - set(table["rows"])
+    table, text = read_table(folder), (folder / "table.md").read_text().replace("**", "")
+    assert {*table["rows"], *table["not_run"]} == {*LSSAR["table1"]["rows"]}
     for name, entry in table["rows"].items():
         losses, gains = [], []
         for seed in (1337, 1338):
-            saved = tmp_path / f"out/small/{name}/seed{seed}"
-            assert checkpoint.read_config(saved).seed == seed
-            measured = measured_losses(saved)
+            measured = measured_losses(tmp_path / f"out/small/{name}/seed{seed}")
             loss, control = (one["loss"] for one in measured)
             assert (measured[1]["window"], measured[1]["rope"]) == (16, "none")
             losses.append([*loss, control[-1]])
@@ -51,7 +48,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
             mean, half = sum(both) / 2, abs(both[0] - both[1]) / 2
             assert entry["mean"][i] == pytest.approx(mean) and entry["paper"][i] == paper
             shown = f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})"
-            assert shown in text.replace("**", "")
+            assert shown in text
         assert all((run["step"], run["tokens"]) == (6, 768) for run in entry["runs"])
     assert not_blank(folder / "table1.png")
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
@@ -169,9 +166,8 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, capsys):
     small = tmp_path / "out/small"
     steps = {path.name: checkpoint.step(path / "seed1337") for path in small.iterdir()}
     assert steps == {"softmax": 16, "softmax_before_f": 14, "ssmax_e": 0, "ssmax_f": 2}
-    s = 16 / sum(math.log(n) for n in range(1, 17))
     config = checkpoint.read_config(small / "ssmax_e/seed1337")
-    assert config.s_init == pytest.approx(s) and config.attention == "ssmax"
+    assert config.s_init == pytest.approx(16 / sum(math.log(n) for n in range(1, 17)))
     e, f = (table["rows"][name]["runs"][0] for name in ("ssmax_e", "ssmax_f"))
     assert e["began_with"].endswith("softmax/seed1337") and e["tokens"] == 16 * 128
     assert f["began_with"].endswith("softmax_before_f/seed1337") and f["tokens"] == 16 * 128
@@ -206,9 +202,8 @@ def test_t6_has_its_own_heads_at_each_scale():
 def test_an_entry_may_have_any_p():
     for name, file in (("lssar_p7", "lssar_p15"), ("relu_li_p2.5", "relu_li")):
         entry = entries.find_entry(name)
-        assert entry.file.stem == file
-        assert entry.changes(None) == {"p": float(name.rpartition("_p")[2])}
-    assert entries.find_entry("lssar_p15").changes(None) == {}
+        found = (entry.file.stem, entry.changes(None))
+        assert found == (file, {"p": float(name.rpartition("_p")[2])})
     for name in ("lssar_p7.0", "lssar_p-1", "lssar_pi", "nothing_p3"):
         with pytest.raises(entries.UserError, match=name):
             entries.find_entry(name)

@@ -9,11 +9,11 @@ import pytest
 from runtime import checkpoint
 from scripts import sweep
 from tests.helpers import SMALL, measured_losses, not_blank
-from tests.runs import refused
+from tests.runs import metrics, refused
 
 
 @pytest.fixture
-def swept(call, commands, shards, tmp_path, monkeypatch):
+def swept(call, commands, shards, tmp_path):
     """`python -m scripts.sweep configs/lssar_p15.py ...` for small runs; returns their folder."""
 
     def run(*arguments):
@@ -24,16 +24,13 @@ def swept(call, commands, shards, tmp_path, monkeypatch):
     return run
 
 
-def test_a_grid_of_orbits(call, commands, tmp_path, capsys):
+def test_a_grid_of_orbits(call, commands, tmp_path):
     settings = ["--task=orbits", "--tie_embeddings=False", "--planets=1", "--systems=20",
                 "--bins=50", f"--out_dir={tmp_path}/of/p{{p}}", "--p=1,3"]  # fmt: skip
     call(sweep, "configs/lssar_p15.py", *SMALL, *settings)
     (table,) = (tmp_path / "of").glob("*.json")
-    table = json.loads(table.read_text())
-    assert table["columns"] == ["1x, 16"]
-    for p, row in zip((1, 3), table["rows"].values(), strict=True):
-        last = (tmp_path / f"of/p{p}/metrics.jsonl").read_text().splitlines()[-1]
-        assert row["mean"] == [json.loads(last)["val_loss"]]
+    for p, entry in zip((1, 3), json.loads(table.read_text())["rows"].values(), strict=True):
+        assert entry["mean"] == [metrics(tmp_path / f"of/p{p}", "val_loss")[6]]
 
 
 def test_a_grid_end_to_end(swept, commands, capsys):
@@ -45,11 +42,10 @@ def test_a_grid_end_to_end(swept, commands, capsys):
     names = [re.search(r"p=(\d+) --seed=(\d)", " ".join(command)).groups() for command in commands]
     assert names == [("3", "1"), ("15", "1"), ("3", "2"), ("15", "2")]
     (table,) = folder.glob("*.json")
-    rows = json.loads(table.read_text())["rows"]
-    assert list(rows) == ["p = 3", "p = 15"]
-    for p, row in zip((3, 15), rows.values(), strict=True):
-        losses = []
-        for run, seed in zip(row["runs"], (1, 2), strict=True):
+    entries = json.loads(table.read_text())["rows"]
+    assert list(entries) == ["p = 3", "p = 15"]
+    for p, entry in zip((3, 15), entries.values(), strict=True):
+        for run, seed in zip(entry["runs"], (1, 2), strict=True):
             config = checkpoint.read_config(run["run"])
             assert (config.p, config.seed, run["seed"], run["tokens"]) == (p, seed, seed, 768)
             measured, control = measured_losses(Path(run["run"]))
@@ -57,8 +53,6 @@ def test_a_grid_end_to_end(swept, commands, capsys):
             alone, window = control["loss"]
             gain = min(alone, window) - measured["loss"][-1]
             assert run["values"] == [*measured["loss"], window, gain]
-            losses.append(run["values"])
-        assert row["mean"] == [pytest.approx(sum(both) / 2) for both in zip(*losses, strict=True)]
     assert not_blank(table.with_suffix(".png"))
     # a larger grid shares the runs, and neither of the tables replaces the other
     commands.clear()
@@ -94,20 +88,19 @@ def test_refusals_come_before_any_work(call, commands, shards, tmp_path, capsys,
     assert not commands and not list(tmp_path.iterdir())
 
 
-def test_folders_and_names(tmp_path, monkeypatch):
+def test_folders_and_names(tmp_path):
     """Values as in the config; a comma separates values on the command line only."""
     file = tmp_path / "mine.py"
     file.write_text("wandb_project = 'a,b'\n")
-    grid = sweep.make_grid(
-        *sweep.parse_grid([str(file), "--attention=lssa,softmax", "--p=None,7.0"])
-    )
-    assert [name for name, _ in grid.runs][:2] == [
-        "attention = lssa, p = None", "attention = lssa, p = 7"
-    ]  # fmt: skip
-    runs = list(grid.runs.values())
-    folders = [str(run.folder) for run in runs]
+    arguments = [str(file), "--attention=lssa,softmax", "--p=None,7.0"]
+    runs = sweep.make_grid(*sweep.parse_grid(arguments)).runs
+    assert [name for name, _ in runs][1:3] == [
+        "attention = lssa, p = 7",
+        "attention = softmax, p = None",
+    ]
+    folders = [str(run.folder) for run in runs.values()]
     assert folders[1:3] == ["out/sweep_mine/lssa_p7", "out/sweep_mine/softmax_pNone"]
-    assert {run.config.wandb_project for run in runs} == {"a,b"}
+    assert {run.config.wandb_project for run in runs.values()} == {"a,b"}
     runs = sweep.make_grid([], {"seed": ["1", "2"]}).runs
     assert list(runs) == [("softmax", 1), ("softmax", 2)]
     assert str(runs["softmax", 2].folder) == "out/sweep/seed2"

@@ -134,9 +134,8 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
-    tokens = sum(
-        (run.config.max_iters - (run.step or 0)) * run.config.total_batch_size for run in left
-    )
+    steps = ((run.config.max_iters - (run.step or 0), run.config) for run in left)
+    tokens = sum(count * config.total_batch_size for count, config in steps)
     return f"to train: {len(left)} runs, {tokens:,} tokens"
 
 

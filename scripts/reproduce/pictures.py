@@ -80,12 +80,12 @@ def beside_the_paper(table: dict) -> Figure:
     return over_length(table, {title: ours} | ({PAPER: papers} if papers else {}))
 
 
-def in_one(name: str) -> list[tuple[str, str]]:
+def together(name: str) -> list[tuple[str, str]]:
     return [("", name)]
 
 
-def grouped(of: Callable[[str], list[tuple[str, str]]] = in_one) -> Callable[[dict], Figure]:
-    """A panel for each title, where `of` gives the titles and labels of an entry's name."""
+def grouped(of: Callable[[str], list[tuple[str, str]]] = together) -> Callable[[dict], Figure]:
+    """A panel for each title; `of` gives the titles and labels of an entry by its name."""
 
     def draw(table: dict) -> Figure:
         groups: dict[str, dict[str, str]] = {}

@@ -69,8 +69,8 @@ def build_table(work: Work, failures: list[str]) -> dict:
     experiment, columns, better = work.experiment, work.experiment.columns, work.experiment.better
     columns = columns if isinstance(columns, tuple) else columns(work.scale.config)
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
-    results = {name: work.results(name) for name in experiment.entries}
-    if not any(results.values()):
+    results = {name: runs for name in experiment.entries if (runs := work.results(name))}
+    if not results:
         raise UserError("no entry of the table is available: " + "; ".join(failures))
     table = {
         "name": work.name,
@@ -86,11 +86,9 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
         "digits": experiment.digits,
         "rows": {
-            name: summarise(runs) | {"paper": paper.get(name)}
-            for name, runs in results.items()
-            if runs
+            name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()
         },
-        "not_run": [name for name, runs in results.items() if not runs],
+        "not_run": [name for name in experiment.entries if name not in results],
         "failures": failures,
     }
     return table | {"caption": caption(table, work)}
