@@ -5,13 +5,13 @@ python -m scripts.sweep configs/softmax.py configs/scales/tiny.py --learning_rat
     --lengths 128,1024
 
 Config files and settings are those of train.py, but --SETTING=VALUE,VALUE gives a setting several
-values. Each combination of values is a run, in the folder
-out/sweep_CONFIGS/p3_seed1, or in the --out_dir, such as out/mine/p{p}_{seed}.
+values. Each combination of values is a run, in the folder out/sweep_CONFIGS/p3_seed1, or in the
+--out_dir, such as out/mine/p{p}_{seed}.
 
 Every run is evaluated as in the tables of scripts.reproduce, with the control and the gain from
-context; a run of orbits by its last validation. The table of the losses by length, with the mean
-over seeds for each combination, goes to the folder that contains the runs as sweep_RUN_RUN.md and
-.json, and its picture as sweep_RUN_RUN.png.
+context; a run of another task than language by its last validation. The table of the losses by
+length, with the mean over seeds for each combination, goes to the folder that contains the runs as
+sweep_RUN_RUN.md and .json, and its picture as sweep_RUN_RUN.png.
 
 An interrupted command continues where it stopped; nothing is done twice, and a larger grid takes
 over the runs of a smaller grid. A run that fails does not stop the others. Each run takes all GPUs.
@@ -135,10 +135,10 @@ def shown(value: Any) -> str:
 def compared(
     grid: Grid, title: str, names: tuple[str, ...], lengths: tuple[int, ...] | None, **more: Any
 ) -> Experiment:
-    """The losses by length; of orbits, the last validation of training."""
+    """The losses by length; of tasks other than language, the last validation of training."""
     if grid.config.task != "language":
         if lengths:
-            raise UserError("--lengths: runs of orbits are validated at the training length alone")
+            raise UserError(f"--lengths: runs of {grid.config.task} are validated at one length")
         return Experiment(title, LOSS, names, (1,), read=last_validation, better="lower", **more)
     trained, multiples = grid.config.block_size, MULTIPLES
     if lengths:

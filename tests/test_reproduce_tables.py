@@ -1,5 +1,6 @@
 """How the papers' tables are measured, which measurements are taken, and the pictures."""
 
+import functools
 import json
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
     reproduced, tmp_path, monkeypatch, undrawn
 ):
     """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
-    monkeypatch.setattr(tables, "TRIALS", 2)
+    monkeypatch.setattr(tables, "Passkeys", functools.partial(tables.Passkeys, trials=2))
     table = read_table(reproduced("passkey", "--only=softmax"))
     (measured,) = json.loads((folder_of(tmp_path) / "passkey.json").read_text())
     assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]

@@ -31,8 +31,6 @@ from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
 
 TWO = ("softmax", "lssar_p15")
 LOSS = "validation loss (nats per token)"
-TRIALS = 100  # passkeys of each length
-TRIAL_SEED = 1337  # of passkeys, needles, haystacks and random sequences
 
 # ---- measurements that several tables share ----
 
@@ -84,10 +82,8 @@ def loss_by_position(
     shown = (0.5, 1, 2, 4, 8, 16)
 
     def evaluation(config: Config) -> LossByLength:
-        return LossByLength(
-            lengths=(at(multiple, config),), samples=samples, sample_seed=TRIAL_SEED,
-            per_position=True, **options(config, **rope),
-        )  # fmt: skip
+        how = options(config, **rope) | {"samples": samples, "per_position": True}
+        return LossByLength(lengths=(at(multiple, config),), **how)
 
     def values(measured: dict, config: Config) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
@@ -114,7 +110,7 @@ def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
 
     def evaluation(config: Config) -> Passkeys:
         lengths = tuple(at(multiple, config) for multiple in columns(config))
-        return Passkeys(lengths=lengths, trials=TRIALS, seed=TRIAL_SEED, **options(config))
+        return Passkeys(lengths=lengths, **options(config))
 
     return Experiment(
         title, "passkeys found (%)", entries, columns,
