@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from model import GPT
 from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
-from scripts.reproduce import metrics, tables
+from scripts.reproduce import formulas, metrics, tables
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import metrics as metrics_of
 from tests.runs import refused
@@ -82,6 +83,7 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         ("ssmax_figure2", "ssmax_probe", 1),
         ("gradient_norm", "softmax", 0),
         ("entropy", "softmax", 0),
+        ("gradient_slopes", "softmax", 0),
         ("sparsity", "relu_li", 1),
         ("attention_maps", "softmax", 0),
     ):
@@ -94,6 +96,48 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
     assert entry["paper"] == [None, -0.008]
     own, softmax = (metrics_of(folder_of(tmp_path, name))[6] for name in ("ssmax", "softmax"))
     assert entry["mean"] == [own, pytest.approx(own - softmax)]
+
+
+# ---- numbers from formulas and files ----
+
+
+def test_fading_and_focus_are_the_papers_formulas():
+    """SSMax Eqs. 1 and 2, on the vectors of Figs. 1 and 3."""
+    for name, power in (("softmax", lambda n: math.e), ("ssmax", lambda n: n**0.43)):
+        values, curves = formulas.attention_fading(name)
+        for n, value in [*zip(formulas.SIZES, values, strict=True), *zip(*curves[""], strict=True)]:
+            assert value == pytest.approx(1 / (1 + (n - 1) * power(n) ** (-2 - 3)))
+    for name, (variant, s) in formulas.FOCUS.items():
+        values, _ = formulas.attention_focus(name)
+        for n, value in zip(formulas.SIZES, values, strict=True):
+            scale = s * math.log(n) if variant == "ssmax" else 1
+            others = np.exp(scale * np.arange(n - 1) / (n - 2)).sum()
+            assert value == pytest.approx(math.log(others) / scale, abs=1e-3)
+
+
+def test_gradient_slopes():
+    """e^-x against x^-2, and the slope at the highest score of LSSA."""
+    slopes = {name: formulas.gradient_slopes(name)[0] for name in ("softmax", "lssa", "lssar_p15")}
+    assert slopes["softmax"][0] == pytest.approx(-1, abs=1e-3)
+    assert slopes["lssa"][:2] == pytest.approx([0, -2], abs=1e-3)
+    x, K = formulas.HIGHEST, 1023 * math.log(2)
+    exact = -2 * x / (x + K)  # of K / (x + K)^2, which is (A9)
+    assert slopes["lssa"][2] == pytest.approx(exact, abs=1e-3)
+    a = x / (x + K)
+    growth = 14 * 1024 * a * (1 - a) / (1024 * a - 1)  # of r^14
+    assert slopes["lssar_p15"][2] == pytest.approx(exact + growth, abs=1e-2)
+
+
+def test_entropy_of_random_rows(monkeypatch):
+    monkeypatch.setattr(formulas, "LENGTHS", (16, 64))
+    generator = torch.Generator().manual_seed(1337)
+    q, k = (torch.randn(n, 64, generator=generator, dtype=torch.float64) for n in (64, 64))
+    expected = []
+    for n in (16, 64):
+        shares = (q @ k[:n].T / 8).softmax(-1)
+        expected.append(-(shares * shares.log()).sum(-1).mean().item())
+    values, _ = formulas.random_entropy("softmax")
+    assert values == pytest.approx([*expected, (expected[1] - expected[0]) / math.log(4)])
 
 
 def test_heads_whose_queries_are_all_dead_have_no_entropy():

@@ -162,7 +162,6 @@ def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callabl
         panels: dict[str, list[Curve]] = {}
         for name, measured in first_seeds(table).items():
             for title, (xs, ys) in measured["curves"].items():
-                title = f"{title} (first seed)".strip()
                 panels.setdefault(title, []).append(Curve(name, xs, ys))
         for curves in panels.values() if equal_weights else ():
             xs = curves[0].x

@@ -128,6 +128,8 @@ def caption(table: dict, work: Work) -> list[str]:
     sentences += [*(seed_sentences(table, len(seeds)) if seeds else []), how_measured(runs)]
     if any("control" in run["evaluation"] for run in runs):
         sentences.append(CONTROL_NOTE)
+    if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
+        sentences.append(f"The picture is of seed {seeds[0]}.")
     sentences += [*work.experiment.notes, *work.experiment.remarks(table)]
     if table["not_run"]:
         sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
