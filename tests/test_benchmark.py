@@ -1,4 +1,4 @@
-"""The benchmark: its models, what a step is, its tables, what it refuses."""
+"""The benchmark: its models, what a step is, its tables."""
 
 import argparse
 import multiprocessing
@@ -20,13 +20,6 @@ def step(name, phase, *settings):
     """One step of a phase with the model of a config file."""
     config = load_config([f"configs/{name}.py", *settings])
     return benchmark.build_step(config, phase, torch.device("cpu"))
-
-
-def test_an_unknown_phase_is_refused(call, capsys):
-    with pytest.raises(SystemExit) as stop:
-        call(benchmark, "configs/softmax.py", "--phases=train,decoding")
-    message = "--phases train,decoding: each must be one of train, eval, decode"
-    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):

@@ -158,7 +158,7 @@ def test_a_tokenizer_file_adds_nothing_to_a_text(words_file, run):
     assert sizes == [downstream.BATCH_TOKENS // 16, 1]
 
 
-def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch, capsys):
+def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch):
     asked, simple_evaluate = [], lm_eval.simple_evaluate
 
     def counted(*arguments, tasks, **more):
@@ -167,9 +167,7 @@ def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch, capsys):
 
     monkeypatch.setattr(lm_eval, "simple_evaluate", counted)
     first = evaluate(run, "choice,last")
-    capsys.readouterr()
     assert evaluate(run, "last") == first and asked == ["choice", "last"]
-    assert "choice" not in capsys.readouterr().out
     for change in ("--rope=none", "--limit=2", "--max_length=30"):
         assert list(evaluate(run, "last", change)["parts"]) == ["last"]
     data = tasks / "choice.jsonl"
@@ -213,7 +211,6 @@ ARC = str(Path(lm_eval.__file__).parent / "tasks/arc")
     "names, more, message",
     [
         ("choise", (), "no task 'choise'; did you mean choice?"),
-        ("choice", ("--include_path", "nowhere"), "nowhere: no such folder"),
         ("arc_easy", ("--include_path", ARC), "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"),
     ],
 )
