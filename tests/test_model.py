@@ -1,4 +1,4 @@
-"""The model: its size and first weights, RoPE, the cache, generation, the loss."""
+"""The model: its size and first weights, its layers, the cache, generation, the loss."""
 
 import math
 
@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention import VARIANTS
+from attention_paths.reference import Context
 from config import Config, load_config
 from errors import UserError
-from evaluation import attention_weights
 from generation import generate
 from layers import losses
 from layers.cache import KVCache
-from layers.rope import Rope, Rotation, rotate
+from layers.rope import Rope, Rotation
 from model import GPT, MLP
+from tests import textbook
 from tests.helpers import CONFIGS, ROWS, small_config, small_model
 
 # Tensor Product Attention, with and without biases, and its variant with linear queries.
@@ -21,6 +23,19 @@ TPA = [
     "lssar_p3.py --projections=tpa",
     "t6.py --n_head=3 --head_size=6 --mlp_hidden=24",
     "softmax.py --projections=tpa --q_rank=None --kv_rank=3",
+]
+# Settings of a layer together.
+COMBINED = [
+    "lssar_p3.py --positions=none --n_kv_head=1",
+    "lssar_p3.py --positions=alibi --sink=learned --gate=head --softcap=3",
+    "lssar_p3.py --nope_share=0.5 --gate=element",
+    "softmax.py --positions=alibi --nope_share=0.5",
+    "lssar_p3.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --qk_norm=True",
+    "lssar_p3.py --forget=True --nope_share=0.5 --local_window=3",
+    "stick_breaking.py --projections=tpa",
+    "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
+    "softmax.py --projections=tpa --positions=alibi",
+    "lssar_p3.py --n_head=4 --n_kv_head=2 --head_size=6",
 ]
 
 
@@ -46,12 +61,8 @@ def on_meta(config):
     [
         # GPT-2's 124,439,808 without its 1024 x 768 learned positions
         ([], 123_653_376),
-        (["scales/ssmax_paper.py"], 162_148_608),
-        # ... and s of 12 layers of 12 heads; s and b; s, b and 1024 shared p_n
-        (["ssmax.py", "scales/ssmax_paper.py"], 162_148_608 + 144),
+        # SSMax's 162,148,608 with s and b of 12 layers of 12 heads, and 1024 shared p_n
         (["ablations/ssmax_probe.py", "scales/ssmax_paper.py"], 162_148_608 + 288 + 1024),
-        # width x vocabulary + layers x (12 width^2 + 13 width) + 2 width
-        (["scales/45m.py"], 512 * 50257 + 6 * (12 * 512**2 + 13 * 512) + 2 * 512),
         # two tables and a linear layer, learned positions, and a head of two vocabularies
         (
             ["scales/orbits/109m.py"],
@@ -99,27 +110,18 @@ def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
     assert (first[103:] == 0).all() and (model.lm_head.weight.view(2, 128, -1)[:, 103:] == 0).all()
 
 
-def test_flops_of_the_124m_model():
+def test_flops():
     matrices = 12 * 12 * 768**2 + 768 * 50257
-    causal_attention = 12 * 768 * 1024  # per layer QK and AV: 2 x 2 x width x half of 1024 keys
-    assert on_meta(Config()).flops_per_token() == 6 * (matrices + causal_attention)
+    causal = 12 * 768 * 1024  # per layer QK and AV: 2 x 2 x width x half of 1024 keys
     # rows 1 to 256 see 1 to 256 keys, the others 256
-    with_a_window = 12 * 768 * 2 * (256 / 2 * 256 + 768 * 256) / 1024
-    assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + with_a_window)
-    for all_keys in (1024, 4096):
-        assert on_meta(Config(window=all_keys)).flops_per_token() == 6 * (
-            matrices + causal_attention
-        )
-    untied = on_meta(Config(tie_embeddings=False))
-    assert untied.flops_per_token() == on_meta(Config()).flops_per_token()
-
-
-def test_flops_of_t6():
+    windowed = 12 * 768 * 2 * (256 / 2 * 256 + 768 * 256) / 1024
+    assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + windowed)
+    for settings in ({}, {"window": 1024}, {"window": 4096}, {"tie_embeddings": False}):
+        assert on_meta(Config(**settings)).flops_per_token() == 6 * (matrices + causal)
     matrices = 768 * (50257 + 12 * (10 * (34 + 64) + 34 * 64 + 3 * 2048))
     products = 12 * 10 * 34 * 64  # a b^T of 10 ranks
-    causal_attention = 12 * 34 * 64 * 1024
     t6 = on_meta(load_config([str(CONFIGS / "t6.py")]))
-    assert t6.flops_per_token() == 6 * (matrices + products + causal_attention)
+    assert t6.flops_per_token() == 6 * (matrices + products + 12 * 34 * 64 * 1024)
 
 
 # ---- weights ----
@@ -157,20 +159,16 @@ def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
     assert not model.lm_head.weight.grad[257:].any()
 
 
-def test_swiglu_gates_one_half_with_the_other():
-    mlp = MLP(small_config("softmax.py", "--mlp=swiglu", "--mlp_hidden=24"))
-    assert mlp.c_fc.weight.shape == (48, 16) and mlp.c_proj.weight.shape == (16, 24)
-    x = torch.randn(3, 16)
-    gate, up = mlp.c_fc(x)[:, :24], mlp.c_fc(x)[:, 24:]
-    assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up), 1e-5)
-
-
-def test_gelu_is_gpt2s_tanh_formula():
-    mlp = MLP(small_config("softmax.py")).double()
+def test_mlps():
+    """GPT-2's tanh formula of GELU, and SwiGLU."""
     x = torch.randn(3, 16, dtype=torch.float64)
+    mlp = MLP(small_config("softmax.py")).double()
     u = mlp.c_fc(x)
     gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
     assert_near(mlp(x), mlp.c_proj(gelu))
+    mlp = MLP(small_config("softmax.py", "--mlp=swiglu", "--mlp_hidden=24")).double()
+    gate, up = mlp.c_fc(x).split(24, dim=-1)
+    assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up))
 
 
 def test_p_n_is_one_tensor_for_all_layers():
@@ -178,20 +176,6 @@ def test_p_n_is_one_tensor_for_all_layers():
     first, *others = (block.attn.attention.p_n for block in model.trunk.blocks)
     assert all(p_n is first for p_n in others)
     assert sum(parameter is first for parameter in model.parameters()) == 1
-    copy = small_model("ablations/ssmax_probe.py", "--n_layer=3")
-    copy.load_state_dict(model.state_dict())
-    assert copy.trunk.blocks[2].attn.attention.p_n is copy.trunk.blocks[0].attn.attention.p_n
-
-
-@pytest.mark.parametrize("case", [*ROWS, "softmax.py --tie_embeddings=False --norm=rmsnorm"])
-def test_parameter_groups_cover_everything_once(case):
-    model = small_model(case)
-    decayed, others = model.parameter_groups()
-    covered = [id(x) for group in (decayed, others) for x in group["params"]]
-    assert sorted(covered) == sorted(id(x) for x in model.parameters())
-    assert others["weight_decay"] == 0 and "weight_decay" not in decayed
-    assert {x.dim() for x in decayed["params"]} == {2}
-    assert {x.dim() for x in others["params"]} == {1}
 
 
 @pytest.mark.parametrize(
@@ -201,43 +185,118 @@ def test_parameter_groups_cover_everything_once(case):
 def test_every_parameter_is_trained(case):
     model = small_model(case)
     model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
+    decayed, others = ({id(x) for x in group["params"]} for group in model.parameter_groups())
     for name, x in model.named_parameters():
         assert x.grad.isfinite().all() and x.grad.any(), name
+        assert (id(x) in decayed, id(x) in others) == (x.dim() == 2, x.dim() == 1)
         if name.endswith((".s", ".b")):
             assert x.grad.all(), name
         if name.endswith("p_n"):  # row 1 has one key, whose weight is always 1
             assert x.grad[0].abs() < 1e-12 and x.grad[1:].all()
 
 
-# ---- trunk ----
-
-
-def test_a_block_is_gpt2s():
-    """Pre-norm, two residuals, heads side by side in the projections' columns."""
-    model = small_model("softmax.py", "--n_layer=1")
-    trunk, (block,) = model.trunk, model.trunk.blocks
-    x = torch.randn(1, 6, 16, dtype=torch.float64)
-    u = block.ln_1(x) @ block.attn.c_attn.weight.T + block.attn.c_attn.bias
-    heads = []
-    for h in (0, 8):
-        q, k, v = (u[0, :, part + h : part + h + 8] for part in (0, 16, 32))
-        q, k = turned(q), turned(k)
-        scores = (q @ k.T / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1) > 0, -math.inf)
-        heads.append(scores.softmax(-1) @ v)
-    y = x + block.attn.c_proj(torch.cat(heads, dim=-1))[None]
-    assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
-
-
-# ---- RoPE ----
+# ---- layers ----
 
 
 def turned(x, theta=10000.0):
-    """RoPE as a product of complex numbers; x [L, d], its pairs (m, m + d/2)."""
-    L, d = x.shape
+    """RoPE as a product of complex numbers; x [.., L, d], its pairs (m, m + d/2)."""
+    L, d = x.shape[-2:]
     angles = [[t * theta ** (-2 * m / d) for m in range(d // 2)] for t in range(L)]
     angles = torch.tensor(angles, dtype=torch.float64)
     pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def tensor_products(config, u):
+    """q, k and v [B, H, L, d] before RoPE on B: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q (T6, Sect. 3.1)."""
+    H, d = config.n_head, config.d_head
+    turn = turned if config.positions == "rope" else torch.clone
+    for rank, transform in ((config.q_rank, turn), (config.kv_rank, turn), (config.kv_rank, None)):
+        if rank is None:
+            q, u = u[..., : H * d], u[..., H * d :]
+            yield turn(q.unflatten(-1, (H, d)).transpose(1, 2))
+            continue
+        a, b, u = u.split((rank * H, rank * d, u.shape[-1] - rank * (H + d)), dim=-1)
+        b = b.unflatten(-1, (rank, d)).transpose(1, 2)  # [B, R, L, d]
+        b = b if transform is None else transform(b)
+        yield torch.einsum("blrh,brld->bhld", a.unflatten(-1, (rank, H)), b) / rank
+
+
+def linear_projections(config, layer, u):
+    """q [B, H, L, d], k and v [B, Hk, L, d], after QK norm and RoPE."""
+    heads = config.n_head, config.kv_heads, config.kv_heads
+    q, k, v = u.unflatten(-1, (sum(heads), -1)).transpose(1, 2).split(heads, dim=1)
+    if config.qk_norm:
+        q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
+        q, k = q * layer.q_norm.weight, k * layer.k_norm.weight
+    if config.positions == "rope":
+        first = config.nope_heads // (config.n_head // config.kv_heads)
+        q = torch.cat((q[:, : config.nope_heads], turned(q[:, config.nope_heads :])), dim=1)
+        k = torch.cat((k[:, :first], turned(k[:, first:])), dim=1)
+    return q, k, v
+
+
+def layer_by_formula(config, layer, x, score_scale):
+    """A layer's output [B, L, n] from its weights, its settings and tests.textbook."""
+    u = layer.c_attn(x)
+    if config.projections == "tpa":
+        q, k, v = tensor_products(config, u)
+    else:
+        q, k, v = linear_projections(config, layer, u)
+    k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+    numbers, log_forget = {}, None
+    if layer.c_rows is not None:
+        rows = (x @ layer.c_rows.weight.T).unflatten(-1, (2, -1)).permute(2, 0, 3, 1)
+        numbers = dict(zip("uw", rows, strict=True))
+    if config.forget:
+        gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
+        log_forget = gates.log().transpose(1, 2)
+    context, out = Context(score_scale, numbers, log_forget), []
+    split = config.nope_heads if config.local_window else config.n_head
+    for attention, heads in ((layer.attention, slice(split)), (layer.local, slice(split, None))):
+        if attention is not None:
+            part = context.part((slice(None), heads), slice(None), slice(None))
+            if config.local_window and attention is layer.attention:  # no RoPE, no YaRN
+                part = Context(1.0, part.numbers, part.log_forget)
+            out.append(textbook.attention(attention, q[:, heads], k[:, heads], v[:, heads], part))
+    y = torch.cat(out, dim=1).transpose(1, 2)
+    if config.gate != "none":
+        gates = torch.sigmoid(x @ layer.c_gate.weight.T + layer.c_gate.bias)
+        y = y * gates.unflatten(-1, (config.n_head, -1))
+    return layer.c_proj(y.flatten(2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED])
+def test_a_layer_is_its_formula(case):
+    """At a length beyond the training length, with YaRN's factor on the scores of RoPE's heads."""
+    model = small_model(case)
+    config, layer = model.config, model.trunk.blocks[0].attn
+    for norm in (layer.q_norm, layer.k_norm):
+        if norm is not None:
+            norm.weight.copy_(torch.rand(config.d_head))
+    x, rotation, factor = torch.randn(2, 20, 16, dtype=torch.float64), None, 1.0
+    if config.positions == "rope":
+        factor = 1.7 if config.local_window or not config.nope_heads else 1.0
+        rotation = Rotation(*angles_of(20, d=config.d_head), factor)
+    alibi = config.n_head - config.nope_heads if config.positions == "alibi" else 0
+    assert layer.attention.alibi_heads == alibi and layer.attention.window == config.window
+    if config.local_window:
+        assert layer.local.variant is VARIANTS["softmax"] and layer.local.p is None
+        assert layer.local.window == config.local_window
+    assert_near(layer(x, rotation, None, 0), layer_by_formula(config, layer, x, factor))
+
+
+def test_a_block_is_gpt2s():
+    """Pre-norm, and two residuals."""
+    model = small_model("softmax.py", "--n_layer=1")
+    trunk, (block,) = model.trunk, model.trunk.blocks
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    y = x + block.attn(block.ln_1(x), trunk.rope(0, 6, 6), None, 0)
+    assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
+
+
+# ---- RoPE ----
 
 
 def angles_of(L, d=64, trained=1024, **rope):
@@ -254,14 +313,6 @@ def base(frequencies):
     plain = torch.tensor([theta ** (-m / pairs) for m in range(pairs)], dtype=torch.float64)
     assert_near(frequencies, plain)
     return theta
-
-
-def test_rotation_is_the_published_one():
-    x = torch.randn(20, 8, dtype=torch.float64)
-    assert_near(rotate(x[None, None], *angles_of(20, d=8))[0, 0], turned(x))
-    model = small_model("softmax.py")
-    model.trunk(torch.zeros(1, 20, 16, dtype=torch.float64))
-    assert_near(rotate(x[None, None], model.trunk.rope.cos, model.trunk.rope.sin)[0, 0], turned(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -327,22 +378,6 @@ def test_yarn_is_that_of_its_authors(d, theta, trained, length, factor):
     assert on_scores == pytest.approx(on_cos_and_sin**2)
 
 
-@pytest.mark.parametrize("settings", [(), ("--nope_share=0.5", "--local_window=3")])
-def test_yarns_factor_on_q_and_k_is_its_square_on_scores(settings):
-    model = small_model("softmax.py", *settings).scale_rope("yarn")
-    x, f = tokens(2, 64), 0.1 * math.log(64 / 16) + 1
-    ours = model(x)
-    model.trunk.rope.cos *= f
-    model.trunk.rope.sin *= f
-    model.trunk.rope.score_scale = 1.0
-    assert_near(model(x), ours)
-    model.trunk.rope.cos /= f
-    model.trunk.rope.sin /= f
-    assert not torch.allclose(model(x), ours)
-    with pytest.raises(UserError, match="nope_share = 0.5 leaves heads without RoPE"):
-        small_model("softmax.py", "--nope_share=0.5").scale_rope("yarn")
-
-
 @pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "dynamic_ntk", "yarn"])
 def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
     model = small_model("lssa.py")
@@ -360,27 +395,28 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
 def test_theta_can_be_another_in_evaluation():
     model, other = small_model("softmax.py"), small_model("softmax.py", "--rope_theta=500000")
     x = tokens(2, 20)
-    plain, expected = model(x), other(x)
-    assert not torch.allclose(plain, expected)
-    assert torch.equal(model.scale_rope("none", theta=500000)(x), expected)
+    plain = model(x)
+    assert torch.equal(model.scale_rope("none", theta=500000)(x), other(x))
     assert torch.equal(model.scale_rope("none")(x), plain)
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "settings, arguments, message",
     [
-        (dict(scaling="ntkk"), "'ntkk'; it is one of none, linear, ntk, dynamic_ntk, yarn"),
-        (dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
-        (dict(scaling="linear", factor=math.nan), "rope factor = nan must be at least 1"),
-        (dict(scaling="none", theta=-1.0), "rope theta = -1.0 must be above 1"),
+        ((), dict(scaling="ntkk"), "'ntkk'; it is one of none, linear, ntk, dynamic_ntk, yarn"),
+        ((), dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
+        ((), dict(scaling="linear", factor=math.nan), "rope factor = nan must be at least 1"),
+        ((), dict(scaling="none", theta=-1.0), "rope theta = -1.0 must be above 1"),
+        (["--positions=alibi"], dict(scaling="ntk"), "positions = 'alibi': there is no RoPE"),
+        (["--nope_share=0.5"], dict(scaling="yarn"), "nope_share = 0.5 leaves heads without RoPE"),
     ],
 )
-def test_refused_rope_scalings(arguments, message):
+def test_refused_rope_scalings(settings, arguments, message):
     with pytest.raises(UserError, match=message):
-        small_model("softmax.py").scale_rope(**arguments)
+        small_model("softmax.py", *settings).scale_rope(**arguments)
 
 
-# ---- positions and heads ----
+# ---- positions ----
 
 
 def test_learned_positions_are_added_and_end():
@@ -412,135 +448,16 @@ def test_every_nth_layer_has_no_rope():
     assert rotated("--nope_every=1") == rotated("--positions=none") == [False] * 4
 
 
-def test_heads_of_another_width_and_grouped():
-    """Four heads of 10 on a width of 16, two of keys and values: counted by hand."""
-    settings = ("--n_head=4", "--head_size=10", "--n_kv_head=2", "--n_layer=1", "--bias=False")
-    model, ids = small_model("lssar_p3.py", *settings), tokens(2, 16)
-    attn = model.trunk.blocks[0].attn
-    assert attn.c_attn.weight.shape == (4 * 10 + 2 * 2 * 10, 16)
-    assert attn.c_proj.weight.shape == (16, 40)
-    assert model.count_parameters() == 257 * 16 + 80 * 16 + 40 * 16 + 8 * 16 * 16 + 3 * 16
-    weights = 257 * 16 + 80 * 16 + 40 * 16 + 8 * 16 * 16
-    assert model.flops_per_token() == 6 * weights + 6 * 4 * 10 * 16
-    # as many heads of keys and values, each pair of them the same
-    full = small_model("lssar_p3.py", *settings, "--n_kv_head=4")
-    state = model.state_dict()
-    q, k, v = state["trunk.blocks.0.attn.c_attn.weight"].split((40, 20, 20))
-    k, v = (x.view(2, 10, 16).repeat_interleave(2, dim=0).view(40, 16) for x in (k, v))
-    full.load_state_dict(state | {"trunk.blocks.0.attn.c_attn.weight": torch.cat((q, k, v))})
-    assert_near(model(ids), full(ids))
-
-
-@torch.no_grad()
-def layer_weights(model, ids):
-    """The weights [B, H, L, L] of the first layer, and its input."""
-    inputs = []
-    layer = model.trunk.blocks[0].attn
-    hook = layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    weights = attention_weights(model, ids, slice(None))[0]
-    hook.remove()
-    return weights, inputs[0]
-
-
-def raw_heads(layer, x):
-    """q, k and v [B, H, L, d] of a layer with as many of each, before RoPE."""
-    heads = layer.c_attn(x).unflatten(-1, (3, layer.n_head, -1))
-    return heads.permute(2, 0, 3, 1, 4).unbind()
-
-
-@torch.no_grad()
-def test_forget_gates_are_those_of_fox():
-    model, ids = small_model("fox.py"), tokens(2, 9)
-    weights, x = layer_weights(model, ids)
-    layer = model.trunk.blocks[0].attn
-    q, k, _ = raw_heads(layer, x)
-    gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)  # [B, L, H]
-    for b, h, i in ((0, 0, 0), (0, 1, 5), (1, 0, 8)):
-        z = q[b, h, i] @ k[b, h, : i + 1].T / math.sqrt(8)
-        for j in range(i + 1):
-            z[j] += gates[b, j + 1 : i + 1, h].log().sum()
-        assert_near(weights[b, h, i, : i + 1], z.softmax(0))
-
-
-@torch.no_grad()
-def test_asentmax_takes_its_scale_from_the_rows_input():
-    model, ids = small_model("asentmax.py", "--positions=none", "--nope_share=0"), tokens(1, 9)
-    weights, x = layer_weights(model, ids)
-    layer = model.trunk.blocks[0].attn
-    q, k, _ = raw_heads(layer, x)
-    u, w = (x @ layer.c_rows.weight.T).unflatten(-1, (2, 2)).unbind(2)  # [B, L, H]
-    n = torch.arange(1.0, 10, dtype=torch.float64)[:, None]
-    scale = 1 + F.softplus(u[0]) * (n + 1).log() ** (2 * w[0].tanh())
-    q = q * scale.T[None, ..., None]
-    plain = small_model("entmax15.py").trunk.blocks[0].attn.attention
-    assert_near(weights, plain.weights(q, k))
-
-
-@torch.no_grad()
-def test_q_and_k_have_norms_of_their_own():
-    model, ids = small_model("qk_norm.py"), tokens(1, 9)
-    layer, trunk = model.trunk.blocks[0].attn, model.trunk
-    layer.q_norm.weight.copy_(torch.rand(8))
-    weights, x = layer_weights(model, ids)
-    q, k, _ = raw_heads(layer, x)
-    q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
-    q = q * layer.q_norm.weight
-    q, k = rotate(q, trunk.rope.cos, trunk.rope.sin), rotate(k, trunk.rope.cos, trunk.rope.sin)
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()
-    z = (q @ k.mT / math.sqrt(8)).masked_fill(~causal, -math.inf)
-    assert_near(weights, z.softmax(-1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("gate, width", [("head", 2), ("element", 16)])
-def test_a_gate_scales_the_output_of_heads_or_elements(gate, width):
-    model, plain = (small_model("lssar_p3.py", f"--gate={name}") for name in (gate, "none"))
-    layer, other = model.trunk.blocks[0].attn, plain.trunk.blocks[0].attn
-    assert layer.c_gate.weight.shape == (width, 16)
-    other.load_state_dict(layer.state_dict(), strict=False)
-    x = torch.randn(1, 9, 16, dtype=torch.float64)
-    seen = []
-    for one in (layer, other):
-        one.c_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        one(x, None, None, 0)
-    gates = torch.sigmoid(x @ layer.c_gate.weight.T + layer.c_gate.bias)
-    assert_near(seen[0], seen[1] * gates.repeat_interleave(16 // width, dim=-1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["hybrid.py", "hybrid_ssmax.py", "hybrid_lssar_p5.py"])
-def test_half_of_the_heads_are_local_softmax_and_half_without_positions(case):
-    model, ids = small_model(case, "--n_head=4", "--local_window=3"), tokens(1, 9)
-    layer, trunk = model.trunk.blocks[0].attn, model.trunk
-    weights, x = layer_weights(model, ids)
-    q, k, _ = raw_heads(layer, x)
-    assert_near(weights[:, :2], layer.attention.weights(q[:, :2], k[:, :2]))
-    q, k = (rotate(y[:, 2:], trunk.rope.cos, trunk.rope.sin) for y in (q, k))
-    band = torch.ones(9, 9, dtype=torch.bool).tril().triu(-2)
-    z = (q @ k.mT / math.sqrt(4)).masked_fill(~band, -math.inf)
-    assert_near(weights[:, 2:], z.softmax(-1))
-
-
-def test_a_share_of_heads_without_positions_goes_with_rope_or_alibi():
-    """The positions of earlier tokens change nothing there."""
-    for positions in ("rope", "alibi"):
-        model = small_model("softmax.py", f"--positions={positions}", "--nope_share=0.5")
-        ids = tokens(1, 16)
-        other = torch.cat((ids[:, :15].flip(1), ids[:, 15:]), dim=1)
-        (ours, _), (theirs, _) = layer_weights(model, ids), layer_weights(model, other)
-        assert_near(ours[:, 0, -1, :15], theirs[:, 0, -1, :15].flip(-1))
-        assert not torch.allclose(ours[:, 1, -1, :15], theirs[:, 1, -1, :15].flip(-1))
-
-
 # ---- cache and generation ----
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 1, 4, 18])
-@pytest.mark.parametrize("case", [*ROWS, *TPA])
+@pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED])
 def test_a_cache_changes_nothing(case, window):
     model = small_model(case, f"--window={window}")
-    model.scale_rope("yarn" if model.config.positions == "rope" else "none")
+    if model.config.positions == "rope" and not model.config.nope_heads:
+        model.scale_rope("yarn")
     x = model.wte(tokens(2, 24))  # beyond the training length
     whole = model.trunk(x)
     for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
@@ -548,42 +465,9 @@ def test_a_cache_changes_nothing(case, window):
         pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
         assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
         assert cache.length == 24
-        for key, value, *_ in cache.layers.values():
-            assert {24, min(24, window or 24)} >= {key.shape[2], value.shape[2]}
-
-
-OTHER_POSITIONS_AND_HEADS = pytest.mark.parametrize(
-    "settings",
-    [
-        "--positions=none",
-        "--positions=alibi --sink=learned --gate=head --softcap=3",
-        "--nope_share=0.5 --gate=element",
-        "--n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --qk_norm=True",
-        "--forget=True --positions=none",
-        "--forget=True --nope_share=0.5 --local_window=3",
-        "--attention=asentmax --p=None",
-        "--attention=stick_breaking --p=None",
-        "--projections=tpa --attention=stick_breaking --p=None",
-        "--projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
-        "--projections=tpa --positions=alibi",
-        "--positions=learned",
-        "--n_kv_head=1",
-        "--n_head=4 --n_kv_head=2 --head_size=6",
-    ],
-)
-
-
-@torch.no_grad()
-@OTHER_POSITIONS_AND_HEADS
-def test_a_cache_changes_nothing_for_other_positions_and_heads(settings):
-    for window in (None, 4):
-        model = small_model("lssar_p3.py", *settings.split(), f"--window={window}")
-        x = model.wte(tokens(2, 16))
-        cache = KVCache(16)
-        pieces = [model.trunk(part, cache) for part in x.split([5, 1, 7, 3], dim=1)]
-        assert_near(torch.cat(pieces, dim=1), model.trunk(x), 1e-12)
-        heads = sum(stored[0].shape[1] for (layer, _), stored in cache.layers.items() if layer == 0)
-        assert heads == (2 if model.config.projections == "tpa" else model.config.kv_heads)
+        for (_, part), (key, value, *_) in cache.layers.items():
+            own = model.config.local_window if part else window
+            assert key.shape[2] == value.shape[2] == min(24, own or 24)
 
 
 def greedy(model, ids, new):
@@ -734,46 +618,6 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
 
 
 # ---- Tensor Product Attention ----
-
-
-def attend(model, x):
-    """q, k and v [B, H, L, d] that the first layer's attention is given, and its output."""
-    seen = []
-    layer = model.trunk.blocks[0].attn
-    hook = layer.attention.register_forward_hook(lambda module, inputs, out: seen.extend(inputs))
-    cos, sin = angles_of(x.shape[1], d=layer.attention.head_size)
-    y = layer(x, Rotation(cos, sin, 1.0), None, 0)
-    hook.remove()
-    return *seen[:3], y
-
-
-@pytest.mark.parametrize("case", TPA)
-def test_tensor_product_attention_is_the_published_one(case):
-    """Sect. 3.1 of Zhang et al. 2025: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q, with RoPE on B; K and V."""
-    model, x = small_model(case), torch.randn(2, 7, 16, dtype=torch.float64)
-    config, linear = model.config, model.trunk.blocks[0].attn.c_attn
-    H, d = config.n_head, config.d_head
-    *qkv, y = attend(model, x)
-    rows = torch.cat((linear.weight, linear.bias[:, None]), 1) if config.bias else linear.weight
-    ones = torch.cat((x, torch.ones(2, 7, 1)), -1) if config.bias else x
-    for ours, rank in zip(qkv, (config.q_rank, config.kv_rank, config.kv_rank), strict=True):
-        turns = ours is not qkv[2]
-        if rank is None:
-            W, rows = rows[: H * d].view(H, d, -1), rows[H * d :]
-            expected = torch.einsum("hdc,blc->bhld", W, ones)
-            expected = torch.stack([torch.stack([turned(x) for x in one]) for one in expected])
-        else:
-            W_A, W_B = rows[: rank * H].view(rank, H, -1), rows[rank * H :][: rank * d]
-            A = torch.einsum("rhc,blc->blrh", W_A, ones)
-            B = torch.einsum("rdc,blc->brld", W_B.view(rank, d, -1), ones)
-            if turns:
-                B = torch.stack([torch.stack([turned(x) for x in one]) for one in B])
-            expected = torch.einsum("blrh,brld->bhld", A, B) / rank
-            rows = rows[rank * (H + d) :]
-        assert_near(ours, expected, 1e-12)
-    assert not rows.numel()
-    heads = model.trunk.blocks[0].attn.attention(*qkv)
-    assert_near(y, model.trunk.blocks[0].attn.c_proj(heads.transpose(1, 2).flatten(2)), 1e-12)
 
 
 @pytest.mark.parametrize("scale", [None, "355m", "45m", "tiny"])
