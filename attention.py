@@ -146,6 +146,7 @@ class Variant:
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
+    constants: tuple[str, ...] = ()  # the settings that its formulas use: gamma
     # numbers of each row and head, u and w, that are linear functions of the layer's input
     from_input: tuple[str, ...] = ()
     # in place of phi and l1, where a weight depends on the whole row: from scores [.., Lq, Lk],
@@ -284,7 +285,9 @@ VARIANTS: dict[str, Variant] = {
     "relu_li": Variant(RELU),
     # The paper gives no gamma. With 1, normal scores and values of unit variance give an output of
     # unit variance: relu(z)^2 is 1/2 on average.
-    "relu_shen": Variant(RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt()),
+    "relu_shen": Variant(
+        RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt(), constants=("gamma",)
+    ),
     # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
     "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
     "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),

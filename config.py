@@ -8,6 +8,7 @@ import ast
 import difflib
 import json
 import math
+import operator
 import os
 import runpy
 import sys
@@ -28,6 +29,12 @@ VOCABULARY = {"gpt2": 50257, "bytes": 257}
 # The number of token ids of all recall tasks.
 RECALL_IDS = 256
 
+# What some settings need from others to have an effect: see `setting`.
+ANY: dict[str, tuple] = {}
+ROPE = {"positions": ("rope",)}
+LINEAR, TPA = {"projections": ("linear",)}, {"projections": ("tpa",)}
+ORBITS, LANGUAGE = {"task": ("orbits",)}, {"task": ("language",)}
+
 T = TypeVar("T")
 
 
@@ -36,15 +43,20 @@ def setting(
     help: str,
     *,
     at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     choices: Collection[Any] | None = None,
+    needs: dict[str, tuple] = ANY,
     fixed: bool = True,
 ) -> T:
     """A field of Config: its default, its line of --help and the values allowed.
 
-    A resumed run must have the same value of a `fixed` setting as before.
+    `needs` names other settings, and the values of each with which this one has an effect: with
+    other values anything but the default is refused. A resumed run must have the same value of a
+    `fixed` setting as before.
     """
-    limits = {"at_least": at_least, "choices": choices}
-    return field(default=default, metadata={"help": help, "fixed": fixed, **limits})
+    limits = {"at_least": at_least, "above": above, "below": below, "choices": choices}
+    return field(default=default, metadata={"help": help, "needs": needs, "fixed": fixed, **limits})
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,23 @@ class Config:
         "'learned' positions are GPT-2's own, and end at block_size",
         choices=("rope", "alibi", "none", "learned"),
     )
-    rope_theta: float = setting(10000.0, "base of RoPE", at_least=1)
-    nope_every: int = setting(0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4)", at_least=0)
-    nope_share: float = setting(0.0, "share of heads, the first, without RoPE or ALiBi", at_least=0)
+    rope_theta: float = setting(10000.0, "base of RoPE", at_least=1, needs=ROPE)
+    nope_every: int = setting(
+        0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4)", at_least=0, needs=ROPE
+    )
+    nope_share: float = setting(
+        0.0,
+        "share of heads, the first, without RoPE or ALiBi",
+        at_least=0,
+        below=1,
+        needs={"positions": ("rope", "alibi"), **LINEAR},
+    )
     local_window: int | None = setting(
         None,
         "the heads beyond nope_share are softmax over this many keys; None: as the first heads",
         at_least=1,
     )
-    softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50")
+    softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50", above=0)
     sink: str = setting(
         "none",
         "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score per head",
@@ -82,14 +102,18 @@ class Config:
     forget: bool = setting(False, "forget gates (FoX) lower the scores")
     s_init: float = setting(1.0, "initial s of SSMax; (e) and (f): 0.1685")
     b_init: float = setting(0.0, "initial b of SSMax (d) and Eq. 3")
-    gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.")
+    gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.", above=0)
     # ---- model: the weights, and the layers around attention ----
     n_layer: int = setting(12, "transformer blocks", at_least=1)
     n_head: int = setting(12, "attention heads per block", at_least=1)
-    n_kv_head: int | None = setting(None, "heads of keys and values; None: n_head", at_least=1)
+    n_kv_head: int | None = setting(
+        None, "heads of keys and values; None: n_head", at_least=1, needs=LINEAR
+    )
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
-    qk_norm: bool = setting(False, "RMSNorm, with gains, of q and k before RoPE (Qwen3)")
+    qk_norm: bool = setting(
+        False, "RMSNorm, with gains, of q and k before RoPE (Qwen3)", needs=LINEAR
+    )
     gate: str = setting(
         "none",
         "sigmoid gate on attention's output, per 'head' or 'element' (Qiu et al. 2025)",
@@ -100,14 +124,18 @@ class Config:
         "q, k and v are 'linear' in the input, or 'tpa': Tensor Product Attention (T6)",
         choices=("linear", "tpa"),
     )
-    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1)
-    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1)
+    q_rank: int | None = setting(
+        6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1, needs=TPA
+    )
+    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1, needs=TPA)
     norm: str = setting("layernorm", "of the residual stream", choices=("layernorm", "rmsnorm"))
     mlp: str = setting("gelu", "activation", choices=("gelu", "swiglu"))
     mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd", at_least=1)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
-    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's", at_least=1)
+    vocab_size: int | None = setting(
+        None, "token ids; None: the tokenizer's", at_least=1, needs=LANGUAGE
+    )
     # ---- data: what the loss is measured on ----
     task: str = setting(
         "language",
@@ -119,13 +147,16 @@ class Config:
     )
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")
     val_tokens: int = setting(10485760, "validation tokens, from the first on (llm.c)", at_least=1)
-    planets: int = setting(10, "orbits: most planets of a system", at_least=1)
-    bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1)
+    planets: int = setting(10, "orbits: most planets of a system", at_least=1, needs=ORBITS)
+    bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1, needs=ORBITS)
     recall: str = setting(
-        "lookup", "task of recall", choices=("lookup", "mqar", "latest", "latest_2", "sort")
+        "lookup",
+        "task of recall",
+        choices=("lookup", "mqar", "latest", "latest_2", "sort"),
+        needs={"task": ("recall",)},
     )
     # ---- optimisation ----
-    systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1)
+    systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1, needs=ORBITS)
     first_batch: int = setting(0, "the first step takes this batch; for SSMax (f)", at_least=0)
     total_batch_size: int = setting(524288, "tokens per step, over all processes", at_least=1)
     max_iters: int = setting(18865, "optimizer steps", at_least=0, fixed=False)
@@ -140,12 +171,18 @@ class Config:
     )
     warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
     cooldown_iters: int = setting(
-        0, "last steps of 'trapezoidal', linear to min_lr", at_least=0, fixed=False
+        0,
+        "last steps of 'trapezoidal', linear to min_lr",
+        at_least=0,
+        needs={"schedule": ("trapezoidal",)},
+        fixed=False,
     )
-    min_lr: float = setting(0.0, "final learning rate", at_least=0)
+    min_lr: float = setting(
+        0.0, "final learning rate", at_least=0, needs={"schedule": ("cosine", "trapezoidal")}
+    )
     weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
-    beta1: float = setting(0.9, "AdamW", at_least=0)
-    beta2: float = setting(0.95, "AdamW", at_least=0)
+    beta1: float = setting(0.9, "AdamW", at_least=0, below=1)
+    beta2: float = setting(0.95, "AdamW", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "AdamW", at_least=0)
     grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", at_least=0)
     seed: int = setting(1337, "of the initial weights and the data order", at_least=0)
@@ -198,6 +235,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_each_setting(self)
+        check_effect(self)
         check_model(self)
         check_training(self)
 
@@ -469,6 +507,9 @@ def help_text() -> str:
 
 # ---- checks ----
 
+# What may be wrong with a number, in the words of the refusal.
+LIMITS = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
+
 
 def check_each_setting(config: Config) -> None:
     """Raise UserError where a value has the wrong type or is out of range.
@@ -490,11 +531,25 @@ def check_each_setting(config: Config) -> None:
             raise UserError(f"{key} = {value} must be below 2**63")
         if isinstance(value, float) and not abs(value) < 1e38:  # parameters are float32
             raise UserError(f"{key} = {value} must be a finite number below 1e38")
-        least = meta["at_least"]
-        if value is not None and least is not None and value < least:
-            raise UserError(f"{key} = {value} must be at least {least}")
+        for words, wrong in LIMITS.items():
+            limit = meta[words.replace(" ", "_")]
+            if value is not None and limit is not None and wrong(value, limit):
+                raise UserError(f"{key} = {value} must be {words} {limit}")
         if meta["choices"]:
             check_choice(key, value, meta["choices"])
+
+
+def check_effect(config: Config) -> None:
+    """Raise UserError for a setting that other settings leave without effect."""
+    for key, meta in SETTINGS.items():
+        value = getattr(config, key)
+        for other, allowed in meta["needs"].items():
+            if value != getattr(Config, key) and getattr(config, other) not in allowed:
+                able = " or ".join(map(repr, allowed))
+                raise UserError(
+                    f"{key} = {value!r} has an effect with {other} = {able} only, not with "
+                    f"{getattr(config, other)!r}"
+                )
 
 
 def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
@@ -516,45 +571,28 @@ def check_model(config: Config) -> None:
         raise UserError(
             f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
         )
-    for key in ("n_kv_head", "qk_norm", "nope_share"):
-        if config.projections == "tpa" and getattr(config, key):
-            raise UserError(
-                f"{key} = {getattr(config, key)} is for projections = 'linear': with 'tpa' all "
-                "heads share the factors that RoPE turns"
-            )
-    for key, wanted in (("nope_every", ("rope",)), ("nope_share", ("rope", "alibi"))):
-        if getattr(config, key) and config.positions not in wanted:
-            able = " or ".join(map(repr, wanted))
-            raise UserError(f"{key} is for positions = {able}, not {config.positions!r}")
+    if config.nope_every and not 2 <= config.nope_every <= config.n_layer:
+        raise UserError(
+            f"nope_every = {config.nope_every} must be 0 or from 2 to n_layer = {config.n_layer}: "
+            "positions = 'none' has no RoPE in any layer"
+        )
     group = config.n_head // config.kv_heads
     heads = config.nope_share * config.n_head
     whole = math.isclose(heads, config.nope_heads, abs_tol=1e-9)
-    if config.nope_share >= 1 or not whole or config.nope_heads % group:
+    if not whole or config.nope_heads % group:
         raise UserError(
             f"nope_share = {config.nope_share:g} of n_head = {config.n_head} is {heads:g} heads; "
-            f"it must be below 1 and a multiple of n_head / n_kv_head = {group} heads"
+            f"it must be a multiple of n_head / n_kv_head = {group} heads"
         )
     if config.local_window is not None and not config.nope_heads:
         raise UserError("local_window is for the heads beyond nope_share, which is 0")
-    for key in ("gamma", "softcap"):
-        value = getattr(config, key)
-        if value is not None and value <= 0:
-            raise UserError(f"{key} = {value:g} must be above 0")
 
 
 def check_training(config: Config) -> None:
     """Raise UserError where settings of the data and the training contradict each other."""
     orbits = config.task == "orbits"
-    tasks = {"systems": "orbits", "planets": "orbits", "bins": "orbits", "recall": "recall"}
-    for key, task in tasks.items():
-        if config.task != task and getattr(config, key) != getattr(Config, key):
-            raise UserError(f"{key} = {getattr(config, key)} is for task = {task!r}")
     if orbits and config.tie_embeddings:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
-    if orbits and config.vocab_size is not None:
-        raise UserError(f"vocab_size = {config.vocab_size}: task = 'orbits' takes bins instead")
-    if config.task == "recall" and config.vocab_size is not None:
-        raise UserError(f"vocab_size = {config.vocab_size}: task = 'recall' has {RECALL_IDS} ids")
     least = VOCABULARY.get(config.tokenizer, 0)
     if config.task == "language" and config.n_vocab < least:
         raise UserError(
@@ -562,16 +600,13 @@ def check_training(config: Config) -> None:
             f"tokenizer = {config.tokenizer!r}"
         )
     if config.n_vocab > 65536:
-        name, largest = ("bins", 65533) if orbits else ("vocab_size", 65536)
-        value = config.bins if orbits else config.n_vocab
-        raise UserError(f"{name} = {value} must be at most {largest}: a token is a uint16")
-    for key in ("beta1", "beta2"):
-        if getattr(config, key) >= 1:
-            raise UserError(f"{key} = {getattr(config, key)} must be below 1")
+        key = "bins" if orbits else "vocab_size"
+        raise UserError(
+            f"{key} = {getattr(config, key)} makes {config.n_vocab} token ids, and a token is a "
+            "uint16: at most 65536"
+        )
     if config.min_lr > config.learning_rate:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
-    if config.schedule != "trapezoidal" and config.cooldown_iters:
-        raise UserError(f"cooldown_iters is for schedule = 'trapezoidal', not {config.schedule!r}")
     if config.resume is True and config.init_from:
         raise UserError(
             "resume and init_from exclude each other: a resumed run has its own weights"
@@ -587,12 +622,7 @@ def check_training(config: Config) -> None:
 def count_ids(tokenizer: str) -> int:
     """The number of token ids of a tokenizer.json. Raises UserError where it cannot be read."""
     if not Path(tokenizer).is_file():
-        near = difflib.get_close_matches(tokenizer, VOCABULARY, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(
-            f"tokenizer = {tokenizer!r}; {hint}it is one of {', '.join(VOCABULARY)}, or the path "
-            "of a tokenizer.json"
-        )
+        check_choice("tokenizer", tokenizer, (*VOCABULARY, "the path of a tokenizer.json"))
     try:
         content = json.loads(Path(tokenizer).read_bytes())
         vocabulary = content["model"]["vocab"]  # a list of Unigram, a dict of the other models
@@ -610,23 +640,15 @@ def accumulation_steps(config: Config, world_size: int) -> int:
     """
     micro = config.batch_size * config.block_size * world_size
     steps, rest = divmod(config.total_batch_size, micro)
-    if rest or not steps:
-        raise UserError(
-            f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
-            f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
-            f"{micro}; {batches_that_work(config, world_size)}"
-        )
-    return steps
-
-
-def batches_that_work(config: Config, world_size: int) -> str:
-    """The nearest values of batch_size that divide the total, or else the nearest totals."""
+    if steps and not rest:
+        return steps
     sequences, rest = divmod(config.total_batch_size, config.block_size * world_size)
     if sequences and not rest:
-        most = min(sequences, 2 * config.batch_size + 1000)
-        sizes = [n for n in range(1, most + 1) if sequences % n == 0]
-        near = sorted(sizes, key=lambda n: abs(math.log(n / config.batch_size)))[:4]
-        return f"batch_size = {', '.join(map(str, sorted(near)))} would work"
-    micro = config.batch_size * config.block_size * world_size
-    steps = max(1, round(config.total_batch_size / micro))
-    return f"total_batch_size = {steps * micro} or {(steps + 1) * micro} would work"
+        better = f"batch_size = {math.gcd(sequences, config.batch_size)}"
+    else:
+        better = f"total_batch_size = {max(1, steps) * micro} or {(steps + 1) * micro}"
+    raise UserError(
+        f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
+        f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
+        f"{micro}; {better} would work"
+    )

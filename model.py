@@ -159,13 +159,9 @@ class Trunk(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         start = cache.length if cache else 0
         length, end = cache.size if cache else x.shape[1], start + x.shape[1]
+        self.check_length(end, cache)
         rotation = None if self.rope is None else self.rope(start, end, length)
         if self.wpe is not None:
-            if length > len(self.wpe.weight):
-                raise UserError(
-                    f"a length of {length} is beyond the {len(self.wpe.weight)} learned positions "
-                    "of this model (block_size)"
-                )
             x = x + self.wpe.weight[start:end]
         every = self.config.nope_every
         for layer, block in enumerate(self.blocks):
@@ -174,6 +170,16 @@ class Trunk(nn.Module):
         if cache:
             cache.length = end
         return self.ln_f(x)
+
+    def check_length(self, length: int, cache: KVCache | None) -> None:
+        """Raise UserError where this many positions exceed the cache or the learned positions."""
+        if cache and length > cache.size:
+            raise UserError(f"a cache of {cache.size} positions is too small for {length}")
+        if self.wpe is not None and length > self.config.block_size:
+            raise UserError(
+                f"a length of {length} is beyond the {self.config.block_size} learned positions of "
+                "this model (block_size)"
+            )
 
 
 class GPT(nn.Module):

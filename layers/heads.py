@@ -1,11 +1,22 @@
 """The attention of a layer's heads: built from a Config, in two parts in a hybrid, and checked."""
 
-from attention import VARIANTS
+from collections.abc import Callable
+
+from attention import VARIANTS, Variant
 from attention_paths.check import check_variant
 from attention_paths.fused import variant_obstacle
 from attention_paths.module import Attention
 from config import Config, check_choice
 from errors import UserError
+
+# Settings that some variants take: which, and why the others do not.
+TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
+    "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
+    "sink": (lambda v: v.takes_sink, "a sink shares l1 with keys whose weights are never 0"),
+    "s_init": (lambda v: "s" in v.learnable, "it is the first value of a learned s"),
+    "b_init": (lambda v: "b" in v.learnable, "it is the first value of a learned b"),
+    "gamma": (lambda v: "gamma" in v.constants, "it is a constant of a formula"),
+}
 
 
 def build_attention(config: Config, heads: range | None = None) -> Attention:
@@ -52,18 +63,14 @@ def check_attention(config: Config) -> None:
             f"attention = {config.attention!r} needs p, the power of its re-weighting: "
             "--p=3 and --p=15 are the paper's"
         )
-    if config.p is not None and not variant.takes_p:
-        able = ", ".join(name for name, other in VARIANTS.items() if other.takes_p)
-        raise UserError(
-            f"attention = {config.attention!r} takes no p (p = {config.p:g}): re-weighting needs "
-            f"l1 and weights that are never negative, as in {able}"
-        )
-    if config.sink != "none" and not variant.takes_sink:
-        able = ", ".join(name for name, other in VARIANTS.items() if other.takes_sink)
-        raise UserError(
-            f"attention = {config.attention!r} takes no sink: a sink shares l1 with keys whose "
-            f"weights are never 0, as in {able}"
-        )
+    for key, (takes, reason) in TAKES.items():
+        value = getattr(config, key)
+        if value != getattr(Config, key) and not takes(variant):
+            able = ", ".join(name for name, other in VARIANTS.items() if takes(other))
+            raise UserError(
+                f"attention = {config.attention!r} takes no {key} ({key} = {value}): {reason}, as "
+                f"in {able}"
+            )
     obstacle = variant_obstacle(variant, config.d_head)
     if config.attention_impl == "triton" and obstacle:
         raise UserError(

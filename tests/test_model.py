@@ -427,8 +427,10 @@ def test_learned_positions_are_added_and_end():
     assert_near(model.trunk(x), plain.trunk(x + model.trunk.wpe.weight))
     with pytest.raises(UserError, match="a length of 17 is beyond the 16 learned positions"):
         model(tokens(2, 17))
-    with pytest.raises(UserError, match="beyond the 16 learned positions"):
-        generate(model, tokens(1, 6), 11)
+    with pytest.raises(UserError, match="a length of 17 is beyond the 16 learned positions"):
+        generate(model, tokens(1, 6), 12)
+    ids = generate(model, tokens(1, 6), 11, temperature=0)  # the last token is never fed
+    assert torch.equal(ids, greedy(model, tokens(1, 6), 11))
     std = GPT(small_config("softmax.py", "--positions=learned")).trunk.wpe.weight.std()
     assert 0.015 < std < 0.025
 
@@ -445,7 +447,7 @@ def test_every_nth_layer_has_no_rope():
     assert rotated() == [True] * 4
     assert rotated("--nope_every=2") == [True, False, True, False]
     assert rotated("--nope_every=4") == [True, True, True, False]
-    assert rotated("--nope_every=1") == rotated("--positions=none") == [False] * 4
+    assert rotated("--positions=none") == [False] * 4
 
 
 # ---- cache and generation ----
@@ -496,6 +498,17 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length(case):
     model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
     assert torch.equal(ids, greedy(model, prompt, 30))
     assert not torch.equal(ids, greedy(model.scale_rope("none"), prompt, 30))
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "fox.py"])
+def test_a_cache_that_is_too_small_is_refused(case):
+    model = small_model(case)
+    with pytest.raises(UserError, match="a cache of 10 positions is too small for 14"):
+        generate(model, tokens(1, 6), 9, cache=KVCache(10))
+    cache = KVCache(10)
+    assert generate(model, tokens(1, 6), 5, cache=cache).shape == (1, 11)
+    with pytest.raises(UserError, match="a cache of 10 positions is too small for 11"):
+        model(tokens(1, 1), cache=cache)
 
 
 def sampled_shares(model, x, n=4000, **settings):
