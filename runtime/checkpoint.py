@@ -97,6 +97,7 @@ class Training:
                 optimizer.load_state_dict(saved)
                 for group, own in zip(optimizer.param_groups, options, strict=True):
                     group.update(own)  # the config's, which a resumed run has not changed
+                check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -106,6 +107,14 @@ class Training:
             ) from error
         self.step = self.resumed_at = state.step
         self.best_val_loss, self.tokens = state.best_val_loss, state.tokens
+
+
+def check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a state of another shape, with which a fused step would crash."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if torch.as_tensor(value).shape != (() if name == "step" else parameter.shape):
+                raise ValueError(f"the optimizer's {name} has another shape than its parameter")
 
 
 # ---- writing ----

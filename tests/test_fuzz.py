@@ -3,6 +3,7 @@ changes no file.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,8 +19,7 @@ from hypothesis import strategies as st
 import train as training
 from config import SETTINGS, Config, load_config
 from data import text
-from data.loader import Batching, TokenLoader, validation_batches
-from data.shards import read_shard, write_shard
+from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from model import GPT
@@ -64,11 +64,10 @@ def valid_or_refused(make):
         return
     again = Config(**json.loads(json.dumps(config.as_dict())))
     assert again == config
-    for key, value in config.as_dict().items():
-        assert not isinstance(value, float) or np.isfinite(value), key
+    assert all(math.isfinite(x) for x in config.as_dict().values() if isinstance(x, float))
 
 
-@fuzz(400)
+@fuzz(300)
 @given(st.lists(st.tuples(keys, values), max_size=4), st.booleans())
 def test_command_lines(pairs, equals):
     arguments = []
@@ -87,52 +86,7 @@ def test_config_files_of_settings(tmp_path, pairs):
     valid_or_refused(lambda: load_config([str(file)]))
 
 
-@pytest.mark.parametrize("text", ["raise SystemExit", "exit()", "import sys; sys.exit(0)"])
-def test_a_config_file_cannot_end_the_program_in_silence(tmp_path, text):
-    (tmp_path / "config.py").write_text(text)
-    with pytest.raises(UserError, match="fails: SystemExit"):
-        load_config([str(tmp_path / "config.py")])
-
-
-# ---- data ----
-
-
-def mutated(draw, data):
-    """These bytes with some of them changed, cut off or added."""
-    data = bytearray(data)
-    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
-        data[at] = value
-    data = data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
-    return bytes(data + draw(st.binary(max_size=5)))
-
-
-@st.composite
-def shard_files(draw):
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, draw(st.sampled_from([0, 1, 40, 41, 100, -1, 2**31 - 1]))
-    tokens = np.array(draw(st.lists(st.integers(0, 2**16 - 1), max_size=60)), "<u2")
-    return mutated(draw, header.tobytes() + tokens.tobytes())
-
-
-@fuzz(200)
-@given(shard_files())
-def test_shards(tmp_path, data):
-    folder = tmp_path / "shards"
-    folder.mkdir(exist_ok=True)
-    write_shard(folder / "x_val_000000.bin", np.arange(40, dtype=np.uint16))
-    file = folder / "x_train_000001.bin"
-    file.write_bytes(data)
-    try:
-        tokens = read_shard(file)
-        x, y = TokenLoader(folder, Batching(8, 2, seed=0), 50257).batch(3)
-        next(validation_batches(folder, 8, 20, 4))
-    except UserError as error:
-        assert "x_train_000001.bin" in str(error) or "shards" in str(error)
-    else:
-        assert len(data) == 1024 + 2 * len(tokens) and x.max() < 50257
-        assert torch.equal(x[:, 1:], y[:, :-1])
-    assert file.read_bytes() == data
-
+# ---- runs ----
 
 settings_of_a_run = {
     "learning_rate": st.floats(0, 1e300), "adam_eps": st.floats(0, 1), "s_init": st.floats(),
@@ -147,7 +101,7 @@ settings_of_a_run = {
 }  # fmt: skip
 
 
-@fuzz(80)
+@fuzz(40)
 @given(st.data())
 def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
@@ -159,9 +113,6 @@ def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
     except SystemExit as stop:
         assert stop.code in (1, 2)  # diverged, or refused
     shutil.rmtree(tmp_path / name, ignore_errors=True)
-
-
-# ---- runs ----
 
 
 @pytest.fixture
@@ -179,7 +130,16 @@ def opened(folder):
     return model.state_dict()
 
 
-@fuzz(60)
+def mutated(draw, data):
+    """These bytes with some of them changed, cut off or added."""
+    data = bytearray(data)
+    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
+        data[at] = value
+    data = data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+    return bytes(data + draw(st.binary(max_size=5)))
+
+
+@fuzz(40)
 @given(st.data())
 def test_damaged_runs(run, data):
     """A run with a damaged file is loaded as it was before, or refused, and left as it is."""
@@ -204,7 +164,7 @@ other_tensors = st.sampled_from(
 )
 
 
-@fuzz(40)
+@fuzz(20)
 @given(st.data())
 def test_checkpoints_of_other_content(run, train, data):
     """A run goes on from a checkpoint with a field that is missing or another, or refuses it."""
@@ -380,24 +340,3 @@ def test_names_links_and_pipes_lead_nowhere(used, tmp_path):
         use(lambda file, target=target: file.symlink_to(target))
     use(os.mkfifo)
     use(os.mkdir)
-
-
-@fuzz(60)
-@given(texts, st.data())
-def test_prompts(run, call, prompt, data):
-    options = {
-        "--max_new_tokens": st.integers(-1, 4),
-        "--num_samples": st.integers(-1, 2),
-        "--temperature": st.one_of(st.floats(), st.just(0.0)),
-        "--top_k": st.integers(-1, 400),
-        "--seed": numbers,
-        "--rope_factor": st.floats(),
-        "--rope_theta": st.floats(),
-        "--rope": st.sampled_from(["dynamic_ntk", "ntk", "linear", "yarn", "none"]),
-    }
-    chosen = data.draw(st.lists(st.sampled_from(sorted(options)), max_size=2, unique=True))
-    more = [f"{option}={data.draw(options[option])}" for option in chosen]
-    try:
-        call(sample, run[0], f"--prompt={prompt}", "--max_new_tokens=3", *more)
-    except SystemExit as stop:
-        assert stop.code == 2

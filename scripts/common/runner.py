@@ -107,6 +107,8 @@ class Options:
         variant = VARIANTS.get(self.attention or "")
         if variant is not None and self.p is None and not variant.needs_p:
             changes["p"] = None
+        if self.attention not in (None, config.attention):  # settings of the run's own variant
+            changes |= {key: getattr(Config, key) for key in ("s_init", "b_init", "gamma")}
         return config.replace(attention_impl=self.attention_impl, **changes)
 
     def rope_for(self, config: Config) -> str:
