@@ -147,8 +147,11 @@ def test_refusals_and_pairs_in_proportion(run, call, train, capsys):
     ):
         refused(capsys, lambda m=module, o=options: call(m, run, *o), *message)
     for options, message in (
-        (["--recall=mqar"], "recall = mqar is for task = 'recall'"),
-        ([*SETTINGS, "--vocab_size=300"], "vocab_size = 300: task = 'recall' has 256 ids"),
+        (["--recall=mqar"], "recall = 'mqar' has an effect with task = 'recall' only"),
+        (
+            [*SETTINGS, "--vocab_size=300"],
+            "vocab_size = 300 has an effect with task = 'language' only",
+        ),
         ([*SETTINGS, "--block_size=32"], "block_size = 32 must be at least 64"),
     ):
         refused(capsys, lambda o=options: train("refused", *o), message)
