@@ -646,7 +646,8 @@ def accumulation_steps(config: Config, world_size: int) -> int:
     if sequences and not rest:
         better = f"batch_size = {math.gcd(sequences, config.batch_size)}"
     else:
-        better = f"total_batch_size = {max(1, steps) * micro} or {(steps + 1) * micro}"
+        steps = max(1, steps)
+        better = f"total_batch_size = {steps * micro} or {(steps + 1) * micro}"
     raise UserError(
         f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
         f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "

@@ -8,7 +8,6 @@ import matplotlib.image
 import torch
 
 from config import Config, load_config
-from layers.rope import rotate
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
 from scripts.common.runner import Run
@@ -84,19 +83,6 @@ def write_task(folder, name, docs, **settings):
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
     settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
     (folder / f"{name}.yaml").write_text(json.dumps(settings))
-
-
-def first_layer(model, idx):
-    """q, k and v [B, H, L, d] of the first layer, from its weights."""
-    block, trunk = model.trunk.blocks[0], model.trunk
-    x = block.attn.c_attn(block.ln_1(model.wte(idx)))
-    q, k, v = (
-        part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2)
-        for part in x.split(model.config.n_embd, dim=-1)
-    )
-    if model.config.positions == "rope":
-        q, k = (rotate(x, trunk.rope.cos, trunk.rope.sin) for x in (q, k))
-    return q, k, v
 
 
 class Reader:
