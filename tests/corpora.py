@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +11,6 @@ import pytest
 from data import fineweb, shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
-
-ROOT = Path(__file__).parent.parent
 
 
 def make_documents(n, longest=400, seed=0):

@@ -52,21 +52,6 @@ def test_refuses_what_is_no_whole_shard(tmp_path, data, message):
     assert str(path) in str(error.value)
 
 
-def test_a_failed_write_leaves_no_shard(tmp_path, monkeypatch):
-    path = tmp_path / "x_train_000001.bin"
-    write(path, 1, 2)
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("runtime.files.os.fsync", fail)
-    for target in (path, tmp_path / "x_train_000002.bin"):
-        with pytest.raises(UserError, match="00000[12].bin: cannot be written: disk full"):
-            write(target, 3)
-    assert shards.list_shards(tmp_path, "train") == [path]
-    assert shards.read_shard(path).tolist() == [1, 2]
-
-
 def test_lists_each_split_in_order_and_misses_none(tmp_path):
     names = [f"fineweb_{name}.bin" for name in ("train_000010", "train_000002", "val_000000")]
     for name in names:

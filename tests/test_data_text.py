@@ -129,21 +129,11 @@ def test_text_refusals(folder, tmp_path, refused):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_a_single_text_file_is_divided_at_a_paragraph(tmp_path, tokenizer):
-    """As nanoGPT's input.txt: the last tenth is validation, whatever the tokenizer."""
-    paragraphs = [f"Speaker {k}:\n" + "  To be or not to be,\n" * 5 for k in range(40)]
-    path, out = tmp_path / "input.txt", tmp_path / "out"
-    path.write_text("\n".join(paragraphs))
-    run_text(path, "--out_dir", out, "--tokenizer", tokenizer)
-    (train,), (val,) = (documents_of(out, split, tokenizer) for split in ("train", "val"))
-    assert train + val == path.read_text() and val == "\n".join(paragraphs[37:])
-
-
 @pytest.mark.parametrize(
     "content, val",
     [
         ("0123456\n\n\n9\n\n9", "9"),  # the paragraph that begins there, not the one before
+        ("Speaker:\n  To be,\n\n" * 41, "Speaker:\n  To be,\n\n" * 4),
         ("a line\n" * 20 + "  a li\n", "a line\n  a li\n"),
         ("a single line of words, all of which are in one line", "line"),
         ("word " * 100, "word " * 10),
