@@ -63,7 +63,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,9 @@ from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, panels
-from scripts.common.runner import Evaluation, Run, as_command, load_run, option
+from scripts.common.runner import Run, as_command, load_run, option
 from scripts.common.tables import print_table
-from scripts.common.validation import counted, data_facts
+from scripts.common.validation import AtLengths, counted, data_facts
 
 # LSSAR, Figure A1
 TEXT = (
@@ -94,9 +93,6 @@ TEXT = (
     "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
 )
 CLAMP = 0.5
-# A head with more than this on the first token is a sink (Gu et al. 2024, "When Attention Sink
-# Emerges in Language Models").
-SINK = 0.3
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
 # The name of the part of --distances.
@@ -112,16 +108,13 @@ DRAWN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionMaps(Evaluation):
+class AttentionMaps(AtLengths):
     """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
 
-    name = "attention_maps"
+    name, multiples = "attention_maps", (1, 8)
 
     layer: int = option(-1, "0 is the first, -1 the last")
     text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
-    lengths: tuple[int, ...] | None = option(
-        None, "in tokens, such as 1024,8192 (default: 1x and 8x the training length)"
-    )
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
     distances: bool = option(False, "also positive weights by distance, dead rows, in all layers")
     data_dir: str | None = option(None, "shards to use instead of the run's own")
@@ -130,25 +123,18 @@ class AttentionMaps(Evaluation):
         """The tokens of the text."""
         ids = get_tokenizer(config.tokenizer).encode(self.text)
         if self.text and not 2 <= len(ids) <= MAP_TOKENS:
-            raise UserError(
-                f"the text has {len(ids)} tokens; a map needs at least 2 and at most {MAP_TOKENS}"
-            )
+            raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
 
     def lengths_of(self, config: Config) -> tuple[int, ...]:
-        lengths = self.lengths
-        if lengths is None:
-            lengths = (config.block_size, 8 * config.block_size)
-        return lengths if self.tokens else ()
+        return super().lengths_of(config) if self.tokens else ()
 
     def facts(self, config: Config) -> dict:
-        if not -config.n_layer <= self.layer < config.n_layer:
-            raise UserError(
-                f"--layer {self.layer}: a model of n_layer = {config.n_layer} has layers 0 to "
-                f"{config.n_layer - 1}, and -1 to {-config.n_layer} from the last"
-            )
+        layers = range(config.n_layer)
+        if self.layer not in (*layers, *range(-config.n_layer, 0)):
+            raise UserError(f"--layer {self.layer}: this model has layers 0 to {layers[-1]}")
         self.ids(config)
-        facts = {"layer": self.layer % config.n_layer, "head_windows": head_windows(config)}
+        facts = {"layer": layers[self.layer], "head_windows": head_windows(config)}
         lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
         if not lengths:
             return facts | {"data_dir": None, "val_sha256": None, "tokens": 0}
@@ -278,15 +264,15 @@ def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dic
     for idx in windows:
         with autocast(run.device, run.dtype):
             layers = attention_weights(run.model, idx, slice(None), signs)
-        sums = sums + torch.stack([counts(layer[0], pairs) for layer in layers])
+        sums = sums + torch.stack([shares(layer[0], pairs) for layer in layers])
         number += 1
-    shares = sums / number
+    means = sums / number
     return {
         "length": length,
         "distances": distances(length),
-        "positive": without_nan(shares[..., :-2].tolist()),
-        "dead_rows": shares[..., -2].tolist(),
-        "dead_keys": shares[..., -1].tolist(),
+        "positive": without_nan(means[..., :-2].tolist()),
+        "dead_rows": means[..., -2].tolist(),
+        "dead_keys": means[..., -1].tolist(),
     }
 
 
@@ -295,15 +281,17 @@ def distances(length: int) -> list[int]:
     return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
 
 
+def grouped(values: Tensor) -> Tensor:
+    """Sums over the distances of each group, [H, groups], of values at each distance, [H, L]."""
+    sums = values.cpu().double().cumsum(-1)[:, distances(values.shape[1])]
+    return sums.diff(prepend=torch.zeros(len(sums), 1))
+
+
 def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
-    """How many pairs of query and key each head sees in each group of distances, [H, distances]."""
-    groups = list(pairwise([-1, *distances(length)]))
-
-    def pairs(low: int, high: int, window: int) -> int:  # length - d at each distance d
-        return sum(length - d for d in range(low + 1, min(high + 1, window)))
-
-    counts = [[pairs(*group, window or length) for group in groups] for window in windows]
-    return torch.tensor(counts, dtype=torch.float64)
+    """How many pairs of query and key each head sees in each group of distances, [H, groups]."""
+    distance = torch.arange(length)
+    pairs = [(length - distance) * (distance < (window or length)) for window in windows]
+    return grouped(torch.stack(pairs))
 
 
 def signs(A: Tensor) -> Tensor:
@@ -311,24 +299,18 @@ def signs(A: Tensor) -> Tensor:
     return A.sign().to(torch.int8)
 
 
-def counts(sign: Tensor, pairs: Tensor) -> Tensor:
-    """The shares of one window, [H, distances + 2], from the signs of its weights [H, L, L].
+def shares(sign: Tensor, pairs: Tensor) -> Tensor:
+    """The shares of one window, [H, groups + 2], from the signs of its weights [H, L, L].
 
     `pairs` are its `visible_pairs`; where there are none, the share is NaN.
     """
     length = sign.shape[-1]
-    position = torch.arange(length, device=sign.device)
-    distance = position[:, None] - position
-    positive = [
-        (sign[:, (low < distance) & (distance <= high)] > 0).sum(-1)
-        for low, high in pairwise([-1, *distances(length)])
-    ]
-    shares = torch.stack(positive, dim=-1).cpu() / pairs
+    positive = [(sign.diagonal(-d, -2, -1) > 0).sum(-1) for d in range(length)]
     used = sign != 0
-    dead_rows = (~used.any(-1)).double().mean(-1)
-    later = used & (distance > 0)
-    dead_keys = (~later.any(-2))[:, : length // 2].double().mean(-1)
-    return torch.cat((shares, torch.stack((dead_rows, dead_keys), dim=-1).cpu()), dim=-1)
+    dead_rows = ~used.any(-1)
+    dead_keys = ~used.tril(-1).any(-2)[:, : length // 2]
+    dead = torch.stack([x.double().mean(-1).cpu() for x in (dead_rows, dead_keys)], dim=-1)
+    return torch.cat((grouped(torch.stack(positive, dim=-1)) / pairs, dead), dim=-1)
 
 
 def positive_shares(result: dict) -> Tensor:
@@ -365,48 +347,45 @@ def mean_shares(result: dict) -> dict[str, float]:
 
 def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print a table of every part; draw the last length and the distances."""
-    names, results = [name for name, _ in runs], [result for _, result in runs]
-    layers = ", ".join(str(n) for n in sorted({result["layer"] for result in results}))
-    pictures = {}
+    names, pictures = [name for name, _ in runs], {}
     # the lengths of runs with other training lengths differ
-    for of_runs in zip(*(result["parts"].items() for result in results), strict=True):
-        name, parts = of_runs[0][0], [part for _, part in of_runs]
-        if name == BY_DISTANCE:
-            print_shares(names, results)
-            curves = [Curve(name, *positive_curve(result)) for name, result in runs]
-            x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
-            pictures["weights_by_distance"] = draw_curves(
-                {"": curves}, x, y, "x", positive_curve(results[0])[0]
-            )
-            continue
-        what = ascii(name[6:46]) if name.startswith("text: ") else "validation tokens"
-        print_numbers(f"layer {layers}, {what}", names, parts)
-        pairs = list(zip(names, parts, strict=True))
-        drawn = {
-            shown: [Curve(run, part["keys"], mean_by_row(part, n)) for run, part in pairs]
-            for n, shown in DRAWN.items()
-        }
-        x, keys = "keys up to the row's own", max((part["keys"] for part in parts), key=max)
-        pictures["attention_by_row"] = draw_curves(drawn, x, "", "x", keys, sharey=False)
+    for of_runs in zip(*(result["parts"].items() for _, result in runs), strict=True):
+        part, parts = of_runs[0][0], [part for _, part in of_runs]
+        if part == BY_DISTANCE:
+            pictures["weights_by_distance"] = show_distances(runs)
+        else:
+            print(f"\nlayer {evaluation.layer}, {ascii(part[:46])}; means over heads and rows")
+            pictures["attention_by_row"] = show_rows(names, parts)
     return pictures
 
 
-def mean_by_row(part: dict, name: str) -> list[float]:
-    """Mean over heads for each group of rows; NaN where all rows are dead."""
-    return torch.tensor(np.array(part["groups"][name], dtype=float)).nanmean(0).tolist()
-
-
-def print_numbers(title: str, names: Sequence[str], parts: Sequence[dict]) -> None:
-    """A line for every run, of the same text or validation tokens."""
-    print(f"\n{title}; means over heads and rows;")
-    print(f"top: the head with most on the first token; sinks: heads with more than {SINK}")
-    table = [["", "length", "first token", "top", "sinks", *NUMBERS[1:4], "dead", "sum"]]
+def show_rows(names: Sequence[str], parts: Sequence[dict]) -> Figure:
+    """A line for every run, of the same text or validation tokens; a panel for each of DRAWN."""
+    columns = (*NUMBERS[:4], "dead", "sum")
+    table = [["", "length", *columns]]
+    drawn: dict[str, list[Curve]] = {title: [] for title in DRAWN.values()}
     for name, part in zip(names, parts, strict=True):
-        first = [value or 0.0 for value in part["heads"]["first_token"]]
-        share, *rest = (f"{mean_over_heads(part, n):.4f}" for n in (*NUMBERS[:4], "dead", "sum"))
-        sinks = f"{sum(value > SINK for value in first)} of {len(first)}"
-        table.append([name, f"{part['length']}", share, f"{max(first):.4f}", sinks, *rest])
+        means = [f"{mean_over_heads(part, column):.4f}" for column in columns]
+        table.append([name, str(part["length"]), *means])
+        for number, title in DRAWN.items():  # means over heads; NaN where all rows are dead
+            groups = torch.from_numpy(np.array(part["groups"][number], dtype=float)).nanmean(0)
+            drawn[title].append(Curve(name, part["keys"], groups.tolist()))
     print_table(table)
+    keys = max((part["keys"] for part in parts), key=max)
+    return draw_curves(drawn, "keys up to the row's own", "", "x", keys, sharey=False)
+
+
+def show_distances(runs: Sequence[tuple[str, dict]]) -> Figure:
+    """A line and a curve for every run."""
+    length = runs[0][1]["parts"][BY_DISTANCE]["length"]
+    print(f"\nshare of positive weights, validation tokens in windows of {length}")
+    means = {name: mean_shares(result) for name, result in runs}
+    table = [[name, *(f"{mean:.4f}" for mean in of_run.values())] for name, of_run in means.items()]
+    print_table([["", *means[runs[0][0]]], *table], width=11)
+    curves = [Curve(name, *positive_curve(result)) for name, result in runs]
+    x = "distance from the diagonal + 1, up to"
+    ticks = positive_curve(runs[0][1])[0]
+    return draw_curves({"": curves}, x, "share of weights above 0", "x", ticks)
 
 
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
@@ -435,20 +414,6 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     )
     figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
-
-
-def print_shares(names: list[str], results: Sequence[dict]) -> None:
-    length = results[0]["parts"][BY_DISTANCE]["length"]
-    print(
-        f"\nshare of positive weights, validation tokens in windows of {length}; near: closer than "
-        f"{max(1, round(NEAR * length))} keys, far: at least half the window, nan: hidden"
-    )
-    shares = [mean_shares(result) for result in results]
-    lines = [
-        [name, *(f"{share:.4f}" for share in one.values())]
-        for name, one in zip(names, shares, strict=True)
-    ]
-    print_table([["", *shares[0]], *lines], width=11)
 
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:

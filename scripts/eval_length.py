@@ -1,7 +1,7 @@
 """Loss at lengths beyond the training length, over the same tokens at every length.
 
 python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096 --rope none,ntk:4,dynamic_ntk
-python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --samples 100000 --per_position \
+python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 --per_position \
     --rope none --rope_theta 500000
 
 The first command compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of
@@ -25,7 +25,6 @@ settings. Lengths that it has are not measured again; new ones are added:
     rope, rope_factor, rope_theta                       the options; null: the default
     window, p                                           of attention; null: none
     data_dir, tokens, dtype                             the first validation tokens of data_dir
-    samples, sample_seed                                of random sequences instead, else null
     parts                                               {"1024 tokens": {"length": 1024, "loss":
                                                         mean in nats per token}}; of "1024 tokens by
                                                         position" also "loss_by_position", the mean
@@ -47,20 +46,14 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
-from data.loader import sampled_batches, validation_batches
+from data.loader import validation_batches
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, as_command, option
 from scripts.common.tables import print_table
-from scripts.common.validation import (
-    counted,
-    data_facts,
-    default_lengths,
-    sampled_sequences,
-    validation_id,
-)
+from scripts.common.validation import AtLengths, counted, data_facts, default_lengths
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -68,27 +61,21 @@ SMOOTHING = 16
 FIRST_DRAWN = 1 / 32
 UNIT = "validation loss (nats per token)"
 CONTROL = "sliding window of the training length, plain RoPE"
-MEANING = f"""\
-gain from context, at the longest length: the loss with a {CONTROL},
-or the loss at the training length if that is lower, minus the loss; above 0 the model uses what
-lies beyond it, below 0 it is hurt by it"""
+MEANING = """\
+gain from context, at the longest length: above 0 the model uses what lies beyond the training
+length, below 0 it is hurt by it"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossByLength(Evaluation):
+class LossByLength(AtLengths):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
 
     name = "eval_length"
 
     rope: str = option("dynamic_ntk", "RoPE scalings, such as none,ntk:8,yarn")
-    lengths: tuple[int, ...] | None = option(
-        None, "in tokens, such as 1024,2048 (default: 1x to 16x the training length)"
+    tokens: int | None = option(
+        None, "predict so many tokens, or all there are (default: val_tokens)", at_least=1
     )
-    tokens: int | None = option(None, "tokens to predict (default: val_tokens)", at_least=1)
-    samples: int | None = option(
-        None, "random sequences of one length, in place of the first tokens", at_least=1
-    )
-    sample_seed: int = option(1337, "of --samples", at_least=0)
     data_dir: str | None = option(None, "shards to use instead of the run's own")
     per_position: bool = option(False, "also the loss by position at the greatest length")
 
@@ -101,46 +88,19 @@ class LossByLength(Evaluation):
         control = replace(self, rope="none", rope_factor=None, rope_theta=None, window=window)
         return None if control == self or max(self.lengths_of(config)) <= window else control
 
-    def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths([config])
-
     def facts(self, config: Config) -> dict:
-        data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
-        if self.samples is None:
-            wanted = config.val_tokens if self.tokens is None else self.tokens
-            facts = data_facts(data_dir, lengths, wanted, config)
-            return facts | {"samples": None, "sample_seed": None}
-        if len(lengths) > 1:
-            several = ",".join(map(str, lengths))
-            raise UserError(
-                f"--samples {self.samples} takes sequences of one length, not {several}"
-            )
-        samples = sampled_sequences(data_dir, lengths[0], self.samples, config)
-        return {
-            "data_dir": data_dir,
-            "val_sha256": validation_id(data_dir),
-            "tokens": samples * lengths[0],
-            "samples": samples,
-            "sample_seed": self.sample_seed,
-        }
+        data_dir, wanted = self.data_dir or config.data_dir, self.tokens or config.val_tokens
+        return data_facts(data_dir, self.lengths_of(config), wanted, config)
 
     def parts(self, config: Config) -> dict[str, int]:
-        tokens, lengths = self.facts(config)["tokens"], self.lengths_of(config)
-        names = {n: f"{n} tokens" for n in lengths}
-        if self.per_position:
-            names[max(lengths)] += " by position"
-        return dict.fromkeys(names.values(), tokens)
+        names = [f"{length} tokens" for length in self.lengths_of(config)]
+        names[-1] += " by position" if self.per_position else ""
+        return dict.fromkeys(names, self.facts(config)["tokens"])
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        length, data_dir = int(name.split()[0]), facts["data_dir"]
+        length, tokens = int(name.split()[0]), facts["tokens"]
         size = max(1, BATCH_TOKENS // length)
-        batches = (
-            validation_batches(data_dir, length, facts["tokens"], size, device=run.device)
-            if facts["samples"] is None
-            else sampled_batches(
-                data_dir, length, facts["samples"], facts["sample_seed"], size, run.device
-            )
-        )
+        batches = validation_batches(facts["data_dir"], length, tokens, size, device=run.device)
         means = position_losses(run, counted(batches, bar))
         loss = {"length": length, "loss": means.mean().item()}
         return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
@@ -159,25 +119,21 @@ class LossByLength(Evaluation):
         Raises UserError where the runs would be measured on different text.
         """
         configs = [checkpoint.read_config(path) for path in paths]
-        first = configs[0].data_dir
-        for path, config in zip(paths, configs, strict=True):
-            same = Path(config.data_dir).resolve() == Path(first).resolve()
-            if self.data_dir is None and not same:
-                raise UserError(
-                    f"{path} was trained on {config.data_dir}, and {paths[0]} on {first}: losses "
-                    "on different text cannot be compared; --data_dir DIR measures all runs on one "
-                    "text"
-                )
+        texts = {str(Path(self.data_dir or config.data_dir).resolve()) for config in configs}
+        if len(texts) > 1:
+            raise UserError(
+                f"losses on different text cannot be compared: the runs were trained on "
+                f"{' and '.join(sorted(texts))}; --data_dir DIR measures all runs on one text"
+            )
         tokens = self.tokens or min(config.val_tokens for config in configs)
-        lengths = self.lengths or default_lengths(configs)
+        lengths = self.lengths or default_lengths(configs, self.multiples)
         found: dict[str, Evaluation] = {}
         for text in self.rope.split(","):
-            rope, colon, number = text.partition(":")
+            rope, _, number = text.partition(":")
             try:
-                factor = float(number) if colon else self.rope_factor
+                factor = float(number) if number else self.rope_factor
             except ValueError:
-                message = f"--rope {text!r}: {number!r} must be a number, as in ntk:4"
-                raise UserError(message) from None
+                raise UserError(f"--rope {text}: a factor is a number, as in ntk:4") from None
             found[f"  {text}"] = replace(
                 self, rope=rope, rope_factor=factor, lengths=lengths, tokens=tokens
             )
@@ -217,70 +173,51 @@ def gain(result: dict) -> float | None:
 # ---- the table and the pictures ----
 
 
-def settings(result: dict) -> list[str]:
-    """How a run was opened, where that is not as it was trained."""
-    factor, theta = result["rope_factor"], result["rope_theta"]
-    rope = result["rope"] + ("" if factor is None else f":{factor:g}")
-    more = [f"{key} {result[key]:g}" for key in ("window", "p") if result[key] is not None]
-    return [f"RoPE scaling {rope}", *([] if theta is None else [f"theta {theta:g}"]), *more]
-
-
-def common_settings(results: Sequence[dict]) -> list[str]:
-    return [one for one in settings(results[0]) if all(one in settings(r) for r in results)]
+def lines(runs: Sequence[tuple[str, dict]]) -> list[tuple[str, dict, bool]]:
+    """Names and measurements; the control that a run's RoPE scalings share follows the last."""
+    found: list[tuple[str, dict, bool]] = []
+    for i, (name, result) in enumerate(runs):
+        found.append((name, result, False))
+        control = result.get("control")
+        if control and (i + 1 == len(runs) or runs[i + 1][1].get("control") != control):
+            found.append((name, control, True))
+    return found
 
 
 def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print the losses, the controls and the gains, and draw them."""
-    results = [result for _, result in runs]
-    trained, lengths = {r["trained_length"] for r in results}, results[0]["lengths"]
-    table = [["tokens", *map(str, lengths), "gain"]]
-    if len(trained) == 1:
-        multiples = [f"{n / length:g}x" for length in trained for n in lengths]
-        table.insert(0, ["of the training length", *multiples, ""])
-    for i, (name, result) in enumerate(runs):
-        value, control = gain(result), result.get("control")
+    table = [["tokens", *map(str, runs[0][1]["lengths"]), "gain"]]
+    for name, result, is_control in lines(runs):
+        value = gain(result)
+        label = f"  sliding window of {result['window']}" if is_control else name
         losses = [f"{loss:.4f}" for loss in result["loss"]]
-        table.append([name, *losses, "" if value is None else f"{value:+.4f}"])
-        # the scalings of a run share a control
-        if control and (i + 1 == len(runs) or results[i + 1].get("control") != control):
-            losses = [f"{loss:.4f}" for loss in control["loss"]]
-            table.append([f"  sliding window of {control['window']}", *losses, ""])
-    print("\n" + ", ".join([UNIT, *common_settings(results)]))
+        table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
+    print(f"\n{UNIT}, {evaluation.title}")
     print_table(table, width=9)
-    if any("control" in result for result in results):
-        print(MEANING)
+    print(MEANING)
     if evaluation.per_position:
-        return {"loss_by_position": plot(runs, by_position=True)}
-    several = len({result["sha256"] for result in results}) > 1
-    return {"loss_by_length" if several else "eval_length": plot(runs)}
+        return {"loss_by_position": plot(runs, evaluation.title, by_position=True)}
+    several = len({result["sha256"] for _, result in runs}) > 1
+    return {"loss_by_length" if several else "eval_length": plot(runs, evaluation.title)}
 
 
-def plot(runs: Sequence[tuple[str, dict]], by_position: bool = False) -> Figure:
+def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
-    results = [result for _, result in runs]
-    trained = {result["trained_length"] for result in results}
-    begin, ticks = int(FIRST_DRAWN * min(trained)), results[0]["lengths"]
+    trained = {result["trained_length"] for _, result in runs}
+    begin, ticks = int(FIRST_DRAWN * min(trained)), runs[0][1]["lengths"]
     if by_position:
         ticks = [2**i for i in range(begin.bit_length(), ticks[-1].bit_length())]
-
-    def curve(name: str, result: dict, thin: bool = False) -> Curve:
-        if not by_position:
-            return Curve(name, result["lengths"], result["loss"], thin=thin)
-        *_, longest = result["parts"].values()
-        losses = smoothed(longest["loss_by_position"])
-        return Curve(name, range(begin + 1, len(losses) + 1), losses[begin:], thin=thin)
-
-    curves: list[Curve] = []
-    controls: dict[str, Curve] = {}  # the scalings of a run share a control
-    for name, result in runs:
+    curves = []
+    for name, result, thin in lines(runs):
+        x, y = result["lengths"], result["loss"]
         if by_position:
-            name += f" ({result['tokens'] // result['lengths'][-1]:,} windows)"
-        curves.append(curve(name, result))
-        if "control" in result:
-            controls.setdefault(result["sha256"], curve(name, result["control"], thin=True))
-    x = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
-    title, thin = ", ".join(common_settings(results)), f"thin: {CONTROL}" if controls else ""
-    return draw_curves({title: [*curves, *controls.values()]}, x, UNIT, "x", ticks, thin, trained)
+            *_, longest = result["parts"].values()
+            losses = smoothed(longest["loss_by_position"])
+            x, y = range(begin + 1, len(losses) + 1), losses[begin:]
+        curves.append(Curve(name, x, y, thin=thin))
+    axis = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
+    legend = f"thin: {CONTROL}" if any(curve.thin for curve in curves) else ""
+    return draw_curves({title: curves}, axis, UNIT, "x", ticks, legend, trained)
 
 
 def smoothed(losses: list[float]) -> list[float]:

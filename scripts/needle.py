@@ -21,11 +21,10 @@ The paper leaves open the haystack (here validation tokens from a random offset,
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
-import functools
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +39,21 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
-from data.loader import validation_tokens
-from data.shards import check_ids, check_tokenizer
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.plots import Curve, add_legend, draw_curves, heat_map, panels
-from scripts.common.retrieval import ANSWER_TOKENS, ASK, answer, batches, first_number, print_found
-from scripts.common.runner import Evaluation, Run, as_command, option
-from scripts.common.validation import check_lengths, default_lengths, validation_id
+from scripts.common.plots import Curve, add_legend, draw_curves, panels
+from scripts.common.retrieval import (
+    ANSWER_TOKENS,
+    ASK,
+    Retrieval,
+    Trial,
+    answered,
+    first_number,
+)
+from scripts.common.runner import Run, as_command, option
+from scripts.common.validation import checked_tokens, validation_id
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -71,15 +75,12 @@ GRADES = {"correct": "o", "first digit": "^", "wrong": "x"}
 
 
 @dataclass(frozen=True)
-class Needle:
-    prompt: list[int]
+class Needle(Trial):
     span: slice  # of the prompt: after the needle's colon, to its end
     city: str
-    number: int
-    depth: float  # share of the haystack before the needle
 
 
-def texts(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
+def pieces(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
     """The tokens of the needle up to its colon, of its number, of a line break, of the question."""
     question = ASK.format(question=QUESTION.format(city=city))
     return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", question)]
@@ -87,7 +88,7 @@ def texts(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
 
 def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
     """Tokens of a needle, its question and the answer, without a haystack."""
-    return 1 + sum(map(len, texts(tokenizer, city, number))) + ANSWER_TOKENS
+    return 1 + sum(map(len, pieces(tokenizer, city, number))) + ANSWER_TOKENS
 
 
 def shortest(tokenizer: Tokenizer) -> int:
@@ -96,34 +97,17 @@ def shortest(tokenizer: Tokenizer) -> int:
     return longest + len(" 8888888.") - len(tokenizer.encode(" 8888888."))
 
 
+@dataclass(frozen=True)
 class Haystack:
     """Needles in stretches of validation tokens."""
 
-    def __init__(self, data_dir: str, tokenizer: str, n_vocab: int):
-        # 100M tokens, one shard of data.fineweb, are more than any measurement uses
-        check_tokenizer(data_dir, tokenizer)
-        self.tokens = validation_tokens(data_dir, 10**8)
-        check_ids(data_dir, self.tokens, n_vocab)
-        self.data_dir, self.tokenizer = data_dir, get_tokenizer(tokenizer)
-
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise UserError where a length is too short for a needle, or the text for a length."""
-        if min(lengths) < (enough := shortest(self.tokenizer)):
-            raise UserError(
-                f"length {min(lengths)} is too short, give --lengths and --score_length: without a "
-                f"haystack the needle, its question and the answer take up to {enough} tokens "
-                f"({self.tokenizer.name})"
-            )
-        if max(lengths) > len(self.tokens):
-            raise UserError(
-                f"length {max(lengths)} needs a haystack of as many tokens, but {self.data_dir} "
-                f"has {len(self.tokens)} validation tokens"
-            )
+    tokens: np.ndarray  # [n]
+    tokenizer: Tokenizer
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
         eot = self.tokenizer.eot
-        needle, span, end, question = texts(self.tokenizer, city, number)
+        needle, span, end, question = pieces(self.tokenizer, city, number)
         room = length - bare_length(self.tokenizer, city, number)
         start = int(place * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
@@ -131,7 +115,7 @@ class Haystack:
         before = round(depth * room)
         prompt = [eot, *hay[:before], *needle, *span, *end, *hay[before:], *question]
         begin = 1 + before + len(needle)
-        return Needle(prompt, slice(begin, begin + len(span)), city, number, depth)
+        return Needle(prompt, number, depth, slice(begin, begin + len(span)), city)
 
     def draws(
         self, count: int, rng: random.Random, length: int, depth: float | None = None
@@ -143,33 +127,22 @@ class Haystack:
             yield self.hide(city, number, needle_depth, length, rng.random())
 
 
-open_haystack = functools.cache(Haystack)  # one for all runs with these tokens
-
-
 @dataclass(frozen=True, kw_only=True)
-class Needles(Evaluation):
+class Needles(Retrieval):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
-    name = "needle"
+    name, what = "needle", "needles"
+    depths = tuple(f"{depth:.0%}" for depth in DEPTHS)
 
-    lengths: tuple[int, ...] | None = option(
-        None, "in tokens (default: 1x to 16x the training length)"
-    )
     samples: int = option(1000, "per length and depth", at_least=1)
     score_length: int = option(8000, "length for the needle scores", at_least=1)
     score_trials: int = option(100, "needles to score", at_least=1)
     data_dir: str | None = option(None, "shards to take haystacks from (default: the run's own)")
-    seed: int = option(1337, "of needles and haystacks")
-
-    def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths([config])
 
     def haystack(self, config: Config) -> Haystack:
-        return open_haystack(self.data_dir or config.data_dir, config.tokenizer, config.n_vocab)
-
-    def cells(self, config: Config) -> dict[str, tuple[int, float]]:
-        """The lengths and depths of the accuracies, by the name of their part."""
-        return {cell(n, depth): (n, depth) for n in self.lengths_of(config) for depth in DEPTHS}
+        # 100M tokens, one shard of data.fineweb, are more than any measurement uses
+        tokens = checked_tokens(self.data_dir or config.data_dir, 10**8, config)
+        return Haystack(tokens, get_tokenizer(config.tokenizer))
 
     @property
     def scores(self) -> str:
@@ -177,9 +150,14 @@ class Needles(Evaluation):
         return f"scores of {self.score_trials} needles in {self.score_length} tokens"
 
     def facts(self, config: Config) -> dict:
-        lengths, data_dir = self.lengths_of(config), self.data_dir or config.data_dir
-        check_lengths(config, (*lengths, self.score_length))
-        self.haystack(config).check((*lengths, self.score_length))
+        lengths, haystack = (*self.lengths_of(config), self.score_length), self.haystack(config)
+        data_dir, available = self.data_dir or config.data_dir, len(haystack.tokens)
+        self.check_lengths(config, lengths, shortest(haystack.tokenizer))
+        if max(lengths) > available:
+            raise UserError(
+                f"{data_dir}: {available} validation tokens are no haystack for length "
+                f"{max(lengths)}"
+            )
         return {
             "data_dir": data_dir,
             "val_sha256": validation_id(data_dir),
@@ -188,40 +166,27 @@ class Needles(Evaluation):
         }
 
     def parts(self, config: Config) -> dict[str, int]:
-        cells = {name: length * self.samples for name, (length, _) in self.cells(config).items()}
-        return cells | {self.scores: (self.score_trials + 1) * self.score_length}
+        needles = len(DEPTHS) * self.samples
+        lengths = {str(length): length * needles for length in self.lengths_of(config)}
+        return lengths | {self.scores: (self.score_trials + 1) * self.score_length}
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
         haystack = self.haystack(run.config)
         if name == self.scores:
             return score(run, self, haystack, bar)
-        length, depth = self.cells(run.config)[name]
-        grades: list[str] = []
-        rng = random.Random(f"needle {self.seed} {length} {depth}")
-        for batch in batches(haystack.draws(self.samples, rng, length, depth), length, bar):
-            grades += [grade(*pair) for pair in zip(batch, ask(run, batch), strict=True)]
-        shares = {name: grades.count(name) / len(grades) for name in GRADES}
-        return {"length": length, "depth": depth} | shares
-
-    def picture(self, path: str | Path, measurement: dict) -> Figure:
-        title = f"{measurement['variant']}, needles, RoPE scaling {measurement['rope']}"
-        lengths = sorted(found(measurement["parts"]))
-        shares = [
-            [measurement["parts"][cell(length, depth)]["correct"] for length in lengths]
-            for depth in DEPTHS
-        ]
-        depths = [f"{depth:.0%}" for depth in DEPTHS]
-        return heat_map(title, shares, lengths, depths, "needles found (%)")
-
-
-def cell(length: int, depth: float) -> str:
-    return f"{length} tokens, depth {depth:.0%}"
-
-
-def ask(run: Run, needles: list[Needle]) -> list[str]:
-    """The model's answers, with end-of-text excluded."""
-    eot = get_tokenizer(run.config.tokenizer).eot
-    return answer(run, [needle.prompt for needle in needles], never=eot)
+        length, shares = int(name), []
+        for depth in DEPTHS:
+            rng = random.Random(f"needle {self.seed} {length} {depth}")
+            needles = haystack.draws(self.samples, rng, length, depth)
+            batches = answered(run, needles, length, bar, never=haystack.tokenizer.eot)
+            grades = [grade(*pair) for batch in batches for pair in zip(*batch, strict=True)]
+            shares.append({name: grades.count(name) / len(grades) for name in GRADES})
+        accuracies = [share["correct"] for share in shares]
+        return {
+            "accuracy": statistics.mean(accuracies),
+            "accuracy_by_depth": accuracies,
+            "grades_by_depth": shares,
+        }
 
 
 def grade(needle: Needle, text: str) -> str:
@@ -252,7 +217,7 @@ def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
 
 def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
-    length = evaluation.score_length
+    length, eot = evaluation.score_length, haystack.tokenizer.eot
     rng = random.Random(f"needle scores {evaluation.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
     scores = needle_scores(run, [fixed])[0]
@@ -261,14 +226,18 @@ def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
         {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
         for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
-    one_needle = graded(fixed, ask(run, [fixed])[0]) | {"heads": heads}
-    bar.update(length)
+    [(_, [text])] = answered(run, [fixed], length, bar, eot)
     trials = []
-    for batch in batches(haystack.draws(evaluation.score_trials, rng, length), length, bar):
+    needles = haystack.draws(evaluation.score_trials, rng, length)
+    for batch, texts in answered(run, needles, length, bar, eot):
         tops = needle_scores(run, batch).flatten(1).amax(-1).tolist()
-        for needle, text, top in zip(batch, ask(run, batch), tops, strict=True):
-            trials.append(graded(needle, text) | {"top_score": top})
-    return {"length": length, "one needle": one_needle, "trials": trials}
+        for needle, answer, top in zip(batch, texts, tops, strict=True):
+            trials.append(graded(needle, answer) | {"top_score": top})
+    return {
+        "length": length,
+        "one needle": graded(fixed, text) | {"heads": heads},
+        "trials": trials,
+    }
 
 
 def graded(needle: Needle, text: str) -> dict:
@@ -281,48 +250,35 @@ def graded(needle: Needle, text: str) -> dict:
 
 def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print every run's accuracy by length and its scores."""
-    for _, result in runs:
-        print_found(result, "needles", found(result["parts"]))
-        trials = result["parts"][evaluation.scores]["trials"]
-        mean = statistics.mean(trial["top_score"] for trial in trials)
+    scores = {name: result["parts"][evaluation.scores] for name, result in runs}
+    for name, result in runs:
+        evaluation.print_found(result)
+        mean = statistics.mean(trial["top_score"] for trial in scores[name]["trials"])
         print(f"{evaluation.scores}: mean of each needle's highest {mean:.4f}")
-    names, scores = [name for name, _ in runs], [r["parts"][evaluation.scores] for _, r in runs]
-    return {"needle_heads": plot_heads(names, scores), "needle_scores": plot_scores(names, scores)}
+    return {"needle_heads": plot_heads(scores), "needle_scores": plot_scores(scores)}
 
 
-def found(parts: dict[str, dict]) -> dict[int, float]:
-    """The share of needles found at each length, the mean over depths."""
-    lengths = {part["length"] for part in parts.values() if "depth" in part}
-    return {
-        n: statistics.mean(parts[cell(n, depth)]["correct"] for depth in DEPTHS)
-        for n in sorted(lengths)
-    }
-
-
-def plot_heads(names: list[str], runs: list[dict]) -> Figure:
+def plot_heads(scores: dict[str, dict]) -> Figure:
     """Fig. 7: the highest needle scores of all heads at one needle."""
     curves = []
-    for name, scores in zip(names, runs, strict=True):
-        values = [head["score"] for head in scores["one needle"]["heads"]]
-        label = f"{name} ({scores['one needle']['grade']})"
+    for name, measured in scores.items():
+        values = [head["score"] for head in measured["one needle"]["heads"]]
+        label = f"{name} ({measured['one needle']['grade']})"
         curves.append(Curve(label, range(1, len(values) + 1), values))
-    title = f"one needle, {FIXED[2]:.0%} deep in {runs[0]['length']:,} tokens"
+    title = f"one needle, {FIXED[2]:.0%} deep in {measured['length']:,} tokens"
     return draw_curves({title: curves}, "attention head, by needle score", "needle score")
 
 
-def plot_scores(names: list[str], runs: list[dict]) -> Figure:
+def plot_scores(scores: dict[str, dict]) -> Figure:
     """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
     figure, (axes,) = panels(1)
-    for i, (name, scores) in enumerate(zip(names, runs, strict=True)):
-        trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
-        axes.plot([], [], color=f"C{i}", label=name)
+    for i, (name, measured) in enumerate(scores.items()):
+        trials = sorted(measured["trials"], key=lambda trial: -trial["top_score"])
         for grade_name, marker in GRADES.items():
             places = [n for n, trial in enumerate(trials, 1) if trial["grade"] == grade_name]
-            tops = [trials[n - 1]["top_score"] for n in places]
-            axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker)
-    for grade_name, marker in GRADES.items():
-        axes.scatter([], [], color="0.3", marker=marker, label=grade_name)
-    axes.set_title(f"needles at random depths of {runs[0]['length']:,} tokens", fontsize="medium")
+            tops, label = [trials[n - 1]["top_score"] for n in places], f"{name}, {grade_name}"
+            axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker, label=label)
+    axes.set_title(f"needles at random depths of {measured['length']:,} tokens", fontsize="medium")
     axes.set(xlabel="trial, by top needle score", ylabel="top needle score")
     axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)

@@ -13,11 +13,11 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.tokenizer import get_tokenizer
-from errors import UserError, command
+from errors import command
 from generation import generate
 from layers.cache import KVCache
 from runtime.device import autocast
-from scripts.common.runner import Options, load_run, option, parse
+from scripts.common.runner import Options, Run, load_run, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,12 @@ class Sampling(Options):
 @command
 def main() -> None:
     options, arguments = parse(Sampling)
-    if options.temperature and not 1e-4 <= options.temperature <= 1e4:
-        raise UserError(f"--temperature {options.temperature} must be 0, or 0.0001 to 10000")
-    if len(arguments.runs) > 1:
-        raise UserError(f"{len(arguments.runs)} runs: sample from one at a time")
-    run = load_run(arguments.runs[0], options)
+    for path in arguments.runs:
+        write_texts(load_run(path, options), options)
+
+
+def write_texts(run: Run, options: Sampling) -> None:
+    """Print the texts of a run, and the size of the cache."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]

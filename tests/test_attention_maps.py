@@ -77,7 +77,7 @@ def test_counts_of_a_window():
     for query, key in ((0, 0), (1, 0), (3, 3), (3, 1)):  # query 2 has none
         A[0, query, key] = 0.5
     A[1, 1, 0], A[1, 2, 2], A[1, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
-    shares = attention_maps.counts(signs(A), attention_maps.visible_pairs(4, [None, None]))
+    shares = attention_maps.shares(signs(A), attention_maps.visible_pairs(4, [None, None]))
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
     assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
     assert shares[1].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]

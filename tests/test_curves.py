@@ -1,8 +1,8 @@
 """The curves of runs while they train."""
 
-import csv
 import json
 
+import numpy as np
 import pytest
 
 from scripts import curves
@@ -10,29 +10,29 @@ from tests.helpers import not_blank
 from tests.runs import metrics
 
 
-def test_the_numbers_and_the_picture_of_a_run(run, call, capsys):
-    logged = {key: metrics(run, key) for key in ("loss", "val_loss", "lr", "grad_norm", "ms")}
+def test_the_curves_of_a_run_in_training(run, call):
+    losses, validated, ms = (metrics(run, key) for key in ("loss", "val_loss", "ms"))
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "lo')  # a run in training
+        file.write('{"step": 7, "lo')
     call(curves, run, "--x=tokens", "--smooth=3")
-    assert not_blank(run / "curves.png") and "curves.csv" in capsys.readouterr().out
-    with open(run / "curves.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(7))
-    assert [int(row["tokens"]) for row in rows] == [1024 * step for step in range(7)]
-    for key in ("loss", "val_loss", "lr", "grad_norm"):
-        assert {int(row["step"]): float(row[key]) for row in rows if row[key]} == logged[key]
-    seconds = [float(row["seconds"]) for row in rows]
-    assert seconds[-1] == pytest.approx(sum(logged["ms"].values()) / 1000)
+    assert not_blank(run / "curves.png")
+    for x, places in (
+        ("steps", list(range(1, 7))),
+        ("tokens", [1024 * step for step in range(1, 7)]),
+        ("hours", np.cumsum(list(ms.values())) / 3.6e6),
+    ):
+        figure = curves.plot({"run": curves.read_steps(run)}, curves.Curves(x=x))
+        loss, validation, *_ = (axes.lines[0] for axes in figure.axes)
+        np.testing.assert_allclose(loss.get_xdata(), places, rtol=1e-9)
+        assert list(loss.get_ydata()) == list(losses.values())
+        assert list(validation.get_ydata()) == list(validated.values())
 
 
-def test_tokens_of_a_fine_tuned_run_are_those_of_its_examples(run, call):
-    """Its steps have fewer than total_batch_size, and the last of an epoch has fewer still."""
-    lines = []
-    for step, tokens in ((1, 300), (2, 200), (3, 77)):
-        seconds = 0.1 * step
-        lines.append({"step": step, "loss": 1.0, "lr": 1e-5, "grad_norm": 1.0,
-                      "ms": 1000 * seconds, "tokens_per_s": tokens / seconds})  # fmt: skip
+def test_tokens_of_a_fine_tuned_run_are_the_tokens_of_its_examples(run):
+    lines = [{"step": 1, "ms": 100.0, "tokens_per_s": 3000.0}, {"step": 2, "val_loss": 1.0},
+             {"step": 2, "ms": 700.0, "tokens_per_s": 110.0}]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "squad.json").write_text("{}")
-    assert [row["tokens"] for row in curves.read_steps(run)] == [300, 500, 577]
+    assert [step["tokens"] for step in curves.read_steps(run)] == [300, 300, 377]
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="no step yet"):
+        curves.read_steps(run)

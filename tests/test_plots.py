@@ -22,7 +22,7 @@ def test_a_saved_picture_is_named_and_has_the_format_of_its_suffix(
 
 
 def test_a_heat_map_has_a_number_where_something_was_measured():
-    figure = heat_map("a", [[0.0, None], [0.256, 1.0]], [16, 2048], ["10%", "90%"], "found (%)")
+    figure = heat_map("a", {"10%": [0.0, None], "90%": [0.256, 1.0]}, ["16", "2,048"], "found (%)")
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.texts] == ["0", "26", "100"]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "2,048"]

@@ -36,8 +36,8 @@ def answers(tmp_path, monkeypatch):
 
 
 def haystack_of(text, name):
-    n_vocab = small_config(f"softmax.py --tokenizer={name}").n_vocab
-    return needle.Haystack(str(text[name]), name, n_vocab)
+    config = small_config(f"softmax.py --tokenizer={name}")
+    return needle.Needles(data_dir=str(text[name])).haystack(config)
 
 
 # ---- passkeys ----
@@ -69,7 +69,9 @@ def test_passkey_prompts():
         text = tokenizer.decode(trial.prompt)
         task, before, told, after, question = text.split("\n")
         assert task.startswith("<|endoftext|>There is an important info")
-        assert told == f"The pass key is {trial.key}. Remember it. {trial.key} is the pass key."
+        assert (
+            told == f"The pass key is {trial.number}. Remember it. {trial.number} is the pass key."
+        )
         assert question == "What is the pass key? The pass key is"
         whole = " ".join([passkey.FILLER] * 100)
         assert whole.startswith(before) and whole.startswith(after)
@@ -77,7 +79,7 @@ def test_passkey_prompts():
         assert share == pytest.approx(trial.depth, abs=0.02)
         # the pieces are tokens of the text as a whole, too
         assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
-    depths, keys = [t.depth for t in trials], [t.key for t in trials]
+    depths, keys = [t.depth for t in trials], [t.number for t in trials]
     assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
     assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
     for seed in (1, 2):
@@ -85,7 +87,7 @@ def test_passkey_prompts():
 
 
 def test_passkey_depths_are_counted_in_tenths():
-    trials = [passkey.Trial([], 7, depth) for depth in (0.0, 0.05, 0.1, 0.95, 1.0)]
+    trials = [retrieval.Trial([], 7, depth) for depth in (0.0, 0.05, 0.1, 0.95, 1.0)]
     part = passkey.judge(trials, [" 7.", "7", "is 7 or 8", " 77", "seven"])
     assert part["accuracy"] == 0.6
     assert part["accuracy_by_depth"] == [1.0, 1.0] + [None] * 7 + [0.0]
@@ -106,10 +108,10 @@ def test_passkey_of_trained_runs(run, call, monkeypatch, pictures):
     trials = passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337)
     for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
         out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
-        assert trial.key == judged["key"]
+        assert trial.number == judged["key"]
         assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
     # what is there is not measured again; other lengths, seeds and options are
-    monkeypatch.setattr(passkey, "answer", None)
+    monkeypatch.setattr(passkey, "answered", None)
     call(passkey, *arguments, "--lengths", "300")
     for more in ("--lengths=310", "--lengths=300 --seed=5", "--lengths=300 --rope=none"):
         with pytest.raises(TypeError):
@@ -172,9 +174,9 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
     ):
         reader, parts = answers(evaluation, "gpt2", pattern, change)
         assert reader.never == {get_tokenizer("gpt2").eot} and reader.lengths == {184, 284, 234}
-        for length in (200, 300):
-            for depth in ("10%", "30%", "50%", "70%", "90%"):
-                assert parts[f"{length} tokens, depth {depth}"][grade] == 1
+        for length in ("200", "300"):
+            assert [grades[grade] for grades in parts[length]["grades_by_depth"]] == [1] * 5
+            assert parts[length]["accuracy"] == (grade == "correct")
         scores = parts["scores of 7 needles in 250 tokens"]
         assert scores["one needle"]["grade"] == grade
         assert {trial["grade"] for trial in scores["trials"]} == {grade}
@@ -211,21 +213,21 @@ def test_needle_continues_where_it_was_stopped(run, text, call, tmp_path, monkey
     whole = json.loads((run / "needle.json").read_text())
     asked = []
 
-    def stops(*arguments, ask=needle.ask):
+    def stops(*arguments, answered=needle.answered, **options):
         asked.append(arguments)
-        if len(asked) == 4:
+        if len(asked) == 7:
             raise KeyboardInterrupt
-        return ask(*arguments)
+        return answered(*arguments, **options)
 
-    monkeypatch.setattr(needle, "ask", stops)
+    monkeypatch.setattr(needle, "answered", stops)
     with pytest.raises(SystemExit):
         call(needle, other, *few)
-    assert len(json.loads((other / "needle.json").read_text())[0]["parts"]) == 3
+    assert list(json.loads((other / "needle.json").read_text())[0]["parts"]) == ["200"]
     call(needle, other, *few)
-    assert len(asked) == 4 + 2 + 2  # two depths, one needle, two needles in one batch
+    assert len(asked) == 7 + 2  # the scores again: of one needle, and of two
     assert json.loads((other / "needle.json").read_text()) == whole
     call(needle, run, other, *few)
-    assert len(asked) == 8
+    assert len(asked) == 9
     names = [f"needle_{name}_run_other.png" for name in ("heads", "scores")]
     assert {tmp_path / name for name in names} < set(pictures)
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from runtime.files import atomic_write
 
-CURVE_MARKERS = "osD^v<>pPX*hd8H"
+MARKERS = "osD^v<>pPX*hd8H"
 Values = Sequence[float] | np.ndarray
 
 
@@ -25,9 +25,9 @@ def save_picture(figure: Figure, path: Path) -> None:
     print(f"picture: {os.path.relpath(path)}")
 
 
-def row_style(i: int) -> dict[str, Any]:
-    """Line style of the i-th curve; 20 styles are distinct."""
-    return {"color": f"C{i % 10}", "marker": CURVE_MARKERS[i % len(CURVE_MARKERS)], "alpha": 0.8,
+def style_of(i: int) -> dict[str, Any]:
+    """The style of the i-th curve; 20 styles are distinct."""
+    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "alpha": 0.8,
             "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
 
 
@@ -57,25 +57,23 @@ def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
 
 def heat_map(
     title: str,
-    shares: Sequence[Sequence[float | None]],
-    across: Sequence[int] | Sequence[str],
-    down: Sequence[str],
+    shares: Mapping[str, Sequence[float | None]],
+    across: Sequence[str],
     label: str,
     xlabel: str = "length in tokens",
     ylabel: str = "depth",
 ) -> Figure:
-    """Shares [down][across] in [0, 1], None where not measured."""
+    """A share in [0, 1] for each place down and across; None where nothing was measured."""
     figure, (axes,) = panels(1)
-    values = 100 * np.array(shares, dtype=float)  # None becomes NaN
+    values = 100 * np.array(list(shares.values()), dtype=float)  # None becomes NaN
     axes.set_facecolor("0.85")
     image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for (y, x), value in np.ndenumerate(values):
         if not math.isnan(value):
             colour = "black" if value > 60 else "white"
             axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
-    names = [f"{one:,}" if isinstance(one, int) else one for one in across]
-    axes.set_xticks(range(len(across)), names)
-    axes.set_yticks(range(len(down)), down)
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(shares)), list(shares))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     figure.colorbar(image, ax=axes, label=label)
     return figure
@@ -116,30 +114,31 @@ def draw_curves(
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            style = row_style(labels.index(curve.label))
-            if curve.thin:
-                axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.7, alpha=0.8)
-                continue
-            every = 1 if len(curve.x) <= 20 else 0.1  # markers
-            axes.plot(curve.x, curve.y, label=curve.label, markevery=every, **style)
-            if curve.low is not None and curve.high is not None:
-                band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
-                axes.fill_between(curve.x, curve.low, curve.high, **band)
+            draw(axes, curve, style_of(labels.index(curve.label)))
         if thin:
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
+        axes.set(xlabel=x, ylabel=y)
+        axes.set_title(title, fontsize="medium")
         if "x" in log:
             axes.set_xscale("log")
         if "y" in log:
             axes.set_yscale("log")
             axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
-        if ticks is not None:
-            axes.set_xticks(list(ticks), list(ticks.values()))
         if "%" in y:
             axes.set_ylim(-3, 103)
+        if ticks is not None:
+            axes.set_xticks(list(ticks), list(ticks.values()))
         axes.minorticks_off()
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
     add_legend(figure)
     return figure
+
+
+def draw(axes: Axes, curve: Curve, style: dict[str, Any]) -> None:
+    if curve.thin:
+        axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.7, alpha=0.8)
+        return
+    every = 1 if len(curve.x) <= 20 else 0.1  # of the markers: a share of the axes' diagonal
+    axes.plot(curve.x, curve.y, label=curve.label, markevery=every, **style)
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(curve.x, curve.low, curve.high, color=style["color"], alpha=0.2, lw=0)

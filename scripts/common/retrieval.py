@@ -1,53 +1,112 @@
-"""Shared by passkey and needle retrieval: prompts in batches, answers, accuracy by depth."""
+"""Shared by passkey and needle retrieval: answers to prompts, shares found by length and depth."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from config import Config
 from data.tokenizer import get_tokenizer
+from errors import UserError
 from generation import generate
 from runtime.device import autocast
-from scripts.common.runner import BATCH_TOKENS, Run
+from scripts.common.plots import heat_map
+from scripts.common.runner import BATCH_TOKENS, Run, option
 from scripts.common.tables import print_table
+from scripts.common.validation import AtLengths, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
 # A question after its context, as in fine-tuning on SQuAD; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
 
+
+@dataclass(frozen=True)
+class Trial:
+    """A prompt, and the number that it asks for."""
+
+    prompt: list[int]
+    number: int
+    depth: float  # share of the other text before the number
+
+
 T = TypeVar("T")
+AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 
-def batches(trials: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
-    """Trials of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
-    trials = iter(trials)
-    while batch := list(islice(trials, max(1, BATCH_TOKENS // length))):
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(AtLengths):
+    """Numbers hidden in long texts, and asked for at the end of the text.
+
+    The part of a length has its name, such as "1024", and the entries "accuracy" and
+    "accuracy_by_depth", a list over `depths`.
+    """
+
+    what: ClassVar[str]  # is hidden, in the plural
+    depths: ClassVar[tuple[str, ...]]
+
+    seed: int = option(1337, "of the numbers, their texts and their depths")
+
+    def check_lengths(self, config: Config, lengths: Sequence[int], shortest: int) -> None:
+        """Raise UserError where a length is too long for the model or too short for a prompt."""
+        check_lengths(config, lengths)
+        if min(lengths) < shortest:
+            raise UserError(
+                f"length {min(lengths)} is too short: the question, what it asks for and the "
+                f"answer take up to {shortest} tokens ({config.tokenizer})"
+            )
+
+    def found(self, measurement: dict) -> dict[int, dict]:
+        """The parts of the lengths, in ascending order."""
+        parts = {int(n): part for n, part in measurement["parts"].items() if n.isdecimal()}
+        return dict(sorted(parts.items()))
+
+    def print_found(self, measurement: dict) -> None:
+        parts = self.found(measurement)
+        print(f"\n{measurement['variant']}: {self.what} found (%), {self.title}")
+        shares = [f"{100 * part['accuracy']:.1f}" for part in parts.values()]
+        print_table([["length", *map(str, parts)], ["found", *shares]])
+
+    def picture(self, path: str | Path, measurement: dict) -> Figure:
+        """The share found at each length and depth."""
+        title = f"{measurement['variant']}, {self.title}"
+        parts = self.found(measurement)
+        by_depth = zip(*(part["accuracy_by_depth"] for part in parts.values()), strict=True)
+        shares = dict(zip(self.depths, by_depth, strict=True))
+        return heat_map(title, shares, [f"{n:,}" for n in parts], f"{self.what} found (%)")
+
+
+def batches(items: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
+    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
+    items = iter(items)
+    while batch := list(islice(items, max(1, BATCH_TOKENS // length))):
         yield batch
         bar.update(length * len(batch))
 
 
-def answer(run: Run, prompts: list[list[int]], never: int | None = None) -> list[str]:
-    """Greedy answers to prompts of equal length, each cut at its first end-of-text."""
+def answered(
+    run: Run, trials: Iterable[AnyTrial], length: int, bar: tqdm, never: int | None = None
+) -> Iterator[tuple[list[AnyTrial], list[str]]]:
+    """Trials of one length in batches, and the greedy answers to their prompts.
+
+    An answer is cut at its first end-of-text; the token `never` is excluded.
+    """
     tokenizer = get_tokenizer(run.config.tokenizer)
-    idx = torch.tensor(prompts, device=run.device)
-    with autocast(run.device, run.dtype):
-        out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
-    answers = [ids + [tokenizer.eot] for ids in out[:, idx.shape[1] :].tolist()]
-    return [tokenizer.decode(ids[: ids.index(tokenizer.eot)]) for ids in answers]
+    for batch in batches(trials, length, bar):
+        idx = torch.tensor([trial.prompt for trial in batch], device=run.device)
+        with autocast(run.device, run.dtype):
+            out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
+        answers = [[*ids, tokenizer.eot] for ids in out[:, idx.shape[1] :].tolist()]
+        yield batch, [tokenizer.decode(ids[: ids.index(tokenizer.eot)]) for ids in answers]
 
 
 def first_number(text: str) -> str:
     """The first run of digits, or ''."""
     found = re.search("[0-9]+", text)
     return found[0] if found else ""
-
-
-def print_found(result: dict, what: str, found: dict[int, float]) -> None:
-    """Print the shares found at each length, in percent."""
-    print(f"\n{result['variant']}: {what} found (%), RoPE scaling {result['rope']}")
-    shares = (f"{100 * share:.1f}" for share in found.values())
-    print_table([["length", *map(str, found)], ["found", *shares]])

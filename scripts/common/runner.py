@@ -25,7 +25,6 @@ import functools
 import hashlib
 import os
 import re
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -52,8 +51,6 @@ BATCH_TOKENS = 16384
 # The longest list of runs in a picture's file name, in characters; a longer one is cut.
 LONGEST_LABEL = 100
 PICTURES = (".png", ".pdf", ".svg")
-# Suffixes of files that lie beside the runs that they were made from.
-PRODUCTS = (*PICTURES, ".csv", ".json", ".log", ".md")
 
 
 # ---- options ----
@@ -90,6 +87,13 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         return pick_dtype(self.dtype, pick_device(self.device))
 
+    @property
+    def title(self) -> str:
+        """The options that change the model, for titles."""
+        names = ("rope", "rope_factor", "rope_theta", "window", "attention", "p")
+        values = {name: getattr(self, name) for name in names}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the variant, the window and the p of the options.
 
@@ -114,8 +118,11 @@ class Options:
     def rope_for(self, config: Config) -> str:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
-        Raises UserError where a scaling other than the default is asked of a run without RoPE.
+        Raises UserError where a scaling other than the default is asked of a run without RoPE, and
+        for an unknown scaling or an invalid factor or base.
         """
+        theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
+        Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
         if config.positions == "rope":
             return self.rope
         if self.rope not in ("none", Options.rope) or self.rope_theta is not None:
@@ -123,11 +130,6 @@ class Options:
                 f"--rope {self.rope}: this run has positions = {config.positions!r}, and no RoPE"
             )
         return "none"
-
-    def check_rope(self) -> None:
-        """Raise UserError for an unknown RoPE scaling, or an invalid factor or base."""
-        theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
-        Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
 
 
 @dataclass(frozen=True)
@@ -207,15 +209,12 @@ class Store:
 
     def add(self, part: str, value: dict) -> None:
         with locked(self.path.parent):
-            measurements = read_measurements(self.path)
-            known = (i for i, m in enumerate(measurements) if self._is(m))
-            i = next(known, len(measurements))
+            others = [m for m in read_measurements(self.path) if not self._is(m)]
             parts = {"parts": self.parts | {part: value}, "environment": environment()}
-            measurements[i : i + 1] = [self.facts | parts]
-            write_json(self.path, measurements)
+            write_json(self.path, [*others, self.facts | parts])
 
     def _is(self, measurement: dict) -> bool:
-        return all(measurement.get(key) == value for key, value in self.facts.items())
+        return self.facts.items() <= measurement.items()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,10 +312,7 @@ def with_control(evaluation: Evaluation, path: str | Path, get: Callable = measu
 
 def read_measurements(path: Path) -> list[dict]:
     """The measurements in a results file. Raises UserError where it holds something else."""
-    measurements = read_json(path)
-    if measurements is not None and not isinstance(measurements, list):
-        raise UserError(f"{path}: it has no list of measurements; move it out of the way")
-    return measurements or []
+    return read_json(path, list[dict[str, Any]]) or []
 
 
 # ---- commands ----
@@ -333,26 +329,31 @@ def parse(kind: type[Any], argv: Sequence[str] | None = None) -> tuple[Any, Any]
     """A dataclass of options from the command line, and the arguments with `runs` and `out`."""
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a .pt in it")
-    picture = f"the picture of all runs: {', '.join(PICTURES)}"
-    parser.add_argument("--out", metavar="FILE", type=picture_file, help=picture)
+    formats = ", ".join(PICTURES)
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"of the picture: {formats}")
     add_options(parser, kind)
     arguments = parser.parse_args(argv)
     arguments.runs = in_natural_order(arguments.runs)
     if arguments.out:
+        if arguments.out.suffix not in PICTURES:
+            raise UserError(f"--out {arguments.out} must end in {formats}")
         check_writable(arguments.out.parent)
     return from_arguments(kind, arguments), arguments
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """An option for every field of the class."""
+    hints = typing.get_type_hints(kind)
     for one in fields(kind):
-        about = one.metadata
-        settings: dict[str, Any] = {"action": "store_true"}
-        if (hint := typing.get_type_hints(kind)[one.name]) is not bool:
-            settings = {"default": one.default, "choices": about["choices"]}
-            settings["type"] = functools.partial(value_of, hint, about["at_least"])
+        about, hint = one.metadata, hints[one.name]
         default = "" if one.default in (None, False) else " (%(default)s)"
-        parser.add_argument(f"--{one.name}", help=about["help"] + default, **settings)
+        settings: dict[str, Any] = {"default": one.default, "help": about["help"] + default}
+        if hint is bool:
+            settings["action"] = "store_true"
+        else:
+            settings["choices"] = about["choices"]
+            settings["type"] = functools.partial(value_of, hint, about["at_least"])
+        parser.add_argument(f"--{one.name}", **settings)
 
 
 def from_arguments(kind: type[Any], arguments: argparse.Namespace) -> Any:
@@ -361,16 +362,17 @@ def from_arguments(kind: type[Any], arguments: argparse.Namespace) -> Any:
 
 
 def value_of(hint: Any, at_least: int | None, text: str) -> Any:
-    """An option's value, of the type of its field. Raises ArgumentTypeError if it is wrong."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if tuple[int, ...] in kinds:
+    """The value of an option, of its field's type: `hint` is T or T | None.
+
+    Raises ArgumentTypeError where the text is no T, or the value is too small.
+    """
+    kind, *_ = typing.get_args(hint) or (hint,)
+    if kind == tuple[int, ...]:
         return lengths_of(text)
-    if str in kinds:
-        return text
     try:
-        value = int(text) if int in kinds else float(text)
+        value = kind(text)
     except ValueError:
-        what = "a whole number" if int in kinds else "a number"
+        what = "a whole number" if kind is int else "a number"
         raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
     if at_least is not None and value < at_least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {at_least}")
@@ -379,21 +381,10 @@ def value_of(hint: Any, at_least: int | None, text: str) -> Any:
 
 def lengths_of(text: str) -> tuple[int, ...]:
     """Lengths in tokens, such as 1024,2048, in ascending order."""
-    try:
-        lengths = tuple(sorted(int(part) for part in text.split(",")))
-    except ValueError:
-        message = f"{text!r} must be whole numbers, such as 1024,2048"
-        raise argparse.ArgumentTypeError(message) from None
-    if lengths[0] < 1 or len(set(lengths)) < len(lengths):
-        raise argparse.ArgumentTypeError(f"{text!r} must be positive and distinct")
-    return lengths
-
-
-def picture_file(text: str) -> Path:
-    """A file for a picture, in a format that its suffix names."""
-    if Path(text).suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(PICTURES)}")
-    return Path(text)
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, such as 1024,2048")
+    return tuple(sorted(set(map(int, parts))))
 
 
 Show = Callable[[Any, list[tuple[str, dict]]], dict[str, Figure]]
@@ -410,7 +401,7 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         evaluation, arguments = parse(kind)
         several = evaluation.for_runs(arguments.runs)
         for one in several.values():
-            refuse_early(arguments.runs, one)
+            check_runs(arguments.runs, one)
         named: list[tuple[str, dict]] = []
         own: dict[Path, Figure] = {}
         for name, path in zip(run_names(arguments.runs), arguments.runs, strict=True):
@@ -431,19 +422,17 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
     return main
 
 
-def refuse_early(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
+def check_runs(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
     """Raise UserError, before any work, where a run cannot be measured or its results saved."""
-    evaluation.check_rope()
     pick_dtype(evaluation.dtype, pick_device(evaluation.device))
     configs = [evaluation.applied(checkpoint.read_config(path)) for path in paths]
-    for path in paths:
+    for path, config in zip(paths, configs, strict=True):
         checkpoint.find(path, evaluation.checkpoint, quiet=True)  # load_run reports damaged ones
         read_measurements(evaluation.results_file(path))
-    for folder in (*map(checkpoint.folder_of, paths), common_folder(paths)):
-        check_writable(folder)
-    for config in configs:
+        check_writable(checkpoint.folder_of(path))
         check_attention(config)
         evaluation.rope_for(config)
+    check_writable(common_folder(paths))
     for config in configs:  # last, as it may take a download
         evaluation.facts(config)
 
@@ -451,15 +440,12 @@ def refuse_early(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
 def in_natural_order(runs: list[str]) -> list[str]:
     """Runs in alphabetical order, as from a shell's glob, in natural order; others as they are.
 
-    `out/sweep/*` gives p1, p3, p10, without the pictures and tables beside them.
+    `out/sweep/p*` gives p1, p3, p10.
     """
-
-    def natural(name: str) -> list[tuple[str, int]]:
-        return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
-
     if runs != sorted(runs):
         return runs
-    return sorted([run for run in runs if Path(run).suffix not in PRODUCTS] or runs, key=natural)
+    parts = {run: re.findall(r"(\D*)(\d*)", run) for run in runs}
+    return sorted(runs, key=lambda run: [(text, int(n or 0)) for text, n in parts[run]])
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:

@@ -115,18 +115,18 @@ def recall(table: dict) -> Pictures:
     """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
     learned = {name: one for name, one in table["rows"].items() if None not in one["mean"]}
     at, titles = table["multiples"].index(16), list(RECALL_POSITIONS.values())
-    names = [[form.format(one) for form in RECALL_POSITIONS] for one in NORMALISERS]
-    shares = [
-        [learned[name]["mean"][at] / 100 if name in learned else None for name in entries]
-        for entries in names
-    ]
+    names = {one: [form.format(one) for form in RECALL_POSITIONS] for one in NORMALISERS}
+    shares = {
+        one: [learned[name]["mean"][at] / 100 if name in learned else None for name in entries]
+        for one, entries in names.items()
+    }
     title, unit = f"recall at {table['columns'][at]} tokens", table["unit"]
-    grid = heat_map(title, shares, titles, NORMALISERS, unit, "positions", "")
+    grid = heat_map(title, shares, titles, unit, "positions", "")
     if not learned:
         return grid
     places = {
         name: (title, normaliser)
-        for normaliser, entries in zip(NORMALISERS, names, strict=True)
+        for normaliser, entries in names.items()
         for name, title in zip(entries, titles, strict=True)
     }
     draw = grouped(lambda name: [places.get(name, ("others", name))])
@@ -183,7 +183,7 @@ def maps(table: dict) -> Pictures:
 
 def positions(table: dict) -> Figure:
     """SSMax Fig. 5: loss over positions."""
-    return eval_length.plot(list(first_seeds(table).items()), by_position=True)
+    return eval_length.plot(list(first_seeds(table).items()), table["scale"], by_position=True)
 
 
 def forces(table: dict) -> Pictures:

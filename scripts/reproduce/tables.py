@@ -72,18 +72,19 @@ def loss_table(title: str, paper: dict) -> Experiment:
 
 
 def loss_by_position(
-    title: str, entries: tuple[str, ...], multiple: float, samples: int | None = None,
+    title: str, entries: tuple[str, ...], multiple: float, sequences: int | None = None,
     notes: tuple[str, ...] = (), **rope: Any,
 ) -> Experiment:  # fmt: skip
     """Loss at every position of windows of one length; columns are the loss around positions.
 
-    With `samples` the windows are random: so many, or as many as there are.
+    There are `sequences` windows, or as many as the validation text has.
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 
     def evaluation(config: Config) -> LossByLength:
-        how = options(config, **rope) | {"samples": samples, "per_position": True}
-        return LossByLength(lengths=(at(multiple, config),), **how)
+        length = at(multiple, config)
+        how = options(config, **rope) | {"tokens": sequences and sequences * length}
+        return LossByLength(lengths=(length,), per_position=True, **how)
 
     def values(measured: dict, config: Config) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
@@ -493,8 +494,8 @@ EXPERIMENTS = {
             "(e) is the last weights of softmax with SSMax. (f) trains softmax for seven eighths "
             "of the steps and SSMax for the rest, in the same data order: docs/ssmax_swaps.md.",
             "The paper takes {sequences:,} random sequences of {length:,} tokens of SlimPajama's "
-            "test set. These (`samples`) are random too: as many as lie side by side in the "
-            "validation text, at most the paper's number.".format(**SSMAX["figure5"]),
+            "test set; here they lie side by side in the validation text: as many as it has, at "
+            "most the paper's number.".format(**SSMAX["figure5"]),
         ),
     ),
 }  # fmt: skip
