@@ -178,5 +178,6 @@ def test_a_table_shows_lengths_only_of_what_is_learned(reproduced, commands, sca
     assert found["ssmax_nope"] == [100.0] * 7
     assert found["hybrid_lssa:plain_rope"] == [0.0, *[None] * 6] and "| 0.0 | – |" in text
     assert "16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
-    assert "Undecided: `hybrid_lssa:plain_rope` 0.0." in text and "tokens of recall task" in text
+    assert "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0." in text
+    assert "tokens of recall task lookup; seed 1337" in text
     assert not_blank(folder / "recall.png") and not_blank(folder / "recall_by_length.png")

@@ -20,7 +20,7 @@ PAPER = "the paper's"
 LENGTH = "length, in multiples of the training length"
 # The entries of recall by the pattern of their names, and what their positions are called.
 RECALL_POSITIONS = {
-    "{}": "RoPE, dynamic NTK", "{}:plain_rope": "RoPE, plain", "{}_nope": "none",
+    "{}": "RoPE, scaled", "{}:plain_rope": "RoPE, plain", "{}_nope": "none",
     "{}_alibi": "ALiBi", "hybrid_{}:plain_rope": "hybrid",
 }  # fmt: skip
 

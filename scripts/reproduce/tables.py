@@ -229,12 +229,13 @@ def by_seed(table: dict) -> list[str]:
         missed = None in found
         shown = ", ".join(f"{share:.1f}" for share in (first if missed else found))
         (undecided if missed else seeds).append(f"`{name}` {shown}")
-    return [
-        f"At 16x, by seed: {'; '.join(seeds) or 'none'}.",
-        f"Undecided: {'; '.join(undecided) or 'none'}. A seed of these has less than {LEARNED}% at "
-        "the training length (shown by seed), so that longer ones say nothing; other learning "
-        "rates and more steps may change that.",
-    ]
+    sentences = [f"At 16x, by seed: {'; '.join(seeds)}."] if seeds else []
+    if undecided:
+        sentences.append(
+            f"Undecided, as a seed has less than {LEARNED}% at 1x, and other learning rates or "
+            f"more steps may change that; at 1x, by seed: {'; '.join(undecided)}."
+        )
+    return sentences
 
 
 # ---- the tables ----
