@@ -19,7 +19,7 @@ from data.build import BATCH, COLUMN, Read, add_options, build
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 
-# Short names of datasets, and the configuration that is taken of these without --name.
+# Datasets with a short name, and their configuration without --name.
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 SAMPLE = "sample-10BT"
 
@@ -81,7 +81,7 @@ def reading(source: str) -> Iterator[None]:
 def choose_part(files: list[str], part: str) -> list[str]:
     """The files of a part: for 3/16 the 3rd, 19th, 35th, ...
 
-    Raises UserError where the part is not one of theirs.
+    Raises UserError where there is no such part.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     index, count = map(int, match.groups()) if match else (0, 0)

@@ -50,7 +50,7 @@ class Loader(ABC):
 
     source: str  # human-readable: what the batches are from
     tokens: int  # of an epoch
-    val_tokens: int  # that there are, each with a target
+    val_tokens: int  # of the whole validation set, each with a target
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
         size = batching.batch_size
@@ -146,7 +146,7 @@ class TokenLoader(Loader):
         return inputs_and_targets(np.concatenate(list(parts)), self.device)
 
     def _read_windows(self, places: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """The windows [n, block_size + 1] at n places, which are shard numbers and offsets."""
+        """The windows [n, block_size + 1] at `places` [n, 2], shard numbers and token offsets."""
         windows = np.empty((len(places), self.batching.block_size + 1), dtype=np.uint16)
         for window, (shard, offset) in zip(windows, places, strict=True):
             window[:] = read_window(self.paths[shard], offset, len(window), self.vocab_size)
@@ -156,7 +156,7 @@ class TokenLoader(Loader):
 def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
     """Entries begin to begin + count - 1 of epochs without end, each with 0..n-1 in its own order.
 
-    The order of an epoch is that of `shuffled`.
+    `shuffled` gives the order of an epoch.
     """
     epoch, index = np.divmod(np.arange(begin, begin + count), n)
     order = np.empty_like(index)

@@ -150,7 +150,7 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
 
 
 def folders_of(data_dir: Path) -> list[Path]:
-    """The folder itself, or those of all parts. Raises UserError where a part is missing."""
+    """The folder itself, or the folders of its parts. Raises UserError where a part is missing."""
     found = {path.name for path in data_dir.glob("part-*-of-*")}
     wanted = [f"part-{i}-of-{len(found)}" for i in range(1, len(found) + 1)]
     if found != set(wanted):

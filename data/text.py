@@ -208,15 +208,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
-    given = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
+    source = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
     files = list_files(args.paths) if args.paths else list_stdlib()
     named = inspect(list_files(args.val), args.field) if args.val else None
     train, val = split(inspect(files, args.field), named)
     if not train or not val:
-        raise UserError(f"{given}: no text for training or none for validation {args.val or ''}")
+        raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
     identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
     out_dir = args.out_dir or Path(f"data/text_{Path(args.tokenizer).stem}")
-    build(out_dir, "text", [reader(val), reader(train)], args, given, [args.field, identity])
+    build(out_dir, "text", [reader(val), reader(train)], args, source, [args.field, identity])
 
 
 if __name__ == "__main__":

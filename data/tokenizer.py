@@ -25,7 +25,7 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 # The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
 TOKENIZER = "tokenizer.json"
 MAX_IDS = 1 << 16
-# Names of the end of a text in tokenizer.json files; the first one that a file has is taken.
+# Names of the end of a text in tokenizer.json files; the first that a file has is taken.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # Whitespace as in the pattern's \s, which differs slightly from Python's.
 LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
@@ -159,7 +159,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 @cache
 def identify(tokenizer: str) -> str:
-    """A tokenizer's name in meta.json and checkpoints: that of BUILT_IN, or its file's checksum."""
+    """A tokenizer's name in meta.json and checkpoints: its name in BUILT_IN, or its checksum."""
     if tokenizer in BUILT_IN:
         return tokenizer
     return f"sha256:{hashlib.sha256(read_file(tokenizer)).hexdigest()}"
