@@ -233,24 +233,6 @@ def validation_batches(
     return _batches(windows, batch_size, torch.device(device))
 
 
-def sampled_batches(
-    data_dir: str | Path,
-    block_size: int,
-    samples: int,
-    seed: int,
-    batch_size: int,
-    device: str | torch.device = "cpu",
-) -> Batches:
-    """x, y as of `validation_batches`, of `samples` random sequences of all validation tokens.
-
-    They begin at any tokens, no two at the same, and may overlap. The first of them are the same
-    for any number of samples.
-    """
-    windows = sliding_window_view(validation_tokens(data_dir), block_size + 1)
-    starts = shuffled(np.arange(samples), len(windows), seed, epoch=0)
-    return _batches(windows[starts], batch_size, torch.device(device))
-
-
 def _batches(windows: NDArray[np.uint16], size: int, device: torch.device) -> Batches:
     """x, y of windows [n, T + 1]."""
     for begin in range(0, len(windows), size):

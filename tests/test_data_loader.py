@@ -13,7 +13,6 @@ from data import shards
 from data.loader import (
     Batching,
     TokenLoader,
-    sampled_batches,
     shuffled,
     validation_batches,
     validation_tokens,
@@ -185,17 +184,6 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
         assert torch.equal(y, x + 1) and (x == x[:, :1] + torch.arange(T)).all()
     # all there are: 49 tokens have a successor
     assert sum(len(x) for x, _ in validation_batches(data_dir, T, 10**9, 4)) == 6
-
-
-def test_random_validation_sequences(data_dir):
-    """From anywhere in the text, none twice, and the same whatever the number and the batches."""
-    x, y = joined(sampled_batches(data_dir, T, samples=42, seed=1, batch_size=4))
-    assert x.shape == (42, T) and torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
-    assert sorted(x[:, 0].tolist()) == list(range(1000, 1042))  # every start with a last target
-    few, _ = next(sampled_batches(data_dir, T, samples=5, seed=1, batch_size=9))
-    assert torch.equal(few, x[:5])
-    other, _ = next(sampled_batches(data_dir, T, samples=5, seed=2, batch_size=9))
-    assert not torch.equal(other, few)
 
 
 @pytest.mark.cuda
