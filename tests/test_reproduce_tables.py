@@ -132,10 +132,8 @@ def test_entropy_of_random_rows(monkeypatch):
     monkeypatch.setattr(formulas, "LENGTHS", (16, 64))
     generator = torch.Generator().manual_seed(1337)
     q, k = (torch.randn(n, 64, generator=generator, dtype=torch.float64) for n in (64, 64))
-    expected = []
-    for n in (16, 64):
-        shares = (q @ k[:n].T / 8).softmax(-1)
-        expected.append(-(shares * shares.log()).sum(-1).mean().item())
+    shares = [(q @ k[:n].T / 8).softmax(-1) for n in (16, 64)]
+    expected = [-(share * share.log()).sum(-1).mean().item() for share in shares]
     values, _ = formulas.random_entropy("softmax")
     assert values == pytest.approx([*expected, (expected[1] - expected[0]) / math.log(4)])
 
