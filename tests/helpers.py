@@ -33,7 +33,7 @@ SMALL = [
     "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
     "--total_batch_size=128", "--batch_size=8", "--max_iters=6", "--warmup_iters=2",
     "--learning_rate=1e-2", "--eval_interval=3", "--checkpoint_interval=3", "--val_tokens=256",
-    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant",
+    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant", "--min_lr=0",
 ]  # fmt: skip
 # Narrower, for references that are loops in Python; batches that go with any block size.
 SMALLER = ["--n_embd=16", "--batch_size=1", "--total_batch_size=16"]
