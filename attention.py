@@ -76,7 +76,10 @@ SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=shift_out_of_tail, k
 RELU = Phi(torch.relu, zero=0.0, kernel="relu")
 RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
-GELU = Phi(F.gelu, zero=0.0, signed=True, kernel="gelu")
+# F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14.
+GELU = Phi(
+    lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)), zero=0.0, signed=True, kernel="gelu"
+)
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
@@ -215,8 +218,7 @@ def softpick(z: Tensor, rows: Rows) -> Tensor:
     """relu(e^z - 1) over the sum of |e^z - 1|: rows sum to at most 1, and may be 0."""
     top = z.detach().amax(-1, keepdim=True)
     x = torch.where(z == -math.inf, 0, torch.exp(z - top) - torch.exp(-top))
-    norm = x.abs().sum(-1, keepdim=True)
-    return x.relu() * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
+    return x.relu() * inverse_of_norm(x.abs().sum(-1, keepdim=True))
 
 
 def entmax(z: Tensor, power: int) -> Tensor:
@@ -427,7 +429,17 @@ def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
     """Divide rows by their sum of absolute values; a dead row becomes 0 and gets no gradient."""
     norm = (A.abs() if signed else A).sum(-1, keepdim=True)
     # times the reciprocal: autograd's division takes three more passes over the matrix
-    return A * norm.masked_fill(norm <= DEAD, math.inf).reciprocal()
+    return A * inverse_of_norm(norm)
+
+
+def inverse_of_norm(norm: Tensor) -> Tensor:
+    """1 / norm, and 0 for dead rows.
+
+    A small norm is multiplied by a power of 2 first, because the reciprocal's gradient, the inverse
+    square, overflows float32 below 5e-20.
+    """
+    factor = torch.where(norm < 2.0**-32, 2.0**64, 1.0)
+    return (norm * factor).masked_fill(norm <= DEAD, math.inf).reciprocal() * factor
 
 
 def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import textbook
-from tests.fused import build, draw, draw_off_kinks, evaluate
+from tests.fused import build, draw, draw_off_kinks, evaluate, exact_evaluation
 from tests.helpers import ATTENTIONS
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -81,6 +81,22 @@ def test_where_the_formula_overflows(dtype):
     atol = 1e-4 if dtype is FLOAT32 else 0.05
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "triton"])
+@pytest.mark.parametrize(
+    "case, score",
+    [("relu_li.py", 1e-22), ("ablations/linear_l1.py", -1e-22), ("ablations/phi_relu2.py", 1e-11),
+     ("ablations/phi_gelu.py", -9.5), ("ablations/phi_mish.py", -50)],
+)  # fmt: skip
+def test_rows_of_tiny_weights(case, score, impl):
+    """Their sums are below 5e-20, whose inverse square overflows; F.gelu would be 0."""
+    q, k, v, gradient = draw(9, 9, 16, FLOAT32)
+    q = q.abs() * score / (q.abs().sum(-1, keepdim=True) / 4)
+    k = 0.9 + 0.1 * k.abs()
+    found = evaluate(build(case, 16, f"--attention_impl={impl}"), (q, k, v, gradient))
+    for name, exact in exact_evaluation(case, (q, k, v, gradient)).items():
+        assert (found[name] - exact).norm() < 1e-4 * exact.norm(), name
 
 
 # ---- 16,384 keys ----
