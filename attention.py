@@ -77,9 +77,7 @@ RELU = Phi(torch.relu, zero=0.0, kernel="relu")
 RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
 # F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14.
-GELU = Phi(
-    lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)), zero=0.0, signed=True, kernel="gelu"
-)
+GELU = Phi(lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)), zero=0.0, signed=True, kernel="gelu")
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from evaluation import mean_loss
 from layers.heads import check_attention
+from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
 from runtime import checkpoint
@@ -79,6 +80,10 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     val_windows = loader.validation_windows(config.val_tokens)
 
     # ---- model ----
+    config, kernels = check_kernels(
+        config, device, pick_dtype(config.dtype, device),
+        lambda failed: all_reduce_max(failed, device) > 0, quiet=not is_main,
+    )  # fmt: skip
     torch.manual_seed(config.seed)
     model = GPT(config)
     began_with = load_initial(model, config.init_from) if config.init_from else None
@@ -99,7 +104,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     if config.dry_run:
         return False
     if is_main:
-        checkpoint.write_header(run, config)
+        checkpoint.write_header(run, config, kernels)
         if began_with:  # never on resume: the file stays as it is
             write_json(run / "began_with.json", began_with.id)
 

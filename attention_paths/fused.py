@@ -39,8 +39,21 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
         return "Triton is not installed"
     if not (q.is_cuda or launch.INTERPRETED):
         return f"it needs an NVIDIA GPU, and this is {q.device.type}"
+    if q.is_cuda and (reason := gpu_obstacle(q.device)):
+        return reason
     if q.dtype in (torch.float16, torch.float64):
         return f"it computes in bfloat16 and float32, not in {q.dtype}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def gpu_obstacle(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a GPU; None if they can."""
+    if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
+        return "it needs an NVIDIA GPU, and this is an AMD GPU"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        found = ".".join(map(str, capability))
+        return f"it needs compute capability 8.0 or newer, and this GPU has {found}"
     return None
 
 

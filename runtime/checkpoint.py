@@ -120,13 +120,16 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-def write_header(run: Path, config: Config) -> None:
-    """Write the settings and environment to a run's folder, before its first step."""
+def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = None) -> None:
+    """Write the settings and environment to a run's folder, before its first step.
+
+    `kernels` is what layers.selfcheck found.
+    """
     for temporary in run.glob(".*.tmp"):
         delete_abandoned(temporary)
     copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
-    write_json(run / "environment.json", environment())
+    write_json(run / "environment.json", environment() | (kernels or {}))
     with atomic_write(run / "uncommitted.patch") as file:
         file.write(git("diff", "HEAD", "--binary") or b"")
 

@@ -41,9 +41,10 @@ from config import Config, choices
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
+from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
-from runtime.device import open_device
+from runtime.device import open_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say
@@ -108,6 +109,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- config: its errors come before the examples are read ----
     device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
+    base, kernels = check_kernels(base, device, pick_dtype(options.dtype, device))
     config = base.replace(
         **recipe(base, 1, options), keep_every=0, batch_size=options.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run, resume=False,
@@ -141,7 +143,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     del state
 
     # ---- loop ----
-    checkpoint.write_header(out, config)
+    checkpoint.write_header(out, config, kernels)
     write_json(out / "squad.json", facts)
     say(
         f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} contexts "

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 import attention
 import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
-from attention_paths.fused import variant_obstacle
+from attention_paths.fused import obstacle, variant_obstacle
 from config import load_config
 from errors import UserError
 from generation import generate
@@ -374,6 +375,17 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             GPT(load_config([*SMALL, *settings, TRITON]))
+
+
+def test_gpus_that_cannot_run_the_kernels(monkeypatch):
+    gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=BFLOAT16)
+    layer = build("lssar_p15.py", 16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert obstacle(layer, gpu) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "8.0 or newer, and this GPU has 7.5" in obstacle(layer, gpu)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD" in obstacle(layer, gpu)
 
 
 # ---- without a GPU: block shapes and machine code ----

@@ -40,6 +40,7 @@ from config import Config, choices
 from errors import UserError, command
 from layers.heads import check_attention
 from layers.rope import Rope
+from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
@@ -154,7 +155,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
-    config = options.applied(trained)
+    config, _ = check_kernels(options.applied(trained), device, options.torch_dtype, quiet=True)
     model = GPT(config).scale_rope(
         options.rope_for(config), options.rope_factor, options.rope_theta
     )
