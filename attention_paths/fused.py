@@ -46,14 +46,13 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def gpu_obstacle(device: torch.device) -> str | None:
     """Why the kernels cannot run on a GPU; None if they can."""
     if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
         return "it needs an NVIDIA GPU, and this is an AMD GPU"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        found = ".".join(map(str, capability))
-        return f"it needs compute capability 8.0 or newer, and this GPU has {found}"
+    gpu = torch.cuda.get_device_properties(device)  # torch.compile takes it as a constant
+    if gpu.major < 8:
+        return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
     return None
 
 

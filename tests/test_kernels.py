@@ -378,14 +378,14 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
 
 
 def test_gpus_that_cannot_run_the_kernels(monkeypatch):
-    gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=BFLOAT16)
+    gpu, q = (SimpleNamespace(is_cuda=True, major=8, minor=0, device=None, dtype=BFLOAT16),) * 2
     layer = build("lssar_p15.py", 16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert obstacle(layer, gpu) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "8.0 or newer, and this GPU has 7.5" in obstacle(layer, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert obstacle(layer, q) is None
+    gpu.major, gpu.minor = 7, 5
+    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in obstacle(layer, gpu)
+    assert "AMD" in obstacle(layer, q)
 
 
 # ---- without a GPU: block shapes and machine code ----
