@@ -94,7 +94,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     del state  # and with it the optimizer's tensors in host memory
     if pick_compile(config.compile, device):
         module = compile_model(model)
-    if world_size > 1:  # after the weights are final: DDP makes those of rank 0 everybody's
+    if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
         ids = [device.index] if device.type == "cuda" else None
         module = DDP(module, device_ids=ids)
 
@@ -144,7 +144,7 @@ class Objective:
     batch_location: Callable[[int], str]  # where it begins in the data
     flops_per_token: float = 0.0  # 0: not known
     validation: Callable[[], Iterator[Pair]] | None = None
-    validation_batches: int = 0  # of any one rank
+    validation_batches: int = 0  # of a rank, at most
 
 
 def begin(config: Config, model: GPT, state: State | None) -> Training:

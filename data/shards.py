@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data.tokenizer import TOKENIZER, identify
 from errors import UserError
-from runtime.files import atomic_write, open_regular, read_json, write_json
+from runtime.files import atomic_write, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -77,7 +77,7 @@ def count_tokens(path: str | Path) -> int:
     exactly the size that follows from its header.
     """
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             size, start = os.fstat(file.fileno()).st_size, np.fromfile(file, HEADER, 3).tolist()
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error

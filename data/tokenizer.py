@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from errors import UserError
-from runtime.files import atomic_write, open_regular
+from runtime.files import atomic_write
 
 BUILT_IN = ("gpt2", "bytes")
 END_OF_TEXT = "<|endoftext|>"
@@ -168,8 +168,7 @@ def identify(tokenizer: str) -> str:
 def read_file(path: str) -> bytes:
     """The content of a tokenizer's file. Raises UserError where it cannot be read."""
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(
             f"tokenizer {path!r} is neither one of {', '.join(BUILT_IN)} nor the path of a "

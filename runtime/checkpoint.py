@@ -38,7 +38,6 @@ from runtime.files import (
     atomic_write,
     convert,
     delete_abandoned,
-    open_regular,
     read_json,
     sha256_of,
     write_json,
@@ -265,16 +264,16 @@ class Found(NamedTuple):
 
 
 def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
-    """The newest intact checkpoint of a run, or its best one.
+    """The newest intact checkpoint of a run, or its best weights.
 
-    A damaged one is reported on standard error, and the previous one is used. `run` may also be the
-    file of a checkpoint. Raises UserError where none is intact.
+    A damaged file is reported on standard error, and the previous checkpoint is used. `run` may
+    also be the file of a checkpoint. Raises UserError where none is intact.
     """
     if is_checkpoint(run):
         files = [Path(run)]
     else:
         files = [Path(run) / "best.pt"] if which == "best" else checkpoints(run)
-    files = [path for path in files if path.exists()]
+    files = [path for path in files if path.is_file()]
     for path in files:
         damage = damage_of(path)
         if damage is None:
@@ -289,7 +288,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
 def damage_of(path: Path) -> str | None:
     """What is wrong with a checkpoint's file; None where it and all its checksums are right."""
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             if wrong := archive.testzip():
                 return f"the checksum of {wrong} in it is wrong"
         load(path)

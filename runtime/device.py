@@ -57,7 +57,9 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type != "cuda":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    with torch.cuda.device(device):  # which the question below is about
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float16
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -1,26 +1,22 @@
 """Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks."""
 
-import errno
 import fcntl
 import glob
 import hashlib
-import io
 import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar, overload
+from typing import IO, Any
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from errors import UserError
 
-T = TypeVar("T")
 LOCK = ".lock"
 
 
@@ -61,22 +57,10 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
 
 
 def delete_abandoned(temporary: Path) -> None:
-    """Delete the temporary file of a process that was killed; one in use is locked, and stays."""
-    with suppress(OSError), open_regular(temporary) as file:
+    """Delete the temporary file of a killed process; a file in use is locked, and stays."""
+    with suppress(OSError), open(temporary, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         temporary.unlink()
-
-
-def open_regular(path: str | Path) -> io.BufferedReader:
-    """Open an existing file to read. Raises OSError for what is no regular file.
-
-    Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return open(number, "rb")
 
 
 def check_writable(folder: str | Path) -> None:
@@ -96,20 +80,16 @@ def write_json(path: str | Path, value: Any) -> None:
         file.write(json.dumps(value, indent=1) + "\n")
 
 
-@overload
-def read_json(path: str | Path) -> Any: ...
-@overload
-def read_json(path: str | Path, type: type[T]) -> T | None: ...
 def read_json(path: str | Path, type: Any = Any) -> Any:
     """The content of a JSON file, as an object of this type; None if there is no such file.
 
     Raises UserError where it cannot be read as JSON or is not of the type.
     """
+    path = Path(path)
     try:
-        with open_regular(path) as file:
-            value = json.loads(file.read().decode("utf-8"))
-    except FileNotFoundError:
-        return None
+        if not path.is_file():  # of a named pipe, a read might never end
+            return None
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
     return convert(value, type, path)
@@ -128,7 +108,7 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
 
 def sha256_of(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config import Config
 from errors import UserError, first_line
-from runtime.files import atomic_write, open_regular, read_json, write_json
+from runtime.files import atomic_write, read_json, write_json
 
 
 def say(text: str) -> None:
@@ -105,19 +105,13 @@ class Log:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The steps and validations in a run's metrics.jsonl, [] where there is none.
 
-    A line that a kill has cut short is left out. Raises UserError where the file cannot be read.
+    A line that a kill has cut short is left out.
     """
     path, lines = run / "metrics.jsonl", []
-    try:
-        with open_regular(path) as file:
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
-            lines.append(json.loads(line))
+    if path.is_file():
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
 
 

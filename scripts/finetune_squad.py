@@ -5,8 +5,8 @@ python -m scripts.finetune_squad RUN --out_dir TUNED --squad train-v2.0.json
 10 epochs of 128 examples a step, AdamW (0.9, 0.999) without weight decay, gradients clipped at 1,
 2e-5 after one epoch of linear warm-up, cosine to 0. TUNED is a run like any other; its squad.json
 describes its training data. A run is never overwritten: --resume continues it from its last
-checkpoint, with the same batches. Exit codes are those of train.py: a signal ends it after a step,
-which is saved.
+checkpoint, with the same batches. Exit codes are train.py's: a signal ends it after a step, which
+is saved.
 
 Choices that the paper leaves open:
 - an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
@@ -122,11 +122,11 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
     config = config.replace(**recipe(base, len(examples), options))
-    content = b"".join(example.tokens.tobytes() for example in examples)
     facts = {
         "examples": len(examples), "contexts_cut": sum(example.cut for example in examples),
         "left_out": len(questions) - len(examples),
-        "sha256": hashlib.sha256(content).hexdigest(), "began_with": weights.id,
+        "sha256": hashlib.sha256(b"".join(e.tokens.tobytes() for e in examples)).hexdigest(),
+        "began_with": weights.id,
     }  # fmt: skip
 
     # ---- optimizer ----
@@ -197,8 +197,7 @@ def read_squad(path: str) -> list[Question]:
 def encode_all(questions: list[Question], config: Config) -> list[Example]:
     """Examples of at most block_size + 1 tokens. Raises UserError where no question fits."""
     tokenizer = get_tokenizer(config.tokenizer)
-    bar = tqdm(questions, desc="tokenising", unit="question")
-    encoded = (encode(tokenizer, question, config.block_size) for question in bar)
+    encoded = (encode(tokenizer, q, config.block_size) for q in tqdm(questions, "tokenising"))
     examples = [example for example in encoded if example is not None]
     if not examples:
         raise UserError(

@@ -44,8 +44,8 @@ def arguments(shards, out, *more):
     return [*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *more]
 
 
-def group(arguments, tmp_path, faults, batch_size=4):
-    """Start two gloo processes, each with the faults of its rank; returns them and their outputs.
+def group(arguments, faults, batch_size=4):
+    """Start two gloo processes, each with the faults of its rank.
 
     As under torchrun, the store where they meet is in another process, here this one: no port can
     be taken by a test beside it.
@@ -54,17 +54,14 @@ def group(arguments, tmp_path, faults, batch_size=4):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port)}
     address |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
-    outputs = [tmp_path / f"output{rank}" for rank in range(2)]
-    processes = [
+    return [
         start(
             [*arguments, f"--batch_size={batch_size}"],
-            output=outputs[rank],
             environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **faults.get(rank, {}),
         )
         for rank in range(2)
     ]
-    return processes, outputs
 
 
 def _child(module, arguments, output, environment, faults):

@@ -1,4 +1,4 @@
-"""Several processes: signals, lost ones, restarts; all of them real."""
+"""Several real processes: signals, restarts, and what happens when a process is lost."""
 
 import os
 import signal
@@ -72,19 +72,11 @@ def agree(one, other):
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path, whole):
     folder = tmp_path / "run"
     command = arguments(shards, folder, *LONGER)
-    pair, _ = group(command, tmp_path, {1: {"signalled_at": 5}}, batch_size=2)
+    pair = group(command, {1: {"signalled_at": 5}}, batch_size=2)
     assert both(pair) == [EXIT_STOPPED] * 2
     assert saved(folder)["step"] == max(metrics(folder)) == 6
     assert run([*command, "--resume"]) == 0
     agree(folder, whole)
-
-
-def test_two_processes_go_on_with_the_run_of_one(shards, tmp_path, whole):
-    folder = tmp_path / "run"
-    assert run(arguments(shards, folder, *LONGER, "--max_iters=10")) == 0
-    pair, _ = group([*arguments(shards, folder, *LONGER), "--resume"], tmp_path, {})
-    assert both(pair) == [0, 0]
-    assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
 
 
 ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
@@ -93,19 +85,21 @@ RECALL = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_t
 
 
 @pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4), (RECALL, 2)])
-def test_two_processes_agree_with_one(shards, tmp_path, settings, size):
+def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, settings, size):
     """With and without accumulation."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    pair, _ = group(arguments(shards, two, *settings), tmp_path, {}, batch_size=size)
-    assert both(pair) == [0, 0]
+    one, two, begun = tmp_path / "one", tmp_path / "two", ["--max_iters=3"] * (size == 2)
     assert run(arguments(shards, one, *settings)) == 0
+    if begun:
+        assert run(arguments(shards, two, *settings, *begun)) == 0
+    pair = group(arguments(shards, two, *settings, "--resume=auto"), {}, batch_size=size)
+    assert both(pair) == [0, 0]
     agree(one, two)
 
 
 @pytest.mark.parametrize("rank, fault", [(0, "dead_at"), (1, "stuck_at")])
 def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_path, rank, fault):
     command = arguments(shards, tmp_path / "run", "--timeout=5")
-    pair, _ = group(command, tmp_path, {rank: {fault: 4}})
+    pair = group(command, {rank: {fault: 4}})
     started = time.monotonic()
     assert finish(pair[1 - rank]) == 1
     assert time.monotonic() - started < 60

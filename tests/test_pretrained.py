@@ -29,16 +29,16 @@ def folder(tmp_path_factory):
 @torch.no_grad()
 def test_logits_are_those_of_transformers(folder):
     tokens = torch.randint(257, (2, 11), generator=torch.Generator().manual_seed(0))
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).double().eval()
+    reference = transformers.GPT2LMHeadModel.from_pretrained(folder).double().eval()
     model = GPT(load_config(SIZES))
     found = load_initial(model, f"hf:{folder}")
-    ours, expected = model.double().eval()(tokens), theirs(tokens).logits
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    logits, expected = model.double().eval()(tokens), reference(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     assert found.step == 0 and len(found.sha256) == 64
     assert not model.wte.weight[257:].any()  # padding stays 0
     short = GPT(load_config([*SIZES, "--block_size=8", "--total_batch_size=8"]))
     assert load_initial(short, f"hf:{folder}").sha256 == found.sha256
-    expected = theirs(tokens[:, :8]).logits
+    expected = reference(tokens[:, :8]).logits
     torch.testing.assert_close(short.double().eval()(tokens[:, :8]), expected)
     ssmax = GPT(load_config([*SIZES, "--attention=ssmax", "--sink=learned"]))
     load_initial(ssmax, f"hf:{folder}")

@@ -15,7 +15,7 @@ from tests.runs import assert_same_run, go_on
 
 
 def kills(shards, tmp_path, when, steps):
-    """A run killed at these file operations (int) and after these seconds (float), one by one.
+    """A run killed at each of these file operations (int), or after these seconds (float).
 
     It is resumed after each. Returns the number of kills; the run is finished in the end.
     """
@@ -48,7 +48,7 @@ def test_killed_and_resumed(shards, tmp_path):
 @pytest.mark.long
 def test_killed_and_resumed_a_thousand_times(shards, tmp_path):
     def many(number):
-        """32 kills of one run, which would end after some 40."""
+        """32 kills of a run, which would end after about 40."""
         rng, folder = random.Random(number), tmp_path / str(number)
         folder.mkdir()
         when = [rng.randrange(1, 40) for _ in range(26)] + [rng.uniform(0, 0.7) for _ in range(6)]
