@@ -116,11 +116,8 @@ def test_learnables_start_at_their_settings():
         "ssmax.py", "ssmax_bias.py", "softmax_sink.py", "ablations/ssmax_probe.py"
     }  # fmt: skip
     assert build_attention(small_config("softmax_sink.py")).sink.tolist() == [0, 0]
-
-
-def test_a_training_length_of_one_key_has_a_scale():
-    attn = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
-    assert_finite(attn.weights(*draw(3, 5)[:2]))
+    short = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
+    assert_finite(short.weights(*draw(3, 5)[:2]))  # log L is 0
 
 
 def test_lssar_rows_1_to_4_by_hand():
@@ -386,6 +383,7 @@ def test_p_of_100_at_2048_keys(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes(case, dtype):
+    """Float32 at least inside, whatever autocast says."""
     attn = build_attention(small_config(case))
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
     out, A = attn(q, k, v), attn.weights(q, k)
@@ -393,21 +391,10 @@ def test_dtypes(case, dtype):
     assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     exact = attn.weights(q.double(), k.double())
     assert_near(A.double(), exact, rtol=1e-2, atol=1e-4)  # n past 256 counts in every dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attn(q, k, v), out) and torch.equal(attn.weights(q, k), A)
     out.backward(torch.ones_like(out))
     assert_finite(out, q.grad, k.grad, v.grad)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_autocast_changes_nothing_inside(case):
-    attn = build(case)
-    q, k, v = draw(5, 9, dtype=torch.float32)
-    half = [x.bfloat16() for x in (q, k, v)]
-    plain = attn(q, k, v), attn.weights(q, k), attn(*half), attn.weights(*half[:2])
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = attn(q, k, v), attn.weights(q, k), attn(*half), attn.weights(*half[:2])
-    for ours, theirs in zip(inside, plain, strict=True):
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    assert inside[3].dtype == torch.float32
 
 
 # ---- properties ----
@@ -446,7 +433,6 @@ def test_a_new_phi_works_everywhere(p, monkeypatch):
     monkeypatch.setitem(textbook.FORMULAS, "own", lambda t: t.l1(elu1, t.z()))
     expected = textbook.weights(attn, q, k)
     assert_near(attn.weights(q, k), expected)
-    assert_near(attn(q, k, v), expected @ v)
     monkeypatch.setattr(blocked, "BLOCK_QUERIES", 3)
     monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)  # one head at a time
     assert_near(attn(q, k, v), expected @ v)

@@ -209,10 +209,8 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
 
 
 def test_a_share_of_heads_is_whole_up_to_rounding():
-    sizes = ["--n_head=25", "--n_embd=50"]
     for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
-        assert load_config([*sizes, f"--nope_share={heads / 25}"]).nope_heads == heads
-    assert "is 7.25 heads" in refusal(*sizes, "--nope_share=0.29")
+        assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads == heads
 
 
 def test_a_config_is_frozen_checked_and_survives_as_dict():
@@ -255,7 +253,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         ("--n_layer=True", "n_layer = True is bool; it must be int"),
         ("--p=[3]", "p = [3] is list; it must be float or None"),
-        ("--p={[]:1}", "p = '{[]:1}' is str; it must be float or None"),
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--learning_rate=1e300", "learning_rate = 1e+300 must be a finite number below 1e38"),
@@ -264,7 +261,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
         ("--vocab_size=65537", "vocab_size = 65537 makes 65537 token ids, and a token is a uint16"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
-        ("--task=orbits --tie_embeddings=False --bins=65534", "bins = 65534 makes 65537 token ids"),
         # choices
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
         ("--mlp=relu", "mlp = 'relu'; did you mean 'gelu'? it is one of gelu, swiglu"),
@@ -273,8 +269,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
         ("--attention=phi_gelu --p=3", "takes no p"),
-        ("--attention=softmax_inverse --p=3", "takes no p"),
-        ("--attention=sparsemax --p=3", "takes no p"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--sink=learned --attention=relu_li", "attention = 'relu_li' takes no sink"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
@@ -291,7 +285,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--gamma=2", "attention = 'softmax' takes no gamma (gamma = 2.0)"),
         ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
          "'linear'"),
-        ("--kv_rank=3", "kv_rank = 3 has an effect with projections = 'tpa' only"),
         ("--projections=tpa --n_kv_head=2", "n_kv_head = 2 has an effect with projections = 'lin"),
         ("--positions=alibi --rope_theta=5e5", "rope_theta = 500000.0 has an effect with position"),
         ("--nope_every=4 --positions=none", "nope_every = 4 has an effect with positions = 'rope'"),
