@@ -4,11 +4,11 @@ python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
 python -m scripts.attention_maps RUN [RUN ...] --distances
 
-Draws RUN/attention_maps.png, the weights of all heads of the layer on a text; prints a table with a
-line for every run, for the text and for the same validation tokens at each length; and draws a
-curve for every run over the length of the rows, at the greatest length (with --tokens 0, of the
-text): attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png in
-the folder that contains them (or --out). The model reads the text without end-of-text before it.
+Draws RUN/attention_maps.png, the weights of all heads of the layer on a text. Prints a table for
+the text and for the same validation tokens at each length, with a line for every run. Draws a curve
+for every run over the number of keys of a row, at the greatest length (with --tokens 0: of the
+text), as attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png
+in the folder that contains them (or --out). The model reads the text without end-of-text before it.
 
 A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
 window, the last of them. The first query has no choice and is left out. Reported are means over
@@ -22,8 +22,8 @@ rows of
     zeros               share of the n weights that are exactly 0 in float32, underflow included
     sum                 sum |A|: 1 for a distribution
 
-A row that is not a distribution is thus normalised as |A| / sum |A|. A row of zeros cannot be: it
-is dead, excluded from the means, and counted.
+So a row that is not a distribution is normalised as |A| / sum |A|. A row of zeros is dead: it is
+counted, and excluded from the means.
 
 LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
 diagonal, and that a score below 0 gets no gradient, which isolates its token. --distances measures
@@ -37,7 +37,8 @@ all layers and heads on the validation tokens, in windows of the training length
                         query
 
 A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
-query and key; the picture is weights_by_distance.png, with RUN_RUN for several runs.
+query and key: near, at distances below 1/16 of the length; far, from half of it; and all. The
+picture is weights_by_distance.png, with RUN_RUN for several runs.
 
 RUN/attention_maps.json is a list of measurements. What it has is not measured again.
 
@@ -150,7 +151,7 @@ class AttentionMaps(AtLengths):
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
         if name.startswith("text: "):
-            return row_statistics(run, facts["layer"], [self.idx(run)])
+            return row_statistics(run, facts["layer"], [torch.tensor([self.ids(run.config)])])
         length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
         tokens, device = facts["tokens"], run.device
         batches = validation_batches(facts["data_dir"], length, tokens, 1, device=device)
@@ -159,15 +160,12 @@ class AttentionMaps(AtLengths):
             return distance_statistics(run, length, windows)
         return row_statistics(run, facts["layer"], windows)
 
-    def idx(self, run: Run) -> Tensor:
-        """The text as token ids [1, L]."""
-        return torch.tensor([self.ids(run.config)], device=run.device)
-
     def picture(self, path: str | Path, measurement: dict) -> Figure | None:
         if not self.text:
             return None
         run, layer = load_run(path, self), measurement["layer"]
-        return plot_maps(run, layer, self.ids(run.config), weights(run, layer, self.idx(run)))
+        ids = self.ids(run.config)
+        return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
 
 
 # ---- rows, by the number of keys ----
@@ -187,7 +185,8 @@ def weights(
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     with autocast(run.device, run.dtype):
-        (A,) = attention_weights(run.model, idx, slice(None), reduce, slice(layer, layer + 1))
+        one = slice(layer, layer + 1)
+        (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, one)
     return A[0].cpu()
 
 

@@ -5,7 +5,7 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 
     --rope none --rope_theta 500000
 
 The first command compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of
-SSMax. Prints a table with a line for every run and scaling, and draws a curve for each:
+SSMax, on all validation tokens. Prints a table and draws a curve, for every run and scaling:
 eval_length.png in the run's folder, or for several runs loss_by_length_RUN_RUN.png in the folder
 that contains them. With --per_position the picture is loss_by_position.png or
 loss_by_position_RUN_RUN.png instead.

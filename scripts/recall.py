@@ -32,30 +32,23 @@ from errors import UserError
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.retrieval import batches
-from scripts.common.runner import Evaluation, Run, as_command, option
+from scripts.common.runner import Run, as_command, option
 from scripts.common.tables import print_table
-from scripts.common.validation import check_lengths, default_lengths
+from scripts.common.validation import AtLengths, check_lengths
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
-MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 PERCENT = "answers that are right (%)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall(Evaluation):
+class Recall(AtLengths):
     """Recall: is what was said found again, by the length and by how far away it was said?"""
 
     task = "recall"
-    name = "recall"
+    name, multiples = "recall", (1, 2, 4, 8, 16, 32, 64)
 
-    lengths: tuple[int, ...] | None = option(
-        None, "in tokens (default: 1x to 64x the training length)"
-    )
     answers: int = option(512, "at least so many per length", at_least=1)
     proportional: bool = option(False, "mqar: pairs in proportion to the length")
-
-    def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths([config], MULTIPLES)
 
     def pairs(self, config: Config, length: int) -> int:
         """How many keys a sequence of this length asks."""

@@ -148,7 +148,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
 # ---- the command ----
 
 
-def test_several_runs_are_compared(shards, call, tmp_path, monkeypatch, pictures):
+def test_several_runs_are_compared(shards, call, tmp_path, pictures):
     """A variant with dead rows, and a variant with negative weights."""
     runs = []
     for name in ("relu_wortsman", "ablations/softmax_inverse"):
@@ -162,13 +162,7 @@ def test_several_runs_are_compared(shards, call, tmp_path, monkeypatch, pictures
     assert [part["length"] for part in relu["parts"].values()] == [len(TEXT), 16, 32]
     assert min(relu["parts"]["32 tokens"]["heads"]["dead"]) > 0
     assert inverse["parts"]["32 tokens"]["heads"]["sum"] == pytest.approx([1, 1])
-    # validation tokens are not measured again with another text, but for another layer they are
     run = runs[1]
-    monkeypatch.setattr(attention_maps, "validation_batches", None)
-    call(attention_maps, run, *asked, "--text", "It costs $5, café.\n")
-    assert len(read(run)) == 1 and len(read(run)[0]["parts"]) == 4
-    with pytest.raises(TypeError):
-        call(attention_maps, run, *asked, "--layer", "1")
     pictures.clear()
     call(attention_maps, run, "--tokens", "0", "--data_dir=nowhere", f"--out={tmp_path}/a.png")
     assert (read(run)[-1]["tokens"], read(run)[-1]["layer"]) == (0, 1)

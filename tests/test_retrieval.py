@@ -94,7 +94,7 @@ def test_passkey_depths_are_counted_in_tenths():
     assert [trial["correct"] for trial in part["trials"]] == [True] * 3 + [False] * 2
 
 
-def test_passkey_of_trained_runs(run, call, monkeypatch, pictures):
+def test_passkey_of_trained_runs(run, call, pictures):
     arguments = (run, "--trials", 5)
     call(passkey, *arguments, "--lengths", "320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
@@ -110,13 +110,6 @@ def test_passkey_of_trained_runs(run, call, monkeypatch, pictures):
         out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
         assert trial.number == judged["key"]
         assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
-    # what is there is not measured again; other lengths, seeds and options are
-    monkeypatch.setattr(passkey, "answered", None)
-    call(passkey, *arguments, "--lengths", "300")
-    for more in ("--lengths=310", "--lengths=300 --seed=5", "--lengths=300 --rope=none"):
-        with pytest.raises(TypeError):
-            call(passkey, *arguments, *more.split())
-    assert json.loads((run / "passkey.json").read_text()) == [result]
 
 
 # ---- needles ----

@@ -23,7 +23,7 @@ from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain_from_context, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
-from scripts.recall import MULTIPLES, PERCENT, Recall, accuracies
+from scripts.recall import PERCENT, Recall, accuracies
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at
@@ -360,9 +360,9 @@ EXPERIMENTS = {
         "LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.beside_the_paper
     ),
     "recall": Experiment(
-        "Recall of what lies far away", PERCENT, RECALL_ENTRIES, MULTIPLES, recalled,
+        "Recall of what lies far away", PERCENT, RECALL_ENTRIES, Recall.multiples, recalled,
         lambda config: Recall(
-            lengths=tuple(at(multiple, config) for multiple in MULTIPLES), **options(config)
+            lengths=tuple(at(multiple, config) for multiple in Recall.multiples), **options(config)
         ),
         digits=1, draw=pictures.recall, task="recall", remarks=by_seed, notes=(
             "A guess has 6.2 in lookup. RoPE is scaled by dynamic NTK; `:plain_rope` is the same "
