@@ -28,32 +28,29 @@ def shards(tmp_path_factory):
     rng = np.random.default_rng(0)
     letters = [rng.integers(97, 123, n, np.uint8) for n in rng.integers(2, 7, size=50)]
     words = [word.tobytes() + b" " for word in letters]
-    for name, n in (
-        ("text_val_000000", 600),
-        ("text_train_000001", 3000),
-        ("text_train_000002", 999),
-    ):
+    for name, n in {"val_000000": 600, "train_000001": 3000, "train_000002": 999}.items():
         text = b"".join(words[i] for i in rng.integers(0, 50, size=n))[:n]
         tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
         tokens[0] = 256
-        write_shard(folder / f"{name}.bin", tokens)
+        write_shard(folder / f"text_{name}.bin", tokens)
     write_meta(folder, set_meta("bytes"))
     return folder
 
 
-@pytest.fixture
-def train(shards, tmp_path, monkeypatch):
+def train_small(out, shards, *arguments):
     """Run train.py's main in this process; returns the run's folder."""
     import train as module
 
-    def run(name, *arguments):
-        out = tmp_path / name
+    with pytest.MonkeyPatch.context() as patch:
         argv = ["train.py", *SMALL, f"--data_dir={shards}", f"--out_dir={out}", *arguments]
-        monkeypatch.setattr(sys, "argv", argv)
+        patch.setattr(sys, "argv", argv)
         module.main()
-        return out
+    return out
 
-    return run
+
+@pytest.fixture
+def train(shards, tmp_path):
+    return lambda name, *arguments: train_small(tmp_path / name, shards, *arguments)
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def poisoned_buffers(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def better_interpreter():
     """Triton's interpreter multiplies bfloat16 as integers and truncates float32 to it; and reduces
-    by a function of one's own element by element, in Python."""
+    by a function of the kernel's element by element, in Python."""
     try:
         import triton.language as tl
         from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
@@ -120,15 +117,8 @@ def call(monkeypatch):
 def trained(shards, tmp_path_factory):
     """A run of a second, its training length enough for a short question; tests that write into it
     take a copy, the fixture `run`."""
-    import train as module
-
     longer = ["--block_size=128", "--total_batch_size=1024", "--attention=lssar", "--p=3"]
-    out = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        argv = ["train.py", *SMALL, *longer, f"--data_dir={shards}", f"--out_dir={out}"]
-        patch.setattr(sys, "argv", argv)
-        module.main()
-    return out
+    return train_small(tmp_path_factory.mktemp("runs") / "run", shards, *longer)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from runtime.checkpoint import Saver, Training, write_header
 from scripts.common.runner import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# Each row of the papers' tables, as a path within configs/. Neither scales nor T6, whose attention
-# is that of softmax.py and lssar_p15.py, are attention variants.
+# Each entry of the papers' tables, as a path within configs/. Scales are no attention variants, nor
+# is T6, which has the attention of softmax.py and lssar_p15.py.
 ROWS = [
     path.relative_to(CONFIGS).as_posix()
     for folder in (CONFIGS, CONFIGS / "ablations")

@@ -193,8 +193,8 @@ def test_blocks_equal_the_whole(case, Lq, keep, monkeypatch):
     assert rows == (6 * [1, 3, 3, 3] if Lq == 10 else [16, 8])
     weights = draw(Lq, 10, B=3, seed=1)[0]
     ours = torch.autograd.grad((out * weights).sum(), inputs)
-    theirs = torch.autograd.grad((whole * weights).sum(), inputs)
-    for one, other in zip(ours, theirs, strict=True):
+    expected = torch.autograd.grad((whole * weights).sum(), inputs)
+    for one, other in zip(ours, expected, strict=True):
         assert_near(one, other)
     assert len(rows) == (1 if keep else 2) * (24 if Lq == 10 else 2)
 
@@ -495,7 +495,7 @@ def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
         check_attention(small_config("softmax.py --attention=own"))
 
 
-def test_a_bias_of_ones_own_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
+def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
     """ALiBi as a row, in blocks of a head and 4 queries, against the setting."""
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)[:, None, None]
 

@@ -82,7 +82,7 @@ def test_every_row_goes_with_every_scale(row, scale):
     assert config.n_embd == load_config([at(scale)]).n_embd
 
 
-def test_scales_are_those_of_the_papers():
+def test_scales_are_the_papers():
     shape = ("n_layer", "n_embd", "n_head", "max_iters")
     for scale, sizes in {"355m": (24, 1024, 16, 60000), "45m": (6, 512, 8, 9000)}.items():
         config = load_config([at(f"scales/{scale}.py")])

@@ -127,7 +127,7 @@ def test_flops():
 # ---- weights ----
 
 
-def test_first_weights_are_those_of_gpt2():
+def test_first_weights_are_gpt2s():
     torch.manual_seed(0)
     model = GPT(small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4"))
     for name, x in model.named_parameters():
@@ -371,7 +371,7 @@ def yarn(d, theta, trained, s):
         (64, 100.0, 1024, 4096, None),
     ],
 )
-def test_yarn_is_that_of_its_authors(d, theta, trained, length, factor):
+def test_yarn_is_its_authors_formula(d, theta, trained, length, factor):
     frequencies, on_scores = Rope(d, trained, theta, "yarn", factor).frequencies(length)
     expected, on_cos_and_sin = yarn(d, theta, trained, factor or length / trained)
     assert_near(frequencies, expected)
@@ -623,7 +623,7 @@ def test_t6_has_as_many_parameters_as_gpt2(scale):
     assert lssar.replace(attention="softmax", p=None, out_dir=t6.out_dir) == t6
 
 
-def test_first_weights_of_t6_are_those_of_its_authors():
+def test_first_weights_of_t6_are_its_authors():
     torch.manual_seed(0)
     model = GPT(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
     (block,) = model.trunk.blocks
@@ -632,9 +632,9 @@ def test_first_weights_of_t6_are_those_of_its_authors():
     sizes = [6 * 34, 6 * 64, 2 * 34, 2 * 64, 2 * 34, 2 * 64]
     shapes = [(768, 34, 6), (768, 6, 64)] + 2 * [(768, 34, 2), (768, 2, 64)]
     for part, shape in zip(block.attn.c_attn.weight.split(sizes), shapes, strict=True):
-        theirs = torch.nn.init.xavier_uniform_(torch.empty(shape))
-        assert part.std().item() == pytest.approx(theirs.std().item(), rel=0.01)
-        assert part.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=1e-3)
+        drawn = torch.nn.init.xavier_uniform_(torch.empty(shape))
+        assert part.std().item() == pytest.approx(drawn.std().item(), rel=0.01)
+        assert part.abs().max().item() == pytest.approx(drawn.abs().max().item(), rel=1e-3)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def not_copied(folder, names):
     return skipped | {name for name in names if name.startswith(".")}
 
 
-def test_a_variant_of_ones_own(tmp_path, shards):
+def test_the_section_of_the_readme(tmp_path, shards):
     """It trains, and is evaluated and sampled beyond the training length."""
     readme = (ROOT / "README.md").read_text()
     section = re.search(r"^## A variant of your own\n(.*?)(?=^## )", readme, re.M | re.S)[1]
