@@ -29,11 +29,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from attention import VARIANTS
-from attention_paths.fused import fused, variant_obstacle
+from attention_paths.fused import fused
 from attention_paths.reference import Context
-from tests.fused import SETTINGS, build
-from tests.helpers import ATTENTIONS, small_config
+from tests.fused import FUSED, SETTINGS, build
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -41,8 +39,8 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 # (capability, config, head size) of the table
 COUNTED = [
-    (capability, row, d)
-    for row in ("lssar_p15.py", "lssa.py", "sigmoid.py", "relu_li.py")
+    (capability, case, d)
+    for case in ("lssar_p15.py", "lssa.py", "sigmoid.py", "relu_li.py")
     for d in (64, 128)
     for capability in (90, 80)
 ]
@@ -155,14 +153,14 @@ def loops(sass: str) -> list[int]:
     return [end + 1 - begin for begin, end in found]
 
 
-def counted(capability: int, row: str, d: int) -> dict[str, dict]:
-    """The part of the table for a row at a head size on a GPU."""
+def counted(capability: int, case: str, d: int) -> dict[str, dict]:
+    """The part of the table for a config at a head size on a GPU."""
     found = {}
-    for name, options, compiled in launches(capability, row, d):
+    for name, options, compiled in launches(capability, case, d):
         if "BLOCK_M" in options:
             m, n, warps = (options[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps"))
             without = ", without gradients" if options.get("SAVE") is False else ""
-            entry = f"sm_{capability}, d {d}, {row.removesuffix('.py')}, {name}{without}"
+            entry = f"sm_{capability}, d {d}, {case.removesuffix('.py')}, {name}{without}"
             found[entry] = {"shape": [m, n, warps, options["num_stages"]]}
             found[entry] |= count(compiled, m * n / (32 * warps))
     return found
@@ -185,8 +183,8 @@ def main() -> None:
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     before = table.get(triton.__version__, {})
     found: dict[str, dict] = {}
-    for capability, row, d in QUICK if arguments.quick else COUNTED:
-        for name, counts in counted(capability, row, d).items():
+    for capability, case, d in QUICK if arguments.quick else COUNTED:
+        for name, counts in counted(capability, case, d).items():
             print(f"{name}: {counts}", flush=True)
             found[name] = counts
     if arguments.update:
@@ -211,11 +209,10 @@ def write(table: dict) -> None:
 
 
 def launch_everything() -> None:
-    cases = [(case, 64) for case in (*ATTENTIONS, *SETTINGS)]
+    cases = [(case, 64) for case in (*FUSED, *SETTINGS)]
     for case, d in [*cases, ("lssar_p15.py", 24), ("lssa.py", 128)]:
-        if variant_obstacle(VARIANTS[small_config(case).attention], d) is None:
-            for capability in (90, 80):
-                show_launches(capability, case, d)
+        for capability in (90, 80):
+            show_launches(capability, case, d)
     for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
         torch.use_deterministic_algorithms(True)
         show_launches(80, case, 128)

@@ -6,14 +6,20 @@ import math
 import torch
 import torch.nn.functional as F
 
+from attention import VARIANTS
+from attention_paths.fused import variant_obstacle
 from attention_paths.reference import PLAIN, Context
 from layers.heads import build_attention
-from tests.helpers import small_config
+from tests.helpers import ATTENTIONS, small_config
 
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
 # where the kernels run: without a GPU, in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = [
+    case for case in ATTENTIONS
+    if not variant_obstacle(VARIANTS[small_config(case).attention], 64)
+]  # fmt: skip
 
 # Powers, of which whole ones are computed by multiplication, and what combines with any variant,
 # alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:

@@ -21,6 +21,7 @@ from generation import generate
 from model import GPT
 from tests.fused import (
     DEVICE,
+    FUSED,
     REFERENCE,
     SETTINGS,
     TRITON,
@@ -36,8 +37,8 @@ from tests.fused import (
     in_float64,
     inputs_of,
     kernels,
-)  # fmt: skip
-from tests.helpers import ATTENTIONS, SMALL, small_config
+)
+from tests.helpers import SMALL, small_config
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
@@ -48,10 +49,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # interpreted blocks are 32 queries and 16 keys: 37 is more than a block of each, and a part of one
 LENGTHS = [4, 19, 1, 21, 5, 37, 3]
-FUSED = [
-    case for case in ATTENTIONS
-    if not variant_obstacle(VARIANTS[small_config(case).attention], 64)
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FUSED)

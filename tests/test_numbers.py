@@ -68,21 +68,6 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
             assert error <= 2 * bar + floor(name, keys, dtype), (L, window, d, name, error, bar)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_where_the_formula_overflows(dtype):
-    """(n A)^15 is above float32's and bfloat16's largest number where A is 1 and n is 1,000."""
-    case = "softmax_p15.py"
-    attn, exactly = build(case, 64), build(case, 64).double()
-    q, k, v, gradient = draw(2, 1000, 64, dtype)
-    q[:, :, 1] = 20 * k[:, :, 100] / k[:, :, 100].norm(dim=-1, keepdim=True)
-    tensors = (q, k, v, gradient)
-    exact = evaluate(exactly, [x.double() for x in tensors], textbook.attention)
-    ours = evaluate(attn, tensors)
-    atol = 1e-4 if dtype is FLOAT32 else 0.05
-    for name, truth in exact.items():
-        torch.testing.assert_close(ours[name], truth, rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize("impl", ["reference", "blocked", "triton"])
 @pytest.mark.parametrize(
     "case, score",
