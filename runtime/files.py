@@ -103,7 +103,7 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
     try:
         return msgspec.convert(value, type)
     except Exception as error:  # of whatever objects, such as tensors, msgspec comes across
-        raise UserError(f"{source}: damaged: {error}") from error
+        raise UserError(f"{source}: damaged, or of another version: {error}") from error
 
 
 def sha256_of(path: str | Path) -> str:
