@@ -51,7 +51,7 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, as_command, option
+from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, as_command, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, counted, data_facts, default_lengths
 
@@ -192,13 +192,14 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
         label = f"  sliding window of {result['window']}" if is_control else name
         losses = [f"{loss:.4f}" for loss in result["loss"]]
         table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
-    print(f"\n{UNIT}, {evaluation.title}")
+    title = title_of([result for _, result in runs])
+    print("\n" + ", ".join(filter(None, (UNIT, title))))
     print_table(table, width=9)
     print(MEANING)
     if evaluation.per_position:
-        return {"loss_by_position": plot(runs, evaluation.title, by_position=True)}
+        return {"loss_by_position": plot(runs, title, by_position=True)}
     several = len({result["sha256"] for _, result in runs}) > 1
-    return {"loss_by_length" if several else "eval_length": plot(runs, evaluation.title)}
+    return {"loss_by_length" if several else "eval_length": plot(runs, title)}
 
 
 def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:

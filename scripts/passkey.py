@@ -31,7 +31,7 @@ from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.retrieval import ANSWER_TOKENS, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Run, as_command, option
+from scripts.common.runner import Run, as_command, option, title_of
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -121,7 +121,7 @@ def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure
         curves.append(Curve(name, list(parts), [100 * p["accuracy"] for p in parts.values()]))
     ticks = sorted({length for curve in curves for length in curve.x})
     x, trained = "length in tokens (dotted: training)", {r["trained_length"] for _, r in runs}
-    y, panel = "passkeys found (%)", {evaluation.title: curves}
+    y, panel = "passkeys found (%)", {title_of([result for _, result in runs]): curves}
     return {"passkey_by_length": draw_curves(panel, x, y, "x", ticks, marks=trained)}
 
 

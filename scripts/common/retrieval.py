@@ -17,7 +17,7 @@ from errors import UserError
 from generation import generate
 from runtime.device import autocast
 from scripts.common.plots import heat_map
-from scripts.common.runner import BATCH_TOKENS, Run, option
+from scripts.common.runner import BATCH_TOKENS, Run, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, check_lengths
 
@@ -69,13 +69,13 @@ class Retrieval(AtLengths):
 
     def print_found(self, measurement: dict) -> None:
         parts = self.found(measurement)
-        print(f"\n{measurement['variant']}: {self.what} found (%), {self.title}")
+        print(f"\n{measurement['variant']}: {self.what} found (%), {title_of([measurement])}")
         shares = [f"{100 * part['accuracy']:.1f}" for part in parts.values()]
         print_table([["length", *map(str, parts)], ["found", *shares]])
 
     def picture(self, path: str | Path, measurement: dict) -> Figure:
         """The share found at each length and depth."""
-        title = f"{measurement['variant']}, {self.title}"
+        title = f"{measurement['variant']}, {title_of([measurement])}"
         parts = self.found(measurement)
         by_depth = zip(*(part["accuracy_by_depth"] for part in parts.values()), strict=True)
         shares = dict(zip(self.depths, by_depth, strict=True))

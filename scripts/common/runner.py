@@ -88,13 +88,6 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         return pick_dtype(self.dtype, pick_device(self.device))
 
-    @property
-    def title(self) -> str:
-        """The options that change the model, for titles."""
-        names = ("rope", "rope_factor", "rope_theta", "window", "attention", "p")
-        values = {name: getattr(self, name) for name in names}
-        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the variant, the window and the p of the options.
 
@@ -309,6 +302,14 @@ def with_control(evaluation: Evaluation, path: str | Path, get: Callable = measu
         return own
     controlled = get(control, path)
     return controlled and own | {"control": controlled}
+
+
+def title_of(measurements: Sequence[dict]) -> str:
+    """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
+    first, *others = measurements
+    names = ("rope", "rope_factor", "rope_theta", "window", "p")
+    shared = [key for key in names if all(other[key] == first[key] for other in others)]
+    return ", ".join(f"{key} {first[key]}" for key in shared if first[key] is not None)
 
 
 def read_measurements(path: Path) -> list[dict]:
