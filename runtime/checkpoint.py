@@ -222,9 +222,7 @@ def resumes(run: Path, resume: bool | str) -> bool:
     """
     if checkpoints(run):
         if not resume:
-            raise UserError(
-                f"{run} holds a run; continue it with --resume, or give another --out_dir"
-            )
+            raise UserError(f"{run} holds a run: use --resume to continue it, or another --out_dir")
         return True
     if resume is True:
         raise UserError(no_checkpoint(run))

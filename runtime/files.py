@@ -127,8 +127,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     except Timeout:
         raise UserError(f"{folder}: another process is {doing}") from None
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{folder}: no file can be written there: {reason}") from error
+        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from error
     try:
         yield
     finally:

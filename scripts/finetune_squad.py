@@ -124,9 +124,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     config = config.replace(**recipe(base, len(examples), options))
     facts = {
         "examples": len(examples), "contexts_cut": sum(example.cut for example in examples),
-        "left_out": len(questions) - len(examples),
         "sha256": hashlib.sha256(b"".join(e.tokens.tobytes() for e in examples)).hexdigest(),
-        "began_with": weights.id,
+        "left_out": len(questions) - len(examples), "began_with": weights.id,
     }  # fmt: skip
 
     # ---- optimizer ----
