@@ -23,7 +23,6 @@ the labels. An interrupted fine-tuning begins anew.
 import copy
 import importlib.metadata
 import importlib.util
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,10 +47,8 @@ from runtime.device import autocast
 from runtime.divergence import finite_step
 from scripts.common.runner import Evaluation, Run, as_command, option
 from scripts.common.tables import print_table
-from tasks.orbits import PAIRS, TIME_STEPS, Elements, G, draw_pair, simulated, tokenise
+from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from train import Batch, begin, train_step
-
-Floats = NDArray[np.float64]
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = {
@@ -91,9 +88,7 @@ class Physics(Evaluation):
 
     def facts(self, config: Config) -> dict:
         if not all(map(importlib.util.find_spec, ("sklearn", "pyoperon"))):
-            raise UserError(
-                'the probes need scikit-learn and pyoperon: pip install -e ".[physics]"'
-            )
+            raise UserError('this needs scikit-learn and pyoperon: pip install -e ".[physics]"')
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def parts(self, config: Config) -> dict[str, int]:
@@ -120,34 +115,31 @@ class Task:
     def targets(self) -> Floats:
         return self.forces / self.scale
 
-    def standardised(self) -> tuple[Floats, Floats]:
-        """The states with a label, and all states: the labelled have mean 0 and variance 1."""
+    def standardised(self) -> Floats:
+        """The states, scaled so that the labelled ones have mean 0 and variance 1."""
         from sklearn.preprocessing import StandardScaler
 
-        known = self.states[self.labelled]
-        scaler = StandardScaler().fit(known)
+        scaler = StandardScaler().fit(self.states[self.labelled])
         flat = self.states.reshape(-1, self.states.shape[-1])
-        return scaler.transform(known), scaler.transform(flat)
+        return scaler.transform(flat).reshape(self.states.shape)
 
 
 def label(
     systems: Sequence[Elements], config: Config, count: int
 ) -> tuple[NDArray[np.uint16], Floats, Floats, NDArray[np.bool_]]:
-    """The tokens of these systems, the vectors from star to planet [systems, points, 2], the masses
-    of planet and star [systems, points, 2], and `count` random points of each as labelled.
+    """The tokens of systems of one planet, the vectors from star to planet [systems, points, 2],
+    the masses of planet and star [systems, points, 2], and `count` random points of each system as
+    labelled.
 
     The points are the points in time whose planet is within a sequence of block_size entries.
     """
-    points = config.block_size // 2
-    vectors = np.empty((len(systems), points, 2))
-    for places, at in simulated(systems, config.block_size):
-        vectors[places] = (at[:, :, 0] - at[:, :, 1])[:, :points]
+    at = np.concatenate([group for _, group in simulated(systems, config.block_size)])
+    points = at.shape[1]
     masses = np.stack([one.masses for one in systems])[:, None].repeat(points, axis=1)
     order = np.tile(np.arange(points), (len(systems), 1))
-    order = np.random.default_rng(0).permuted(order, axis=1)
-    labelled = np.zeros((len(systems), points), dtype=bool)
-    np.put_along_axis(labelled, order[:, :count], True, axis=1)
-    return tokenise(systems, config.bins, config.block_size), vectors, masses, labelled
+    labelled = np.random.default_rng(0).permuted(order, axis=1).argsort(axis=1) < count
+    tokens = tokenise(systems, config.bins, config.block_size)
+    return tokens, at[:, :, 0] - at[:, :, 1], masses, labelled
 
 
 def vector_task(config: Config) -> Task:
@@ -191,9 +183,10 @@ def predict(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Fl
         return finetune(run, physics, probe, task, bar) * task.scale
     from sklearn.neighbors import KNeighborsRegressor
 
-    known, every = task.standardised()
-    nearest = KNeighborsRegressor(NEIGHBOURS[probe]).fit(known, task.targets[task.labelled])
-    return nearest.predict(every).reshape(task.forces.shape) * task.scale
+    states, known = task.standardised(), task.labelled
+    nearest = KNeighborsRegressor(NEIGHBOURS[probe]).fit(states[known], task.targets[known])
+    predicted = nearest.predict(states.reshape(-1, states.shape[-1]))
+    return predicted.reshape(task.forces.shape) * task.scale
 
 
 def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Floats:
@@ -202,9 +195,8 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
     Raises RuntimeError where the loss or the gradient norm is not finite.
     """
     config = run.config.replace(
-        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, optimizer="adamw",
-        schedule="constant", warmup_iters=0, cooldown_iters=0, min_lr=0.0,
-        dtype=str(run.dtype).removeprefix("torch."),
+        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, min_lr=0.0,
+        optimizer="adamw", dtype=str(run.dtype).removeprefix("torch."),
     )  # fmt: skip
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
@@ -215,27 +207,19 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
     nn.init.zeros_(model.lm_head.bias)
     model.to(run.device).train()
     training = begin(config, model, state=None)
-    targets = np.where(task.labelled[..., None], task.targets, np.nan).astype(np.float32)
-    sequences, count = min(physics.batch, len(task.tokens)), config.batch_size
+    labels = np.where(task.labelled[..., None], task.targets, np.nan)
+    x = torch.from_numpy(task.tokens).long().to(run.device)
+    y = torch.from_numpy(labels).float().to(run.device)
 
-    def tokens_of(places: Any) -> Tensor:
-        return torch.from_numpy(task.tokens[places].astype(np.int64)).to(run.device)
+    def squared_error(x: Tensor, y: Tensor) -> Tensor:
+        return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
 
     for step in range(physics.steps):
-        places = epoch_order(step * sequences, sequences, len(task.tokens), config.seed)
-        labels = int(task.labelled[places].sum()) * outputs
-
-        def loss_fn(x: Tensor, y: Tensor, labels: int = labels) -> Tensor:
-            error = model(x)[:, 1::2].float() - y.nan_to_num()
-            return error[~y.isnan()].square().sum() / labels
-
-        parts = [
-            (tokens_of(part), torch.from_numpy(targets[part]).to(run.device))
-            for part in np.split(places, range(count, sequences, count))
-        ]
-        loss, norm = train_step(
-            training, loss_fn, Batch(parts, divisor=1, tokens=0), config.grad_clip, run.dtype
-        )
+        sequences = min(physics.batch, len(x))
+        places = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
+        parts = [part[places].split(config.batch_size) for part in (x, y)]
+        batch = Batch([*zip(*parts, strict=True)], int(task.labelled[places].sum()) * outputs, 0)
+        loss, norm = train_step(training, squared_error, batch, config.grad_clip, run.dtype)
         if not finite_step(loss, norm, training.scaler):
             raise RuntimeError(
                 f"{run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
@@ -244,11 +228,8 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
         bar.update()
     model.eval()
     with torch.no_grad(), autocast(run.device, run.dtype):
-        predicted = [
-            model(tokens_of(slice(i, i + count)))[:, 1::2].float().cpu().double().numpy()
-            for i in range(0, len(task.tokens), count)
-        ]
-    return np.concatenate(predicted)
+        predicted = [model(part)[:, 1::2].float().cpu() for part in x.split(config.batch_size)]
+    return torch.cat(predicted).double().numpy()
 
 
 def probe_vectors(run: Run, physics: Physics, bar: tqdm) -> dict:
@@ -259,20 +240,18 @@ def probe_vectors(run: Run, physics: Physics, bar: tqdm) -> dict:
     for i, name in enumerate(SOLAR_SYSTEM):
         judged = ~task.labelled[i]
         a, b, at = predicted[i, judged], task.forces[i, judged], task.states[i, judged, :2]
-        lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        error = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+        length, true_length, error = (np.linalg.norm(x, axis=-1) for x in (a, b, a - b))
+        cosines = (a * b).sum(-1) / np.maximum(length * true_length, 1e-300)
         arrows = slice(None, None, -(-len(at) // ARROWS))
         planets[name] = {
-            "cosine": float(((a * b).sum(-1) / np.maximum(lengths, 1e-300)).mean()),
-            "relative_error": float(error.mean()),
+            "cosine": float(cosines.mean()),
+            "relative_error": float((error / true_length).mean()),
             "at": at[arrows].tolist(),
             "true": b[arrows].tolist(),
             "predicted": a[arrows].tolist(),
         }
-    means = {
-        key: float(np.mean([one[key] for one in planets.values()]))
-        for key in ("cosine", "relative_error")
-    }
+    names = ("cosine", "relative_error")
+    means = {name: float(np.mean([one[name] for one in planets.values()])) for name in names}
     return means | {"planets": planets}
 
 
@@ -288,8 +267,8 @@ def probe_magnitudes(run: Run, physics: Physics, bar: tqdm) -> dict:
     positive = forces > 0
     design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
     fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
-    known, every = task.standardised()
-    distance, _ = NearestNeighbors(n_neighbors=1).fit(known).kneighbors(every[judged.ravel()])
+    scaled = task.standardised()
+    distance, _ = NearestNeighbors(n_neighbors=1).fit(scaled[~judged]).kneighbors(scaled[judged])
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
         "rank_correlation": float(spearmanr(forces, true).statistic),
@@ -337,11 +316,10 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
     for one in sorted(candidates, key=lambda one: (one.nodes, one.loss)):
         if not front or one.loss < front[-1].loss:
             front.append(one)
-    scores = [
-        (math.log(max(a.loss, 1e-300)) - math.log(max(b.loss, 1e-300))) / (b.nodes - a.nodes)
-        for a, b in zip(front, front[1:], strict=False)
-    ]
-    return front[1 + int(np.argmax(scores))] if scores else front[0]
+    if len(front) == 1:
+        return front[0]
+    drops = -np.diff(np.log([max(one.loss, 1e-300) for one in front]))
+    return front[1 + int(np.argmax(drops / np.diff([one.nodes for one in front])))]
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
@@ -374,16 +352,13 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
     if rest.free_symbols and abs(float(constant)) < OFFSET * deviation:
         expression = rest
     factor, product = expression.as_coeff_Mul()
-    powers = product.as_powers_dict()
+    powers, symbols = product.as_powers_dict(), sympy.symbols(VARIABLES)
+    is_product = all(base in symbols and power.is_number for base, power in powers.items())
     short = {number: sympy.Float(number, 4) for number in expression.atoms(sympy.Float)}
-    text = str(expression.xreplace(short)).replace("**", "^")
-    if not all(base.is_Symbol and power.is_number for base, power in powers.items()):
-        return {"equation": text, "powers": None, "factor": None}
-    by_name = {str(base): float(power) for base, power in powers.items()}
     return {
-        "equation": text,
-        "powers": [by_name.get(name, 0.0) for name in VARIABLES],
-        "factor": float(factor),
+        "equation": str(expression.xreplace(short)).replace("**", "^"),
+        "powers": [float(powers[symbol]) for symbol in symbols] if is_product else None,
+        "factor": float(factor) if is_product else None,
     }
 
 
@@ -410,28 +385,26 @@ def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
 
 def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
     """Figs. 1 and A7: a line for each planet, with the true forces and each run's."""
-    planets = list(next(iter(runs.values())))
+    truths = next(iter(runs.values()))
     figure = Figure(
-        figsize=(2.2 * (1 + len(runs)) + 0.4, 2.2 * len(planets) + 0.4), layout="constrained"
+        figsize=(2.2 * (1 + len(runs)) + 0.4, 2.2 * len(truths) + 0.4), layout="constrained"
     )
-    axes = figure.subplots(len(planets), 1 + len(runs), squeeze=False)
-    for line, planet in zip(axes, planets, strict=True):
-        truth = next(iter(runs.values()))[planet]
-        arrows = {"true": truth["true"]} | {n: one[planet]["predicted"] for n, one in runs.items()}
-        length = max(math.hypot(*force) for force in truth["true"])
-        size = max(max(map(abs, at)) for at in truth["at"])
-        for axis, (name, forces) in zip(line, arrows.items(), strict=True):
-            at, force = np.array(truth["at"]), np.array(forces)
+    axes = figure.subplots(len(truths), 1 + len(runs), squeeze=False)
+    for line, (planet, truth) in zip(axes, truths.items(), strict=True):
+        at = np.array(truth["at"])
+        size, length = np.abs(at).max(), np.linalg.norm(truth["true"], axis=-1).max()
+        every = [truth["true"], *(one[planet]["predicted"] for one in runs.values())]
+        for axis, forces in zip(line, every, strict=True):
             axis.quiver(
-                *at.T, *force.T, angles="xy", scale_units="xy", scale=length / (0.6 * size),
-                width=0.008, color="C0" if name == "true" else "C1",
+                *at.T, *np.array(forces).T, angles="xy", scale_units="xy",
+                scale=length / (0.6 * size), width=0.008, color="C0" if axis is line[0] else "C1",
             )  # fmt: skip
             axis.plot(0, 0, "o", color="goldenrod", markersize=5)
             limits = (-1.25 * size, 1.25 * size)
             axis.set(xlim=limits, ylim=limits, aspect="equal", xticks=[], yticks=[])
-            if planet == planets[0]:
-                axis.set_title(name, fontsize="medium")
         line[0].set_ylabel(planet)
+    for axis, name in zip(axes[0], ("true", *runs), strict=True):
+        axis.set_title(name, fontsize="medium")
     return figure
 
 

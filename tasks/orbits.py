@@ -1,4 +1,4 @@
-"""Planets around a star, simulated: what they are, and how fast this machine makes them.
+"""Planets around a star, simulated; as a command, what is clipped and how fast they are made.
 
 python -m tasks.orbits --systems 10000
 
@@ -69,21 +69,8 @@ def main() -> None:
     indices = range(parser.parse_args().systems)
     if not indices:
         raise UserError("--systems must be at least 1")
-    drawn = [draw(TRAINING, index) for index in indices]
-    quantities = {
-        "planets": np.array([len(one.axes) for one in drawn], dtype=float),
-        "planet mass": np.concatenate([one.masses[:-1] for one in drawn]),
-        "star mass": np.array([one.masses[-1] for one in drawn]),
-        "semi-major axis (AU)": np.concatenate([one.axes for one in drawn]),
-        "eccentricity": np.concatenate([one.eccentricities for one in drawn]),
-    }
-    print(f"{len(drawn):,} systems of the training set")
-    print(f"{'':22}" + "".join(f"{s:>12}" for s in ("mean", "min", "25%", "50%", "75%", "max")))
-    for name, values in quantities.items():
-        numbers = [values.mean(), *np.quantile(values, (0, 0.25, 0.5, 0.75, 1))]
-        print(f"{name:22}" + "".join(f"{number:12.4g}" for number in numbers))
-    systems = (at for _, at in simulated(drawn, ENTRIES))
-    share = np.concatenate([(np.abs(at) > EDGE).any(-1).mean((1, 2)) for at in systems])
+    systems = simulated([draw(TRAINING, index) for index in indices], ENTRIES)
+    share = np.concatenate([(np.abs(at) > EDGE).any(-1).mean((1, 2)) for _, at in systems])
     print(
         f"beyond +-{EDGE:g} AU, and clipped: {100 * share.mean():.3g}% of positions, in "
         f"{100 * (share > 0).mean():.3g}% of systems"
@@ -197,11 +184,6 @@ def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[
 def to_tokens(coordinates: Floats, bins: int) -> NDArray[np.uint16]:
     """The bin of each coordinate in AU, the outermost for those beyond +-50 AU."""
     return np.clip((coordinates + EDGE) * (bins / (2 * EDGE)), 0, bins - 1).astype(np.uint16)
-
-
-def to_coordinates(tokens: NDArray[np.integer], bins: int) -> Floats:
-    """The middle of each token's bin, in AU."""
-    return (tokens.astype(np.float64) + 0.5) * (2 * EDGE / bins) - EDGE
 
 
 def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np.uint16]:
