@@ -48,10 +48,10 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
-        keys, rows      groups of rows with up to 2, 4, 8, ... keys up to their own, including keys
-                        that a window hides; rows in each, per head
-        groups          {"dead": [heads][groups] rows, "first_token": [heads][groups], ...}
-        heads           {"dead": [heads] share of rows, "first_token": [heads], ...}, over all rows
+        keys            groups of rows with up to 2, 4, 8, ... keys up to their own, including keys
+                        that a window hides
+        groups          {"dead": [heads][groups] share of rows, "first_token": [heads][groups], ...}
+        heads           {"dead": [heads], "first_token": [heads], ...}, over all rows
                         and "by distance": {...} with
         length          of a window
         distances       the greatest distance of each group
@@ -168,6 +168,20 @@ class AttentionMaps(AtLengths):
         return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
 
 
+# ---- groups of positions or distances ----
+
+
+def distances(length: int) -> list[int]:
+    """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
+    return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
+
+
+def grouped(values: Tensor) -> Tensor:
+    """Sums over each group of `distances`, [..., groups], of values at each distance, [..., L]."""
+    sizes = np.diff(distances(values.shape[-1]), prepend=-1).tolist()
+    return torch.stack([group.sum(-1) for group in values.split(sizes, -1)], dim=-1)
+
+
 # ---- rows, by the number of keys ----
 
 
@@ -175,9 +189,9 @@ def row_statistics(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
     """The values of a part, over windows [1, L] of one length."""
     sums = torch.zeros(())
     for idx in windows:
-        seen = keys_seen(run.config, idx.shape[1])
-        sums = sums + group_sums(weights(run, layer, idx, row_numbers).double(), seen)
-    return summary(sums, seen.shape[1])
+        numbers = weights(run, layer, idx, row_numbers).double()
+        sums = sums + group_sums(numbers, keys_seen(run.config, idx.shape[1]))
+    return summary(sums, idx.shape[1])
 
 
 def weights(
@@ -206,32 +220,35 @@ def row_numbers(A: Tensor) -> Tensor:
 
 
 def group_sums(numbers: Tensor, seen: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] of rows that see `seen` keys [H, L], summed: [H, groups, 2 + 5].
+    """`row_numbers` [H, L, 4] of rows that see `seen` keys [H, L], summed: [H, 2 + 5, groups].
 
     These are the number of rows, of dead rows, and NUMBERS summed over the others.
     """
-    H, L, _ = numbers.shape
-    n = seen[:, 1:].to(numbers.dtype)
-    first, entropy, nonzero, total = numbers[:, 1:].unbind(-1)
+    n = seen.to(numbers.dtype)
+    first, entropy, nonzero, total = numbers.unbind(-1)
     alive = (total > DEAD).to(numbers.dtype)
     share = torch.where(n > 1, entropy / n.log(), 1)
-    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=-1)
-    values = torch.stack((torch.ones_like(alive), 1 - alive), dim=-1)
-    values = torch.cat((values, means * alive[..., None]), dim=-1)
-    group = torch.tensor([(keys - 1).bit_length() - 1 for keys in range(2, L + 1)])
-    return values.new_zeros(H, int(group[-1]) + 1, values.shape[-1]).index_add(1, group, values)
+    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=1)
+    counts = torch.stack((torch.ones_like(alive), 1 - alive), dim=1)
+    sums = grouped(torch.cat((counts, means * alive[:, None]), dim=1))
+    return sums[..., 1:]  # without the first query
 
 
 def summary(sums: Tensor, length: int) -> dict:
-    """The values of a part, from the sums [H, groups, 2 + 5] over its windows."""
-    all_rows = sums.sum(1)
+    """The values of a part, from the sums [H, 2 + 5, groups] over its windows."""
     return {
         "length": length,
-        "keys": [min(length, 2 ** (i + 1)) for i in range(sums.shape[1])],
-        "rows": sums[0, :, 0].int().tolist(),
-        "groups": mean_rows(sums) | {"dead": sums[..., 1].int().tolist()},
-        "heads": mean_rows(all_rows) | {"dead": (all_rows[:, 1] / all_rows[:, 0]).tolist()},
+        "keys": [distance + 1 for distance in distances(length)[1:]],
+        "groups": mean_rows(sums),
+        "heads": mean_rows(sums.sum(-1)),
     }
+
+
+def mean_rows(sums: Tensor) -> dict:
+    """The share of dead rows, and each of NUMBERS as a mean over the others; None if all are."""
+    rows, dead, *others = sums.unbind(1)
+    means = {name: total / (rows - dead) for name, total in zip(NUMBERS, others, strict=True)}
+    return {k: without_nan(v.tolist()) for k, v in ({"dead": dead / rows} | means).items()}
 
 
 def without_nan(value: Any) -> Any:
@@ -241,16 +258,14 @@ def without_nan(value: Any) -> Any:
     return None if math.isnan(value) else value
 
 
-def mean_rows(sums: Tensor) -> dict:
-    """Each of NUMBERS as lists of means over the rows that are not dead; None if all are."""
-    means = sums[..., 2:] / (sums[..., :1] - sums[..., 1:2])
-    return {name: without_nan(means[..., i].tolist()) for i, name in enumerate(NUMBERS)}
+def with_nan(values: list) -> Tensor:
+    """Nested lists as a tensor, with NaN in place of None."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 def mean_over_heads(part: dict, name: str) -> float:
     """Mean over the heads that have a value."""
-    values = [v for v in part["heads"][name] if v is not None]
-    return sum(values) / len(values) if values else math.nan
+    return with_nan(part["heads"][name]).nanmean().item()
 
 
 # ---- weights, by distance ----
@@ -275,22 +290,11 @@ def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dic
     }
 
 
-def distances(length: int) -> list[int]:
-    """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
-    return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
-
-
-def grouped(values: Tensor) -> Tensor:
-    """Sums over the distances of each group, [H, groups], of values at each distance, [H, L]."""
-    sums = values.cpu().double().cumsum(-1)[:, distances(values.shape[1])]
-    return sums.diff(prepend=torch.zeros(len(sums), 1))
-
-
 def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
     """How many pairs of query and key each head sees in each group of distances, [H, groups]."""
     distance = torch.arange(length)
     pairs = [(length - distance) * (distance < (window or length)) for window in windows]
-    return grouped(torch.stack(pairs))
+    return grouped(torch.stack(pairs)).double()
 
 
 def signs(A: Tensor) -> Tensor:
@@ -309,12 +313,7 @@ def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     dead_rows = ~used.any(-1)
     dead_keys = ~used.tril(-1).any(-2)[:, : length // 2]
     dead = torch.stack([x.double().mean(-1).cpu() for x in (dead_rows, dead_keys)], dim=-1)
-    return torch.cat((grouped(torch.stack(positive, dim=-1)) / pairs, dead), dim=-1)
-
-
-def positive_shares(result: dict) -> Tensor:
-    """`positive` of a measurement as [layers, H, distances], NaN where it is null."""
-    return torch.from_numpy(np.array(result["parts"][BY_DISTANCE]["positive"], dtype=np.float64))
+    return torch.cat((grouped(torch.stack(positive, dim=-1)).cpu() / pairs, dead), dim=-1)
 
 
 def mean_shares(result: dict) -> dict[str, float]:
@@ -325,7 +324,7 @@ def mean_shares(result: dict) -> dict[str, float]:
     part = result["parts"][BY_DISTANCE]
     length, ends = part["length"], [-1, *part["distances"]]
     pairs = visible_pairs(length, result["head_windows"])
-    positive = positive_shares(result).mean(0).nan_to_num() * pairs
+    positive = with_nan(part["positive"]).mean(0).nan_to_num() * pairs
     low, high = torch.tensor(ends[:-1]) + 1, torch.tensor(ends[1:])
     near, far = high < max(1, NEAR * length), low >= length / 2
 
@@ -367,7 +366,7 @@ def show_rows(names: Sequence[str], parts: Sequence[dict]) -> Figure:
         means = [f"{mean_over_heads(part, column):.4f}" for column in columns]
         table.append([name, str(part["length"]), *means])
         for number, title in DRAWN.items():  # means over heads; NaN where all rows are dead
-            groups = torch.from_numpy(np.array(part["groups"][number], dtype=float)).nanmean(0)
+            groups = with_nan(part["groups"][number]).nanmean(0)
             drawn[title].append(Curve(name, part["keys"], groups.tolist()))
     print_table(table)
     keys = max((part["keys"] for part in parts), key=max)
@@ -397,9 +396,8 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     figure, all_axes = panels(H)
     for head, axes in enumerate(all_axes):
         image = axes.imshow(
-            A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours,
-            interpolation="nearest" if L <= 256 else "antialiased",
-        )  # fmt: skip
+            A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours
+        )
         axes.set_title(f"head {head}", fontsize="small")
         axes.tick_params(labelsize="x-small")
         if L <= WORDS:
@@ -417,8 +415,9 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
-    shares = positive_shares(result).mean(0).nanmean(0).tolist()
-    return [distance + 1 for distance in result["parts"][BY_DISTANCE]["distances"]], shares
+    part = result["parts"][BY_DISTANCE]
+    shares = with_nan(part["positive"]).mean(0).nanmean(0).tolist()
+    return [distance + 1 for distance in part["distances"]], shares
 
 
 main = as_command(AttentionMaps, show)

@@ -1,14 +1,13 @@
 """Loss at lengths beyond the training length, over the same tokens at every length.
 
-python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096 --rope none,ntk:4,dynamic_ntk
+python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096
 python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 --per_position \
     --rope none --rope_theta 500000
 
-The first command compares RoPE scalings, here NTK-aware with s = 4; the second is Figure 5 of
-SSMax, on all validation tokens. Prints a table and draws a curve, for every run and scaling:
-eval_length.png in the run's folder, or for several runs loss_by_length_RUN_RUN.png in the folder
-that contains them. With --per_position the picture is loss_by_position.png or
-loss_by_position_RUN_RUN.png instead.
+The second command is Figure 5 of SSMax, on all validation tokens. Prints a table and draws a curve
+for every run: loss_by_length.png in the run's folder, or for several runs
+loss_by_length_RUN_RUN.png in the folder that contains them. With --per_position the picture is
+loss_by_position.png or loss_by_position_RUN_RUN.png instead.
 
 What a longer context is worth: beside every run stands its control, the same weights with plain
 RoPE where each query sees the last T keys only, T being the training length. Such a window costs
@@ -33,7 +32,7 @@ settings. Lengths that it has are not measured again; new ones are added:
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +50,7 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import BATCH_TOKENS, Evaluation, Run, as_command, option, title_of
+from scripts.common.runner import BATCH_TOKENS, Run, as_command, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, counted, data_facts, default_lengths
 
@@ -72,7 +71,6 @@ class LossByLength(AtLengths):
 
     name = "eval_length"
 
-    rope: str = option("dynamic_ntk", "RoPE scalings, such as none,ntk:8,yarn")
     tokens: int | None = option(
         None, "predict so many tokens, or all there are (default: val_tokens)", at_least=1
     )
@@ -113,8 +111,8 @@ class LossByLength(AtLengths):
             found["loss"] = [part["loss"] for part in parts]
         return found
 
-    def for_runs(self, paths: Sequence[str]) -> "dict[str, Evaluation]":
-        """An evaluation for each RoPE scaling of --rope, on the same tokens for all runs.
+    def for_runs(self, paths: Sequence[str]) -> "LossByLength":
+        """The evaluation of all runs at the same lengths, on the same tokens.
 
         Raises UserError where the runs would be measured on different text.
         """
@@ -127,17 +125,7 @@ class LossByLength(AtLengths):
             )
         tokens = self.tokens or min(config.val_tokens for config in configs)
         lengths = self.lengths or default_lengths(configs, self.multiples)
-        found: dict[str, Evaluation] = {}
-        for text in self.rope.split(","):
-            rope, _, number = text.partition(":")
-            try:
-                factor = float(number) if number else self.rope_factor
-            except ValueError:
-                raise UserError(f"--rope {text}: a factor is a number, as in ntk:4") from None
-            found[f"  {text}"] = replace(
-                self, rope=rope, rope_factor=factor, lengths=lengths, tokens=tokens
-            )
-        return found if len(found) > 1 else {"": found.popitem()[1]}
+        return replace(self, lengths=lengths, tokens=tokens)
 
 
 @torch.no_grad()
@@ -173,15 +161,12 @@ def gain(result: dict) -> float | None:
 # ---- the table and the pictures ----
 
 
-def lines(runs: Sequence[tuple[str, dict]]) -> list[tuple[str, dict, bool]]:
-    """Names and measurements; the control that a run's RoPE scalings share follows the last."""
-    found: list[tuple[str, dict, bool]] = []
-    for i, (name, result) in enumerate(runs):
-        found.append((name, result, False))
-        control = result.get("control")
-        if control and (i + 1 == len(runs) or runs[i + 1][1].get("control") != control):
-            found.append((name, control, True))
-    return found
+def lines(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
+    """Names and measurements, each followed by its control."""
+    for name, result in runs:
+        yield name, result, False
+        if "control" in result:
+            yield name, result["control"], True
 
 
 def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
@@ -196,10 +181,9 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
     print("\n" + ", ".join(filter(None, (UNIT, title))))
     print_table(table, width=9)
     print(MEANING)
-    if evaluation.per_position:
-        return {"loss_by_position": plot(runs, title, by_position=True)}
-    several = len({result["sha256"] for _, result in runs}) > 1
-    return {"loss_by_length" if several else "eval_length": plot(runs, title)}
+    by_position = evaluation.per_position
+    picture = "loss_by_position" if by_position else "loss_by_length"
+    return {picture: plot(runs, title, by_position)}
 
 
 def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:

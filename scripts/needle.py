@@ -44,14 +44,7 @@ from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.plots import Curve, add_legend, draw_curves, panels
-from scripts.common.retrieval import (
-    ANSWER_TOKENS,
-    ASK,
-    Retrieval,
-    Trial,
-    answered,
-    first_number,
-)
+from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
 from scripts.common.runner import Run, as_command, option
 from scripts.common.validation import checked_tokens, validation_id
 
@@ -66,6 +59,8 @@ CITIES = (
 )  # fmt: skip
 NEEDLE = "\nThe special magic {city} number is:"  # and the scored span: " 8106422."
 QUESTION = "What is the special magic {city} number?"
+# A length that fits any needle, its question and the answer, at a token a character: 136 of them.
+SHORTEST = 160
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # The number of heads in Fig. 7, and its city, number and depth.
 HEADS = 25
@@ -86,17 +81,6 @@ def pieces(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
     return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", question)]
 
 
-def bare_length(tokenizer: Tokenizer, city: str, number: int) -> int:
-    """Tokens of a needle, its question and the answer, without a haystack."""
-    return 1 + sum(map(len, pieces(tokenizer, city, number))) + ANSWER_TOKENS
-
-
-def shortest(tokenizer: Tokenizer) -> int:
-    """The shortest length that fits a needle of any city and number, one token a character."""
-    longest = max(bare_length(tokenizer, city, 8888888) for city in CITIES)
-    return longest + len(" 8888888.") - len(tokenizer.encode(" 8888888."))
-
-
 @dataclass(frozen=True)
 class Haystack:
     """Needles in stretches of validation tokens."""
@@ -108,7 +92,8 @@ class Haystack:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
         eot = self.tokenizer.eot
         needle, span, end, question = pieces(self.tokenizer, city, number)
-        room = length - bare_length(self.tokenizer, city, number)
+        bare = len([eot, *needle, *span, *end, *question])
+        room = length - bare - ANSWER_TOKENS
         start = int(place * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
         hay = np.where(hay == eot, end[0], hay).tolist()
@@ -152,7 +137,7 @@ class Needles(Retrieval):
     def facts(self, config: Config) -> dict:
         lengths, haystack = (*self.lengths_of(config), self.score_length), self.haystack(config)
         data_dir, available = self.data_dir or config.data_dir, len(haystack.tokens)
-        self.check_lengths(config, lengths, shortest(haystack.tokenizer))
+        self.check_lengths(config, lengths, SHORTEST)
         if max(lengths) > available:
             raise UserError(
                 f"{data_dir}: {available} validation tokens are no haystack for length "

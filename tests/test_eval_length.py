@@ -62,17 +62,18 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
         assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
     gain = min(control["loss"][0], control["loss"][-1]) - result["loss"][-1]
     assert f"{gain:+.4f}" in capsys.readouterr().out
-    assert not_blank(run / "eval_length.png")
+    assert not_blank(run / "loss_by_length.png")
 
 
 @pytest.mark.usefixtures("pictures")
 def test_several_scalings_and_lengths(module_run, call, shards, monkeypatch):
     run = module_run("ssmax.py")
-    call(eval_length, run, "--rope", "none,ntk:2,ntk,yarn", "--lengths", "32")
+    for scaling in (["--rope=none"], ["--rope=ntk", "--rope_factor=2"], ["--rope=yarn"]):
+        call(eval_length, run, "--lengths=32", *scaling)
     before = measured_losses(run)
     assert [(one["rope"], one["rope_factor"], one["window"]) for one in before] == [
         ("none", None, None), ("none", None, 16),  # one control for all scalings
-        ("ntk", 2, None), ("ntk", None, None), ("yarn", None, None),
+        ("ntk", 2, None), ("yarn", None, None),
     ]  # fmt: skip
     for one in (before[0], *before[2:]):
         direct = direct_losses(run, shards, 32, one["rope"], factor=one["rope_factor"])
@@ -91,13 +92,13 @@ def test_several_scalings_and_lengths(module_run, call, shards, monkeypatch):
     monkeypatch.setattr(eval_length, "position_losses", stops)
     with pytest.raises(SystemExit):
         call(eval_length, run, "--rope", "yarn", "--lengths", "64,32,16,128")
-    *again, last = measured_losses(run)[:5]
-    assert lengths == [16, 64] and again == before[:4]
-    assert sorted(last["lengths"]) == [16, 32, 64] and last["loss"][0] == before[4]["loss"][0]
+    *again, last = measured_losses(run)
+    assert lengths == [16, 64] and again == before[:3]
+    assert sorted(last["lengths"]) == [16, 32, 64] and last["loss"][0] == before[3]["loss"][0]
     # other tokens are another measurement
     monkeypatch.undo()
     call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
-    assert [r["tokens"] for r in measured_losses(run)] == [256] * 5 + [32] * 2
+    assert [r["tokens"] for r in measured_losses(run)] == [256] * 4 + [32] * 2
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
@@ -131,10 +132,8 @@ def test_other_text_in_the_same_folder_is_measured_anew(module_run, call, shards
 
 def test_eval_length_by_position(module_run, call, shards):
     run = module_run("sigmoid.py")
-    asked = ("--lengths", "16,64", "--rope", "linear,none", "--rope_theta", "5e5")
-    call(eval_length, run, *asked, "--per_position")
-    linear, windowed, plain = json.loads((run / "eval_length.json").read_text())
-    assert windowed["window"] == 16 and linear["rope"] == "linear"
+    call(eval_length, run, "--lengths=16,64", "--rope=none", "--rope_theta=5e5", "--per_position")
+    plain, windowed = json.loads((run / "eval_length.json").read_text())
     for result, scale in ((windowed, {"changes": {"window": 16}}), (plain, {"theta": 5e5})):
         short, long = result["parts"].values()
         direct = direct_losses(run, shards, 64, **scale).mean(0)
@@ -163,7 +162,7 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     # a run without RoPE has none to scale; another variant is another measurement
     run = module_run("softmax.py", "--positions=none")
     say = "positions = 'none', and no RoPE"
-    refused(capsys, lambda: call(eval_length, run, "--lengths=16", "--rope=none,yarn"), say)
+    refused(capsys, lambda: call(eval_length, run, "--lengths=16", "--rope=yarn"), say)
     call(eval_length, run, "--lengths", "16,64", "--attention", "adaptive_temperature")
     result, *_ = measured_losses(run)
     assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
@@ -200,7 +199,7 @@ def test_refusals_before_anything_is_measured(module_run, call, tmp_path, capsys
     for arguments, message in (
         ("--lengths=16,1024", "1024"),
         ("--data_dir=nowhere", "nowhere"),
-        ("--rope=none,yern", "'yern'"),
+        ("--rope=yern", "'yern'"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
     ):
         refused(capsys, lambda one=arguments: call(eval_length, run, one), message)

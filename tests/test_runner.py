@@ -50,11 +50,6 @@ def test_options_are_refused_in_a_sentence(option, message):
         parse(eval_length.LossByLength, ["run", option])
 
 
-def test_runs_of_a_glob_are_in_natural_order():
-    given = ["out/p1", "out/p10", "out/p3"]
-    assert parse(eval_length.LossByLength, given)[1].runs == ["out/p1", "out/p3", "out/p10"]
-
-
 def test_another_variant_re_weights_only_where_it_is_asked_to():
     trained = Config(attention="lssar", p=15.0)
 

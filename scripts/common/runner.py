@@ -258,9 +258,9 @@ class Evaluation(Options):
         """Another measurement of a run, which its own is compared with."""
         return None
 
-    def for_runs(self, paths: Sequence[str]) -> "dict[str, Evaluation]":
-        """The evaluations of a command for these runs, by what is added to the runs' names."""
-        return {"": self}
+    def for_runs(self, paths: Sequence[str]) -> "Evaluation":
+        """The evaluation of these runs together, which makes their results comparable."""
+        return self
 
     def picture(self, path: str | Path, measurement: dict) -> Figure | None:
         """A picture of one run's measurement, for RUN/NAME.png."""
@@ -276,9 +276,9 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
     found = stored(evaluation, path)
     if found is None:
         run = load_run(path, evaluation)
-        store = Store(evaluation.results_file(path), run.facts | evaluation.facts(run.config))
-        evaluation.measure(run, store)
-        found = evaluation.select(store.values, run.config)
+        facts = run.facts | evaluation.facts(run.config)
+        evaluation.measure(run, Store(evaluation.results_file(path), facts))
+        found = stored(evaluation, path)
         assert found is not None  # all of it has been measured
     return found
 
@@ -335,7 +335,6 @@ def parse(kind: type[Any], argv: Sequence[str] | None = None) -> tuple[Any, Any]
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"of the picture: {formats}")
     add_options(parser, kind)
     arguments = parser.parse_args(argv)
-    arguments.runs = in_natural_order(arguments.runs)
     if arguments.out:
         if arguments.out.suffix not in PICTURES:
             raise UserError(f"--out {arguments.out} must end in {formats}")
@@ -401,20 +400,15 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
     @command
     def main() -> None:
         evaluation, arguments = parse(kind)
-        several = evaluation.for_runs(arguments.runs)
-        for one in several.values():
-            check_runs(arguments.runs, one)
-        named: list[tuple[str, dict]] = []
-        own: dict[Path, Figure] = {}
-        for name, path in zip(run_names(arguments.runs), arguments.runs, strict=True):
-            named += [(name + more, with_control(one, path)) for more, one in several.items()]
-            if figure := evaluation.picture(path, named[-1][1]):
-                own[picture_path([path], evaluation.name)] = figure
-        pictures = show(evaluation, named)
+        evaluation = evaluation.for_runs(arguments.runs)
+        check_runs(arguments.runs, evaluation)
+        measurements = [with_control(evaluation, path) for path in arguments.runs]
+        pictures = show(evaluation, list(zip(run_names(arguments.runs), measurements, strict=True)))
         if arguments.out and not pictures:
             raise UserError(f"--out {arguments.out}: this command draws no picture")
-        for file, figure in own.items():
-            save_picture(figure, file)
+        for path, measurement in zip(arguments.runs, measurements, strict=True):
+            if own := evaluation.picture(path, measurement):
+                save_picture(own, picture_path([path], evaluation.name))
         for i, (name, figure) in enumerate(pictures.items()):
             file = arguments.out or picture_path(arguments.runs, name)
             if arguments.out and i:
@@ -437,17 +431,6 @@ def check_runs(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
     check_writable(common_folder(paths))
     for config in configs:  # last, as it may take a download
         evaluation.facts(config)
-
-
-def in_natural_order(runs: list[str]) -> list[str]:
-    """Runs in alphabetical order, as from a shell's glob, in natural order; others as they are.
-
-    `out/sweep/p*` gives p1, p3, p10.
-    """
-    if runs != sorted(runs):
-        return runs
-    parts = {run: re.findall(r"(\D*)(\d*)", run) for run in runs}
-    return sorted(runs, key=lambda run: [(text, int(n or 0)) for text, n in parts[run]])
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
