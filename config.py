@@ -47,16 +47,14 @@ def setting(
     below: float | None = None,
     choices: Collection[Any] | None = None,
     needs: dict[str, tuple] = ANY,
-    fixed: bool = True,
 ) -> T:
     """A field of Config: its default, its line of --help and the values allowed.
 
     `needs` names other settings, and the values of each with which this one has an effect: with
-    other values anything but the default is refused. A resumed run must have the same value of a
-    `fixed` setting as before.
+    other values anything but the default is refused.
     """
     limits = {"at_least": at_least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": help, "needs": needs, "fixed": fixed, **limits})
+    return field(default=default, metadata={"help": help, "needs": needs, **limits})
 
 
 @dataclass(frozen=True)
@@ -142,9 +140,7 @@ class Config:
         "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
         choices=("language", "orbits", "recall"),
     )
-    data_dir: str = setting(
-        "data/fineweb10B", "folder of shards (data.fineweb, data.text)", fixed=False
-    )
+    data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")
     val_tokens: int = setting(10485760, "validation tokens, from the first on (llm.c)", at_least=1)
     planets: int = setting(10, "orbits: most planets of a system", at_least=1, needs=ORBITS)
@@ -159,7 +155,7 @@ class Config:
     systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1, needs=ORBITS)
     first_batch: int = setting(0, "the first step takes this batch; for SSMax (f)", at_least=0)
     total_batch_size: int = setting(524288, "tokens per step, over all processes", at_least=1)
-    max_iters: int = setting(18865, "optimizer steps", at_least=0, fixed=False)
+    max_iters: int = setting(18865, "optimizer steps", at_least=0)
     optimizer: str = setting(
         "adamw", "'muon' for hidden matrices and AdamW for the rest", choices=("adamw", "muon")
     )
@@ -175,7 +171,6 @@ class Config:
         "last steps of 'trapezoidal', linear to min_lr",
         at_least=0,
         needs={"schedule": ("trapezoidal",)},
-        fixed=False,
     )
     min_lr: float = setting(
         0.0, "final learning rate", at_least=0, needs={"schedule": ("cosine", "trapezoidal")}
@@ -187,51 +182,43 @@ class Config:
     grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", at_least=0)
     seed: int = setting(1337, "of the initial weights and the data order", at_least=0)
     # ---- machine: the losses are the same up to rounding ----
-    device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..", fixed=False)
+    device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..")
     dtype: str = setting(
         "auto",
         "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
-        fixed=False,
     )
-    compile: bool | None = setting(None, "torch.compile; None: on CUDA only", fixed=False)
-    batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1, fixed=False)
+    compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
+    batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1)
     attention_impl: str = setting(
         "auto",
         "how attention is computed; 'auto': the fastest that works here",
         choices=("auto", "triton", "blocked", "reference"),
-        fixed=False,
     )
     # ---- logs: validation, checkpoints, printed lines ----
-    eval_interval: int = setting(
-        250, "steps between validations; also first and last", at_least=1, fixed=False
-    )
-    checkpoint_interval: int = setting(1000, "steps between checkpoints", at_least=1, fixed=False)
-    keep_last: int = setting(2, "number of newest checkpoints to keep", at_least=1, fixed=False)
-    keep_every: int = setting(0, "also keep checkpoints of every Nth step", at_least=0, fixed=False)
-    log_interval: int = setting(1, "steps between printed lines", at_least=1, fixed=False)
+    eval_interval: int = setting(250, "steps between validations; also first and last", at_least=1)
+    checkpoint_interval: int = setting(1000, "steps between checkpoints", at_least=1)
+    keep_last: int = setting(2, "number of newest checkpoints to keep", at_least=1)
+    keep_every: int = setting(0, "also keep checkpoints of every Nth step", at_least=0)
+    log_interval: int = setting(1, "steps between printed lines", at_least=1)
     wandb_mode: str = setting(
         "auto",
         "'auto': online if an API key is set, else offline",
         choices=("auto", "online", "offline", "disabled"),
-        fixed=False,
     )
-    wandb_project: str = setting("sharp-attention", "project in wandb", fixed=False)
+    wandb_project: str = setting("sharp-attention", "project in wandb")
     # ---- run: where and how it starts ----
     out_dir: str = setting(
-        "", "the run's folder, may name settings in braces; empty: out/<config name>", fixed=False
+        "", "the run's folder, may name settings in braces; empty: out/<config name>"
     )
     resume: bool | str = setting(
         False,
         "continue the run in out_dir; 'auto': if it has a checkpoint, else start it",
         choices=(False, True, "auto"),
-        fixed=False,
     )
-    init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2", fixed=False)
-    dry_run: bool = setting(
-        False, "check everything, print what it takes, write nothing", fixed=False
-    )
-    timeout: float = setting(600.0, "seconds to wait for a dead process", at_least=5, fixed=False)
+    init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2")
+    dry_run: bool = setting(False, "check everything, print what it takes, write nothing")
+    timeout: float = setting(600.0, "seconds to wait for a dead process", at_least=5)
 
     def __post_init__(self) -> None:
         check_each_setting(self)
@@ -271,11 +258,6 @@ class Config:
         """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")
 
-    @property
-    def position_shape(self) -> tuple[int, ...]:
-        """The shape of the data at a position: a token, or a pair of coordinates."""
-        return (2,) if self.task == "orbits" else ()
-
     def replace(self, **changes: Any) -> "Config":
         return replace(self, **changes)
 
@@ -300,15 +282,19 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def names(*groups: str, fixed: bool | None = None) -> tuple[str, ...]:
-    """The settings of these groups, by default of all; only the fixed ones, or the others."""
+def names(*groups: str) -> tuple[str, ...]:
+    """The settings of these groups."""
     begins = {first: group for group, first in GROUPS.items()}
     found, group = [], ""
-    for name, meta in SETTINGS.items():
+    for name in SETTINGS:
         group = begins.get(name, group)
-        if (not groups or group in groups) and fixed in (None, meta["fixed"]):
+        if group in groups:
             found.append(name)
     return tuple(found)
+
+
+# What may change when a run is resumed.
+MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
 
 
 def choices(name: str) -> Collection[Any]:
@@ -349,8 +335,8 @@ def load_config(arguments: list[str]) -> Config:
             values |= read_file(argument)
             files.append(Path(argument).stem)
     if overrides.get("resume") is True:
-        run = os.path.join(overrides.get("out_dir", ""), "config.json")
-        if not files and os.path.isfile(run):
+        run = overrides.get("out_dir", "")
+        if not files and os.path.isfile(os.path.join(run, "config.json")):
             values = read_run(run)
         values.pop("init_from", None)  # the run has begun
     config = Config(**values | overrides)
@@ -363,11 +349,9 @@ def read_file(path: str) -> dict[str, Any]:
 
     Names with a leading underscore and modules are the config file's own.
     """
-    run = os.path.join(path, "config.json")
-    if path.endswith(".json") or os.path.isfile(run):
-        return read_run(run if os.path.isfile(run) else path)
-    if os.path.isdir(path):
-        raise UserError(f"{path} is a folder without config.json: no run of train.py")
+    folder = path.removesuffix("config.json")
+    if os.path.isdir(folder) or folder != path:
+        return read_run(folder)
     if not os.path.isfile(path):
         hint = nearest_file(Path(path), (ROOT / "configs").rglob("*.py"))
         raise UserError(
@@ -395,16 +379,17 @@ def nearest_file(missing: Path, others: Iterable[Path] = ()) -> str:
     return f"did you mean {os.path.relpath(by_name[near[0]])}? " if near else ""
 
 
-def read_run(path: str) -> dict[str, Any]:
-    """The settings in a run's config.json; out_dir is the folder where it is found."""
+def read_run(folder: str) -> dict[str, Any]:
+    """The settings in the config.json of a run; out_dir is the folder where it is found."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise UserError(f"{path.parent} is a folder without config.json: no run of train.py")
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
-    values = saved_settings(values, path)
-    folder = os.path.dirname(path) or "."
-    return values | {"resume": False, "out_dir": folder.replace("{", "{{").replace("}", "}}")}
+    out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
+    return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
 
 
 def saved_config(values: Any, source: str | Path) -> Config:
@@ -453,7 +438,7 @@ def pop_value(key: str, arguments: list[str]) -> str:
 
     It is the next argument, or True for a bool that no value follows.
     """
-    values = [str(value).lower() for value in (True, False, None, *(choices(key) or ()))]
+    values = ("true", "false", "none", "auto")
     if bool in TYPES[key] and (not arguments or arguments[0].lower() not in values):
         return "True"
     if not arguments:
@@ -565,8 +550,7 @@ def check_model(config: Config) -> None:
     if config.head_size is None and config.n_embd % config.n_head:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.d_head % 2 and config.positions == "rope":
-        name = "n_embd / n_head" if config.head_size is None else "head_size"
-        raise UserError(f"{name} = {config.d_head} must be even: RoPE rotates pairs")
+        raise UserError(f"heads of width {config.d_head} must be even: RoPE rotates pairs")
     if config.n_head % config.kv_heads:
         raise UserError(
             f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"

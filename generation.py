@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from errors import UserError
 from layers.cache import KVCache
 from model import GPT
 
@@ -34,13 +33,9 @@ def generate(
     Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once `stop`
     is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses the final
     length from the start, so that cached keys stay valid. Pass an empty `cache` of that size to
-    inspect it afterwards. Raises UserError for an empty prompt, a negative temperature, a top_k
-    below 1, a cache that is too small, and a text beyond the learned positions.
+    inspect it afterwards. Raises UserError for a cache that is too small, and for a text beyond
+    the learned positions.
     """
-    if idx.shape[1] == 0:
-        raise UserError("the prompt is empty: generation starts from at least one token")
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise UserError(f"temperature = {temperature} must be >= 0 and top_k = {top_k} >= 1")
     new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
     # the last token is not fed to the model
     model.trunk.check_length(cache.length + idx.shape[1] + max_new_tokens - 1, cache)

@@ -191,7 +191,7 @@ class GPT(nn.Module):
         self.config = config
         self.n_vocab = config.n_vocab
         padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
-        n_embd, pairs = config.n_embd, config.position_shape == (2,)
+        n_embd, pairs = config.n_embd, config.task == "orbits"
         self.wte = PairEmbedding(padded, n_embd) if pairs else nn.Embedding(padded, n_embd)
         self.trunk = Trunk(config)
         self.lm_head = PairHead(n_embd, padded) if pairs else nn.Linear(n_embd, padded, bias=False)

@@ -89,11 +89,6 @@ class ReferenceAttention(nn.Module):
         for name, value in initial.items():
             self.register_parameter(name, nn.Parameter(value) if name in learnable else None)
 
-    @property
-    def ordered(self) -> bool:
-        """Whether the order of keys matters, not only which of them a row sees."""
-        return bool(self.alibi_heads or self.variant.row_weights or self.variant.keyed)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = PLAIN) -> Tensor:
         """The output [B, H, Lq, d] in v's dtype.
 

@@ -12,7 +12,7 @@ from attention_paths.reference import Context
 class KVCache:
     """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
 
-    A layer with a window keeps a ring of them: position i is at i modulo the window.
+    A layer with a window keeps the last ones only, the newest at the end.
     """
 
     def __init__(self, size: int):
@@ -30,30 +30,25 @@ class KVCache:
         """Append keys and values [B, .., new, ..], and the context's forget gates.
 
         Returns what the new positions see, [B, .., length + new, ..] or, with a window, at most
-        window - 1 + new positions, and the context with the gates of these. `key` is the layer and
-        the part of its heads that `attention` computes. Keys are in order; only where a single
-        position attends to a full window whose order does not matter is it the ring's order.
+        window + new positions, and the context with the gates of these. `key` is the layer and
+        the part of its heads that `attention` computes.
         """
         gates = [] if context.log_forget is None else [context.log_forget]
         new, window = new + gates, attention.window
         if key not in self.layers:
             room = self.size if window is None else min(self.size, window)
             self.layers[key] = [x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new]
-        ordered = attention.ordered or bool(gates)
-        pairs = zip(self.layers[key], new, strict=True)
-        seen = [self._extend(stored, x, window, ordered) for stored, x in pairs]
+        extend = self._append if window is None else self._shift
+        seen = [extend(stored, x) for stored, x in zip(self.layers[key], new, strict=True)]
         return seen, replace(context, log_forget=seen.pop()) if gates else context
 
-    def _extend(self, stored: Tensor, x: Tensor, window: int | None, ordered: bool) -> Tensor:
-        new, start = x.shape[2], self.length
-        end = start + new
-        if window is None or end <= window:
-            stored[:, :, start:end] = x
-            return stored[:, :, :end]
-        if new == 1 and not ordered:
-            stored[:, :, start % window] = x[:, :, 0]
-            return stored
-        past = torch.arange(max(0, start - window + 1), start, device=x.device) % window
-        x = torch.cat((stored[:, :, past], x), dim=2)
-        stored[:, :, torch.arange(end - window, end, device=x.device) % window] = x[:, :, -window:]
-        return x
+    def _append(self, stored: Tensor, x: Tensor) -> Tensor:
+        end = self.length + x.shape[2]
+        stored[:, :, self.length : end] = x
+        return stored[:, :, :end]
+
+    def _shift(self, stored: Tensor, x: Tensor) -> Tensor:
+        room = stored.shape[2]
+        x = torch.cat((stored, x), dim=2)
+        stored.copy_(x[:, :, -room:])
+        return x[:, :, max(0, room - self.length) :]

@@ -17,9 +17,9 @@ EVAL_LOGITS_CPU = 4096
 def has_chunked_loss(x: Tensor, n_vocab: int) -> bool:
     """Whether torch computes a mean loss of x [n, n_embd] in chunks, which is faster on a CPU."""
     large = len(x) >= TRAIN_CHUNK and n_vocab > x.shape[1]
-    chunked = hasattr(F, "linear_cross_entropy") and not torch.compiler.is_compiling()
     # it would round each loss to a 16-bit dtype of x
-    return chunked and large and x.is_cpu and x.dtype.itemsize >= 4
+    exact = x.dtype.itemsize >= 4
+    return large and exact and x.is_cpu and not torch.compiler.is_compiling()
 
 
 def chunked_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import SETTINGS, Config, nearest_file, saved_config
+from config import MAY_CHANGE, SETTINGS, Config, nearest_file, saved_config
 from data.tokenizer import copy_file, identify
 from errors import UserError, first_line
 from model import GPT
@@ -320,7 +320,7 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
     last = max(0, state.step - 1)
     rates = {learning_rate(last, c) for c in (config, config.replace(**schedule))}
     for key, saved in before.items():
-        fixed = key not in SETTINGS or SETTINGS[key]["fixed"]
+        fixed = key not in MAY_CHANGE
         fixed |= key in schedule and state.step > 0 and len(rates) > 1
         if fixed and now.get(key) != saved:
             raise UserError(

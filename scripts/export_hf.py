@@ -23,7 +23,7 @@ import torch
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import Config, names
+from config import MAY_CHANGE, Config
 from data.tokenizer import (
     END_OF_TEXT,
     MERGES_FILE,
@@ -84,9 +84,10 @@ def transformers_model(run: Run) -> Any:
         raise UserError(f"this needs pip install -r requirements-eval.txt ({error})") from error
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     settings = settings_of(c) | {"vocab_size": c.n_vocab}
+    for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
+        del settings[key]
     values: dict[str, Any] = {
-        # the settings on which results depend, and the one that total_batch_size must agree with
-        "settings": {key: settings[key] for key in (*names(fixed=True), "batch_size")},
+        "settings": settings,  # on which results depend
         "rope": {key: run.facts[name] for key, name in ROPE.items()},
         "run": run.facts | {"environment": environment()},
         "auto_map": {

@@ -27,8 +27,8 @@ class Sampling(Options):
     prompt: str = option("", "empty: the start of a document")
     num_samples: int = option(1, "texts to generate", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)
-    temperature: float = option(0.8, "0: the most likely token")
-    top_k: int = option(200, "sample from so many of the likeliest tokens")
+    temperature: float = option(0.8, "0: the most likely token", at_least=0)
+    top_k: int = option(200, "sample from so many of the likeliest tokens", at_least=1)
     seed: int = option(1337, "of the sampling", at_least=0)
 
 

@@ -48,7 +48,6 @@ SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
 SIGNED = ("inverse", "recentred", "linear", "gelu", "mish")
 NO_L1 = ("sigmoid.py", "sigmoid_logn.py", "wortsman", "shen", "recentred.py", "linear.py", "exp.py")
 NO_L1 += ("sink", "off_by_one", "softpick", "stick_breaking")
-BY_DISTANCE = ("alibi", "asentmax", "stick_breaking")
 RELU = [case for case in CASES if "relu" in case]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -397,23 +396,6 @@ def test_dtypes(case, dtype):
     assert_finite(out, q.grad, k.grad, v.grad)
 
 
-# ---- properties ----
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_permuted_keys_have_permuted_weights(case):
-    """Of two queries, the keys that both see: a variant uses their number, not their order."""
-    attn = build(case)
-    assert attn.ordered >= among(case, BY_DISTANCE)
-    if among(case, BY_DISTANCE):
-        return
-    for L in (1, 3, 20):
-        q, k, v = draw(2, L + 1, seed=L)
-        order = torch.tensor([*reversed(range(L)), L])
-        assert_near(attn.weights(q, k[:, :, order]), attn.weights(q, k)[..., order])
-        assert_near(attn(q, k[:, :, order], v[:, :, order]), attn(q, k, v))
-
-
 # ---- a user's own variant ----
 
 
@@ -508,7 +490,7 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
             build("softmax.py", f"--window={window}", *more).double()
             for more in (["--attention=own"], ["--positions=alibi"])
         )
-        assert own.ordered and own.path(draw(1, 1)[0], 1) == "blocked"
+        assert own.path(draw(1, 1)[0], 1) == "blocked"
         for Lq, Lk in ((9, 9), (1, 9), (3, 7)):
             q, k, v = draw(Lq, Lk)
             assert_near(own(q, k, v), alibi(q, k, v))

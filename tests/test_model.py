@@ -538,19 +538,6 @@ def test_top_k_samples_from_the_k_likeliest():
     assert generate(model, x, 1, top_k=10**6).shape == (1, 4)
 
 
-@pytest.mark.parametrize(
-    "L, arguments, message",
-    [
-        (0, {}, "the prompt is empty"),
-        (3, dict(temperature=-1), "temperature = -1 must be >= 0"),
-        (3, dict(top_k=0), "top_k = 0"),
-    ],
-)
-def test_refused_generation(L, arguments, message):
-    with pytest.raises(UserError, match=message):
-        generate(small_model("softmax.py"), tokens(1, L), 3, **arguments)
-
-
 # ---- loss ----
 
 
