@@ -42,7 +42,7 @@ from layers.cache import KVCache
 from layers.heads import build_attention
 from model import GPT, compile_model
 from optim import build_optimizers
-from runtime.device import autocast, environment, memory_mb, pick_compile, pick_device, pick_dtype
+from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Parser, lengths_of
@@ -76,18 +76,15 @@ def main() -> None:
         raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(PHASES)}")
     if arguments.out:
         check_writable(arguments.out.parent)
-    models, baselines = parse_models(arguments, settings)
+    models = parse_models(arguments, settings)
+    baselines = baselines_of(models)
     figures = measure(models, arguments.rounds, phases)
     config, made = next(iter(models.values())), environment()
-    device = pick_device(config.device)
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
     lengths = ",".join(map(str, arguments.lengths or [config.block_size]))
     shape = f"{config.batch_size} x {lengths}"
-    print(
-        f"\n{config.n_layer} layers, {config.n_embd} wide, {shape} tokens, {dtype}, "
-        f"{'compiled' if pick_compile(config.compile, device) else 'eager'}, on {made['machine']}, "
-        f"{torch.get_num_threads()} threads; median of {arguments.rounds} rounds"
-    )
+    size = f"{config.n_layer} layers, {config.n_embd} wide, {shape} tokens"
+    print(f"\n{size}, {dtype}, on {made['machine']}; median of {arguments.rounds} rounds")
     print_figures(figures, baselines, models)
     if arguments.out:
         used = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
@@ -97,47 +94,40 @@ def main() -> None:
         print(f"written: {arguments.out}")
 
 
-def parse_models(
-    arguments: argparse.Namespace, settings: list[str]
-) -> tuple[dict[str, Config], dict[str, str]]:
-    """The Config of every model, and the baseline of each: the first model of the same length."""
+def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Config]:
+    """The Config of every model, by its name in the table."""
     impls, lengths = arguments.impls.split(","), arguments.lengths or [None]
     scale = [arguments.scale] if arguments.scale else []
-    models: dict[str, Config] = {}
-    baselines: dict[str, str] = {}
-    for length in lengths:
-        names = []
-        for path, impl in itertools.product(arguments.configs, impls):
-            chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-            config = load_config([path, *scale, "--batch_size=4", *settings, *chosen])
-            if length:  # a step is one micro-batch
-                tokens = config.batch_size * length
-                config = config.replace(block_size=length, total_batch_size=tokens)
-            path_taken = f" {impl}" if len(impls) > 1 else ""
-            names.append(Path(path).stem + path_taken + (f" at {length}" if lengths[1:] else ""))
-            models[names[-1]] = config
-        baselines |= dict.fromkeys(names, names[0])
-    return models, baselines
+    models = {}
+    for length, path, impl in itertools.product(lengths, arguments.configs, impls):
+        chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+        config = load_config([path, *scale, "--batch_size=4", *settings, *chosen])
+        if length:  # a step is one micro-batch
+            tokens = config.batch_size * length
+            config = config.replace(block_size=length, total_batch_size=tokens)
+        name = Path(path).stem + (f" {impl}" if impls[1:] else "")
+        models[name + (f" at {length}" if lengths[1:] else "")] = config
+    return models
+
+
+def baselines_of(models: dict[str, Config]) -> dict[str, str]:
+    """The baseline of every model: the first model of the same length."""
+    first = {config.block_size: name for name, config in reversed(models.items())}
+    return {name: first[config.block_size] for name, config in models.items()}
 
 
 # ---- measuring ----
 
 
-def measure(
-    models: dict[str, Config], rounds: int, phases: Sequence[str] = ("train", "eval")
-) -> dict[str, dict]:
+def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> dict[str, dict]:
     """Milliseconds and MB of a step of every model and phase; they take turns, round by round."""
-    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         workers = {
             key: stack.enter_context(ProcessPoolExecutor(1, context))
             for key in itertools.product(models, phases)
         }
-        preparing = [
-            worker.submit(prepare, models[name], phase, threads)
-            for (name, phase), worker in workers.items()
-        ]
-        for future in preparing:
+        for future in [w.submit(prepare, models[key[0]], key[1]) for key, w in workers.items()]:
             future.result()
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
         for _ in tqdm(range(rounds), desc="rounds"):
@@ -157,13 +147,10 @@ _step: Callable[[], None]
 _device: torch.device
 
 
-def prepare(config: Config, phase: str, threads: int) -> None:
+def prepare(config: Config, phase: str) -> None:
     """Build the step of a process, and take it twice: it allocates, compiles, fills caches."""
     global _step, _device
-    torch.set_num_threads(threads)
-    _device = pick_device(config.device)
-    if _device.type == "cuda":
-        torch.cuda.set_device(_device)  # timed_step waits for it and counts its memory
+    _device = open_device(config.device)
     if phase == "decode":  # as in generation, all tokens share the weights that autocast has cast
         autocast(_device, pick_dtype(config.dtype, _device)).__enter__()
     _step = build_step(config, phase, _device)
@@ -186,12 +173,12 @@ def timed_step() -> tuple[float, float]:
 def build_step(config: Config, phase: str, device: torch.device) -> Callable[[], None]:
     """A function that takes one step of a phase with the config's model."""
     torch.manual_seed(config.seed)
-    dtype = pick_dtype(config.dtype, device)
     if phase.startswith("attention"):
-        return attention_step(config, phase == "attention", device, dtype)
+        return attention_step(config, phase == "attention", device)
     x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
     model = GPT(config).to(device).train(phase == "train")
     compiled = compile_model(model) if pick_compile(config.compile, device) else model
+    dtype = pick_dtype(config.dtype, device)
     unfused = config.attention_impl == "reference" and config.compile is False
     optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
 
@@ -224,15 +211,14 @@ def build_step(config: Config, phase: str, device: torch.device) -> Callable[[],
     return {"train": train, "eval": evaluate, "decode": decode}[phase]
 
 
-def attention_step(
-    config: Config, training: bool, device: torch.device, dtype: torch.dtype
-) -> Callable[[], None]:
+def attention_step(config: Config, training: bool, device: torch.device) -> Callable[[], None]:
     """The attention of one layer: forward and backward, or forward without gradients."""
     attention: Any = build_attention(config).to(device)
     if config.attention_impl == "reference" and pick_compile(config.compile, device):
         attention = torch.compile(attention, dynamic=False)
     shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
     # q, k, v as in the model, slices of one projection, and a gradient of the output
+    dtype = pick_dtype(config.dtype, device)
     packed = torch.randn(shape, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
     *qkv, gradient = (x.detach().requires_grad_(training) for x in packed)
 
@@ -254,21 +240,18 @@ def print_figures(
 ) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
     columns = [c for c in next(iter(figures.values())) if not c.endswith("_spread")]
+    ours = {name: [steps[c] for c in columns] for name, steps in figures.items()}
+    papers = {
+        name: PAPER["rows"].get(config.variant_name)
+        for name, config in models.items()
+        if columns == PAPER["columns"] and config.projections == "linear"
+    }
     table = [["", *columns]]
-
-    def published(name: str) -> list[float] | None:
-        config = models[name]
-        return PAPER["rows"].get(config.variant_name) if config.projections == "linear" else None
-
-    def add(name: str, values: list[float], base: list[float]) -> None:
-        pairs = zip(values, base, strict=True)
-        table.append([name, *(f"{value:.1f} ({value / b:.2f})" for value, b in pairs)])
-
     for name, baseline in baselines.items():
-        add(name, *([figures[one][c] for c in columns] for one in (name, baseline)))
-        paper, base = published(name), published(baseline)
-        if paper and base and columns == PAPER["columns"]:
-            add("  paper, A100", paper, base)
+        for label, values in ((name, ours), ("  paper, A100", papers)):
+            if values.get(name) and values.get(baseline):
+                pairs = zip(values[name], values[baseline], strict=True)
+                table.append([label, *(f"{x:.1f} ({x / base:.2f})" for x, base in pairs)])
     print("in parentheses: the ratio to the first model of that length")
     print_table(table, width=18)
 

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from config import Config
 from errors import UserError, first_line
 from scripts.common import runner
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Run, option
+from scripts.common.runner import Evaluation, Run, option, require
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
@@ -63,9 +62,7 @@ class Downstream(Evaluation):
 
     @property
     def names(self) -> tuple[str, ...]:
-        listed = self.tasks.split(",")
-        groups = [PAPER_TASKS if name == "paper" else (name.strip(),) for name in listed]
-        return tuple(dict.fromkeys(sum(groups, ())))
+        return PAPER_TASKS if self.tasks == "paper" else tuple(self.tasks.split(","))
 
     def facts(self, config: Config) -> dict:
         length = self.max_length or max(default_lengths([config], (1, 2)))
@@ -116,18 +113,14 @@ def load_tasks(names: tuple[str, ...], folder: str | None) -> tuple[Any, dict[st
     """
     # bootstrap in one process: the default forks one for each core after CUDA has started
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(
-            f"tasks need lm-evaluation-harness: pip install -r requirements-eval.txt ({error})"
-        ) from error
+    require("eval", "lm_eval")
+    from lm_eval.tasks import TaskManager
+
     manager, tasks = TaskManager(include_path=folder), {}
     for name in names:
         if name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
-            raise UserError(f"lm-evaluation-harness has no task {name!r}; {hint}")
+            near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
+            raise UserError(f"lm-evaluation-harness has no task {name!r}; similar names: {near}")
     for name in names:
         try:
             loaded = manager.load([name])
@@ -208,32 +201,25 @@ def readable(results: dict) -> dict:
 
 def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print all scores; there is no picture."""
-    names, results = zip(*named, strict=True)
     for name, result in named:
         print(
             f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "
             f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
         )
     table = [["task", "metric", "run", "value", "stderr", "samples"]]
-    for task, metric, scores in shown(results):
-        percent = 100 if metric.startswith(SHARES) else 1
-        for name, score in zip(names, scores, strict=True):
-            found = score["metrics"][metric]
-            error = f"{percent * found['stderr']:.2f}" if found["stderr"] else ""
-            value, samples = f"{percent * found['value']:.2f}", str(score["samples"])
-            table.append([task, metric, name, value, error, samples])
+    for part, measured in named[0][1]["parts"].items():
+        # a group has its own score, a tag has only the scores of its tasks
+        tasks = [part] if part in measured["scores"] else measured["scores"]
+        for task, metric in ((t, m) for t in tasks for m in measured["scores"][t]["metrics"]):
+            percent = 100 if metric.startswith(SHARES) else 1
+            for name, result in named:
+                score = result["parts"][part]["scores"][task]
+                found, samples = score["metrics"][metric], str(score["samples"])
+                error = f"{percent * found['stderr']:.2f}" if found["stderr"] else ""
+                value = f"{percent * found['value']:.2f}"
+                table.append([task, metric, name, value, error, samples])
     print_table(table, left=3)
     return {}
-
-
-def shown(results: Sequence[dict]) -> Iterator[tuple[str, str, list[dict]]]:
-    """Every task and metric to show, with each run's scores on the task."""
-    for name in results[0]["parts"]:
-        scores = [result["parts"][name]["scores"] for result in results]
-        # a group has its own score, a tag has only the scores of its tasks
-        for task in [name] if name in scores[0] else scores[0]:
-            for metric in scores[0][task]["metrics"]:
-                yield task, metric, [run_scores[task] for run_scores in scores]
 
 
 main = runner.as_command(Downstream, show)

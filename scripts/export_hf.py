@@ -78,10 +78,9 @@ def main() -> None:
 
 def transformers_model(run: Run) -> Any:
     """The run's model as a transformers model, of hf_modeling.SharpAttentionForCausalLM."""
-    try:
-        from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
-    except ImportError as error:
-        raise UserError(f"this needs pip install -r requirements-eval.txt ({error})") from error
+    runner.require("eval", "transformers")
+    from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
+
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
     settings = settings_of(c) | {"vocab_size": c.n_vocab}
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
@@ -163,14 +162,9 @@ def sources() -> dict[str, str]:
             return f"{space}from .{flat} import {imported}"
         if not path.is_dir():  # another library's
             return match[0]
-        modules = imported.split(", ")
-        todo.extend(f"{source}.{module}" for module in modules)
-        lines = (
-            f"{space}from .{flat}_{module} import __name__ as _\n"
-            f"{space}from . import {flat}_{module} as {module}"
-            for module in modules
-        )
-        return "\n".join(lines)
+        todo.append(f"{source}.{imported}")  # a module of a package
+        named = f"{space}from .{flat}_{imported} import __name__ as _"
+        return f"{named}\n{space}from . import {flat}_{imported} as {imported}"
 
     while todo:
         module = todo.pop()

@@ -22,7 +22,6 @@ the labels. An interrupted fine-tuning begins anew.
 
 import copy
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +41,9 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import epoch_order
-from errors import UserError
-from runtime.device import autocast
+from runtime.device import autocast, open_device
 from runtime.divergence import finite_step
-from scripts.common.runner import Evaluation, Run, as_command, option
+from scripts.common.runner import Evaluation, Run, as_command, option, require
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from train import Batch, begin, train_step
@@ -81,14 +79,11 @@ class Physics(Evaluation):
 
     steps: int = option(10_000, "of each fine-tuning", at_least=1)
     batch: int = option(64, "sequences of a step", at_least=1)
-    pairs: int = option(
-        10_000, "two-body systems of the magnitudes; one of ten is judged", at_least=10
-    )
+    pairs: int = option(10_000, "two-body systems; one of ten is judged", at_least=10)
     oracle: bool = option(False, "the nearest labels, not the model")
 
     def facts(self, config: Config) -> dict:
-        if not all(map(importlib.util.find_spec, ("sklearn", "pyoperon"))):
-            raise UserError('this needs scikit-learn and pyoperon: pip install -e ".[physics]"')
+        require("physics", "sklearn", "pyoperon")
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
     def parts(self, config: Config) -> dict[str, int]:
@@ -198,8 +193,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, min_lr=0.0,
         optimizer="adamw", dtype=str(run.dtype).removeprefix("torch."),
     )  # fmt: skip
-    if run.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # as in training
+    open_device(physics.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
     model, outputs = copy.deepcopy(run.model), task.forces.shape[-1]
     model.lm_head = nn.Linear(config.n_embd, outputs)
@@ -222,8 +216,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
         loss, norm = train_step(training, squared_error, batch, config.grad_clip, run.dtype)
         if not finite_step(loss, norm, training.scaler):
             raise RuntimeError(
-                f"{run.path}: the fine-tuning on {probe} diverged at step {step + 1}: "
-                f"loss = {loss}, gradient norm = {norm}"
+                f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
             )
         bar.update()
     model.eval()
@@ -386,10 +379,9 @@ def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
 def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
     """Figs. 1 and A7: a line for each planet, with the true forces and each run's."""
     truths = next(iter(runs.values()))
-    figure = Figure(
-        figsize=(2.2 * (1 + len(runs)) + 0.4, 2.2 * len(truths) + 0.4), layout="constrained"
-    )
-    axes = figure.subplots(len(truths), 1 + len(runs), squeeze=False)
+    lines, columns = len(truths), 1 + len(runs)
+    figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * lines + 0.4), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for line, (planet, truth) in zip(axes, truths.items(), strict=True):
         at = np.array(truth["at"])
         size, length = np.abs(at).max(), np.linalg.norm(truth["true"], axis=-1).max()

@@ -1,6 +1,4 @@
-"""Planets around a star, simulated; as a command, what is clipped and how fast they are made.
-
-python -m tasks.orbits --systems 10000
+"""Simulated planets around a star.
 
 A system has 1 to 10 planets in a plane. Each goes round the star on an ellipse of Kepler's, and
 planets do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The
@@ -16,31 +14,19 @@ Every system is a pure function of (seed, index), and making it takes less than 
 nothing is stored: OrbitLoader makes the systems of a batch while the previous one is trained on.
 """
 
-import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from data.loader import Batching, inputs_and_targets
-from errors import UserError, command
-from tasks.simulated import TRAINING, Indices, SimulatedLoader, generator
+from tasks.simulated import Indices, SimulatedLoader, generator
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU
 TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
-MAX_PLANETS = 10
-ENTRIES = 1000  # of a sequence, the time step included
-BINS = 7000
-
 PAIRS = 2  # the set of `draw_pair`, beside those of training and validation
 # Systems with as many planets that are computed at once: their arrays fit a core's cache.
 TOGETHER = 16
@@ -59,26 +45,6 @@ class Elements:
     phases: Floats  # [k], mean anomalies at the first point
     centre: Floats  # [2], the centre of mass with one planet
     time_step: float
-
-
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tasks.orbits", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--systems", type=int, default=10_000, help="how many (%(default)s)")
-    indices = range(parser.parse_args().systems)
-    if not indices:
-        raise UserError("--systems must be at least 1")
-    systems = simulated([draw(TRAINING, index) for index in indices], ENTRIES)
-    share = np.concatenate([(np.abs(at) > EDGE).any(-1).mean((1, 2)) for _, at in systems])
-    print(
-        f"beyond +-{EDGE:g} AU, and clipped: {100 * share.mean():.3g}% of positions, in "
-        f"{100 * (share > 0).mean():.3g}% of systems"
-    )
-    started = time.perf_counter()
-    sequences(TRAINING, indices)
-    rate = len(indices) / (time.perf_counter() - started)
-    print(f"{rate:,.0f} sequences of {ENTRIES:,} entries a second on one core")
 
 
 # ---- mechanics ----
@@ -135,7 +101,7 @@ def positions(systems: Sequence[Elements], points: int) -> Floats:
 # ---- systems ----
 
 
-def draw(seed: int, index: int, planets: int = MAX_PLANETS) -> Elements:
+def draw(seed: int, index: int, planets: int) -> Elements:
     """A system of 1 to `planets` planets, all equally likely."""
     rng = generator(seed, index)
     count = int(rng.integers(1, planets + 1))
@@ -181,30 +147,14 @@ def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[
 # ---- sequences ----
 
 
-def to_tokens(coordinates: Floats, bins: int) -> NDArray[np.uint16]:
-    """The bin of each coordinate in AU, the outermost for those beyond +-50 AU."""
-    return np.clip((coordinates + EDGE) * (bins / (2 * EDGE)), 0, bins - 1).astype(np.uint16)
-
-
 def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np.uint16]:
-    """The sequences [systems, entries, 2]."""
+    """The sequences [systems, entries, 2]; positions beyond +-50 AU are in the outermost bin."""
     tokens = np.empty((len(systems), entries, 2), dtype=np.uint16)
     tokens[:, 0] = [[bins + TIME_STEPS.index(one.time_step)] for one in systems]
     for places, at in simulated(systems, entries):
         flat = at.reshape(len(places), -1, 2)[:, : entries - 1]
-        tokens[places, 1:] = to_tokens(flat, bins)
+        tokens[places, 1:] = np.clip((flat + EDGE) * (bins / (2 * EDGE)), 0, bins - 1)
     return tokens
-
-
-def sequences(
-    seed: int,
-    indices: Indices,
-    planets: int = MAX_PLANETS,
-    bins: int = BINS,
-    entries: int = ENTRIES,
-) -> NDArray[np.uint16]:
-    """The sequences of these systems, [indices, entries, 2]."""
-    return tokenise([draw(seed, int(index), planets) for index in indices], bins, entries)
 
 
 class OrbitLoader(SimulatedLoader):
@@ -219,9 +169,5 @@ class OrbitLoader(SimulatedLoader):
         super().__init__(systems, batching)
 
     def _make(self, seed: int, indices: Indices, length: int) -> tuple[Tensor, Tensor]:
-        made = sequences(seed, indices, self.planets, self.bins, length + 1)
-        return inputs_and_targets(made, self.device)
-
-
-if __name__ == "__main__":
-    main()
+        systems = [draw(seed, int(index), self.planets) for index in indices]
+        return inputs_and_targets(tokenise(systems, self.bins, length + 1), self.device)

@@ -157,8 +157,8 @@ def test_pyoperon_finds_newtons_law():
 def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monkeypatch):
     refused(capsys, lambda: call(physics, trained), "task = 'language', but this command")
     refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
-    monkeypatch.setattr(physics.importlib.util, "find_spec", lambda name: None)
-    refused(capsys, lambda: call(physics, orbit_run), "needs scikit-learn and pyoperon")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(capsys, lambda: call(physics, orbit_run), 'and pyoperon: pip install -e ".[physics]"')
 
 
 def test_table3_from_nothing(call, commands, searched, tmp_path):

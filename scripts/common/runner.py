@@ -23,6 +23,7 @@ with the facts that identify it, and found again by them.
 import argparse
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import typing
@@ -176,6 +177,12 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
     }
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise UserError unless these modules of an extra of pyproject.toml are installed."""
+    if not all(map(importlib.util.find_spec, modules)):
+        raise UserError(f'this needs {" and ".join(modules)}: pip install -e ".[{extra}]"')
 
 
 # ---- measurements ----
