@@ -60,9 +60,7 @@ SMOOTHING = 16
 FIRST_DRAWN = 1 / 32
 UNIT = "validation loss (nats per token)"
 CONTROL = "sliding window of the training length, plain RoPE"
-MEANING = """\
-gain from context, at the longest length: above 0 the model uses what lies beyond the training
-length, below 0 it is hurt by it"""
+MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
 
 
 @dataclass(frozen=True, kw_only=True)

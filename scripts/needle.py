@@ -234,12 +234,10 @@ def graded(needle: Needle, text: str) -> dict:
 
 
 def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print every run's accuracy by length and its scores."""
+    """Print every run's accuracy by length; draw Figs. 7 and 8."""
     scores = {name: result["parts"][evaluation.scores] for name, result in runs}
-    for name, result in runs:
+    for _, result in runs:
         evaluation.print_found(result)
-        mean = statistics.mean(trial["top_score"] for trial in scores[name]["trials"])
-        print(f"{evaluation.scores}: mean of each needle's highest {mean:.4f}")
     return {"needle_heads": plot_heads(scores), "needle_scores": plot_scores(scores)}
 
 

@@ -5,7 +5,7 @@ python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 For runs with task = "recall", on their own task (tasks/recall.py). Sequences are the same for all
 runs, and none is a training sequence. As many keys are asked at every length, among more noise;
 with --proportional, which is for mqar, the pairs grow with the length. An answer is right if it is
-the likeliest of all 256 token ids. `exact` is the share of sequences whose answers are all right.
+the likeliest of all 256 token ids.
 The distance of an answer is the number of tokens from the token that determines it.
 
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length, for
@@ -105,8 +105,7 @@ def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
     for limit in np.unique(limits):
         here = right[limits == limit]
         distances[str(limit)] = {"answers": here.size, "accuracy": float(here.mean())}
-    shares = {"accuracy": float(right.mean()), "exact": float(right.all(1).mean())}
-    return shares | {"answers": right.size, "distances": distances}
+    return {"accuracy": float(right.mean()), "answers": right.size, "distances": distances}
 
 
 def accuracies(result: dict) -> dict[int, float]:

@@ -15,7 +15,6 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from data.tokenizer import get_tokenizer
 from errors import command
 from generation import generate
-from layers.cache import KVCache
 from runtime.device import autocast
 from scripts.common.runner import Options, Run, load_run, option, parse
 
@@ -40,23 +39,21 @@ def main() -> None:
 
 
 def write_texts(run: Run, options: Sampling) -> None:
-    """Print the texts of a run, and the size of the cache."""
+    """Print the texts of a run."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
     idx = torch.tensor([prompt] * options.num_samples, device=run.device)
     generator = torch.Generator(run.device).manual_seed(options.seed)
-    cache = KVCache(idx.shape[1] + options.max_new_tokens)
     with autocast(run.device, run.dtype):
         out = generate(
             run.model, idx, options.max_new_tokens, temperature=options.temperature,
-            top_k=options.top_k, generator=generator, cache=cache,
+            top_k=options.top_k, generator=generator,
         )  # fmt: skip
     for ids in out[:, 1:].tolist():
         end = ids.index(tokenizer.eot) if tokenizer.eot in ids else len(ids)
         print(tokenizer.decode(ids[:end]))
         print("-" * 80)
-    print(f"cache: {cache.nbytes:,} bytes for {len(idx)} x {cache.size:,} positions")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
     call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk")
     result, control = measured_losses(run)
     assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
-    assert result["window"] is None and result["p"] == 15
     assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
         base = 10000 * max(1, length / 16) ** (8 / 6)
@@ -145,25 +144,21 @@ def test_eval_length_by_position(module_run, call, shards):
 
 @pytest.mark.usefixtures("pictures")
 def test_other_attention_than_in_training(module_run, call, shards, capsys):
-    run = module_run("lssa.py")
-    call(eval_length, run, "--lengths", "16,64", "--window", "8", "--p", "15")
+    run = module_run("lssa.py", "--window=4")
+    call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
     result, control = measured_losses(run)
     assert (result["variant"], result["p"], result["window"]) == ("lssa", 15, 8)
-    for one, changes in ((result, {"window": 8, "p": 15.0}), (control, {"window": 16, "p": 15.0})):
-        for i, length in enumerate((16, 64)):
-            ntk = {"scaling": one["rope"]}
-            direct = direct_losses(run, shards, length, changes=changes, **ntk).mean().item()
-            assert one["loss"][i] == pytest.approx(direct, rel=1e-5)
     # the control of a run that was trained with a shorter window has that window
-    run = module_run("softmax.py", "--window=4")
-    call(eval_length, run, "--lengths", "16")
-    result, control = measured_losses(run)
-    assert (result["window"], control["window"], control["rope"]) == (4, 4, "none")
+    assert (control["window"], control["rope"]) == (4, "none")
+    for one, window in ((result, 8), (control, 4)):
+        changes = {"window": window, "p": 15.0}
+        direct = direct_losses(run, shards, 64, one["rope"], changes).mean().item()
+        assert one["loss"][1] == pytest.approx(direct, rel=1e-5)
     # a run without RoPE has none to scale; another variant is another measurement
     run = module_run("softmax.py", "--positions=none")
     say = "positions = 'none', and no RoPE"
     refused(capsys, lambda: call(eval_length, run, "--lengths=16", "--rope=yarn"), say)
-    call(eval_length, run, "--lengths", "16,64", "--attention", "adaptive_temperature")
+    call(eval_length, run, "--lengths=16,64", "--attention=adaptive_temperature")
     result, *_ = measured_losses(run)
     assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
     assert "(nats per token), rope none\n" in capsys.readouterr().out
@@ -194,23 +189,17 @@ def test_smoothed_is_a_mean_over_neighbours():
         assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
 
 
-def test_refusals_before_anything_is_measured(module_run, call, tmp_path, capsys):
-    run, bad = module_run("softmax.py"), tmp_path / "bad"
+def test_refusals_before_anything_is_measured(module_run, call, capsys):
+    run, bad = module_run("softmax.py"), module_run("softmax.py")
     for arguments, message in (
-        ("--lengths=16,1024", "1024"),
         ("--data_dir=nowhere", "nowhere"),
         ("--rope=yern", "'yern'"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
     ):
         refused(capsys, lambda one=arguments: call(eval_length, run, one), message)
     # what is wrong with any of the runs, before the first of them is measured
-    bad.mkdir()
-    shutil.copy(run / "config.json", bad)
-    both = (run, bad, "--lengths=16")
-    refused(capsys, lambda: call(eval_length, *both), f"{bad}: no checkpoint in it")
-    for path in run.glob("*.pt"):
-        shutil.copy(path, bad)
     (bad / "eval_length.json").write_text('{"loss": 1}')
-    refused(capsys, lambda: call(eval_length, *both), "eval_length.json: damaged")
+    damaged = "eval_length.json: damaged"
+    refused(capsys, lambda: call(eval_length, run, bad, "--lengths=16"), damaged)
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
     assert not (run / "eval_length.json").exists()

@@ -17,6 +17,8 @@ from scripts.common.runner import Store
 from tests.helpers import Reader, small_config, small_model, stub_run
 from tests.runs import refused
 
+SCORES = "scores of 2 needles in 240 tokens"
+
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
@@ -119,25 +121,18 @@ def test_needle_prompts(text, name):
     for city in needle.CITIES:
         hidden = haystack.hide(city, 8106422, 0.3, 1000, 0.5)
         assert len(hidden.prompt) == 1000 - retrieval.ANSWER_TOKENS
-        assert tokenizer.decode(hidden.prompt[hidden.span]) == " 8106422."
-        before = tokenizer.decode(hidden.prompt[: hidden.span.start])
-        after = tokenizer.decode(hidden.prompt[hidden.span.stop :])
-        assert before.endswith(f"\nThe special magic {city} number is:")
-        asked = f"\nQuestion: What is the special magic {city} number?\nAnswer:"
-        assert after.startswith("\n") and after.endswith(asked)
         # only the first token is end-of-text
         assert hidden.prompt.index(tokenizer.eot) == 0 and tokenizer.eot not in hidden.prompt[1:]
-        hay = len(hidden.prompt) - 1 - len(tokenizer.encode(asked))
-        told = len(tokenizer.encode(f"\nThe special magic {city} number is: 8106422.\n"))
-        start = hidden.span.start - len(tokenizer.encode(f"\nThe special magic {city} number is:"))
-        assert (start - 1) / (hay - told) == pytest.approx(0.3, abs=1e-2)
-
-
-def test_the_shortest_length_fits_every_needle(text):
-    haystack = haystack_of(text, "bytes")
-    for city in needle.CITIES:
-        hidden = haystack.hide(city, 8888888, 0.5, needle.SHORTEST, 0)
-        assert len(hidden.prompt) == needle.SHORTEST - retrieval.ANSWER_TOKENS
+        assert tokenizer.decode(hidden.prompt[hidden.span]) == " 8106422."
+        before, after = hidden.prompt[1 : hidden.span.start], hidden.prompt[hidden.span.stop :]
+        told = f"\nThe special magic {city} number is:"
+        asked = f"\nQuestion: What is the special magic {city} number?\nAnswer:"
+        assert tokenizer.decode(before).endswith(told)
+        assert tokenizer.decode(after).startswith("\n") and tokenizer.decode(after).endswith(asked)
+        hay = [len(before) - len(tokenizer.encode(told)), len(after) - len(tokenizer.encode(asked))]
+        assert hay[0] / (sum(hay) - 1) == pytest.approx(0.3, abs=2e-3)
+        shortest = haystack.hide(city, 8888888, 0.5, needle.SHORTEST, 0).prompt
+        assert len(shortest) == needle.SHORTEST - retrieval.ANSWER_TOKENS
 
 
 def test_needle_tells_readers_apart(text, monkeypatch, answers):
@@ -186,42 +181,24 @@ def test_needle_scores_are_of_the_generation_itself(text, case):
     torch.testing.assert_close(scores, torch.stack(seen), rtol=1e-9, atol=1e-12)
 
 
-def test_needle_continues_where_it_was_stopped(run, text, call, tmp_path, monkeypatch, pictures):
+def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, pictures):
     other = shutil.copytree(run, tmp_path / "other")
-    few = ("--samples", 2, "--score_length", 240, "--score_trials", 2, "--data_dir", text["bytes"])
-    few = ("--lengths", 200, *few)
-    call(needle, run, *few)
-    whole = json.loads((run / "needle.json").read_text())
-    asked = []
-
-    def stops(*arguments, answered=needle.answered, **options):
-        asked.append(arguments)
-        if len(asked) == 7:
-            raise KeyboardInterrupt
-        return answered(*arguments, **options)
-
-    monkeypatch.setattr(needle, "answered", stops)
-    with pytest.raises(SystemExit):
-        call(needle, other, *few)
-    assert list(json.loads((other / "needle.json").read_text())[0]["parts"]) == ["200"]
-    call(needle, other, *few)
-    assert len(asked) == 7 + 2  # the scores again: of one needle, and of two
-    assert json.loads((other / "needle.json").read_text()) == whole
-    call(needle, run, other, *few)
-    assert len(asked) == 9
+    few = ("--samples=2", "--score_length=240", "--score_trials=2", f"--data_dir={text['bytes']}")
+    call(needle, run, other, "--lengths=200", *few)
+    measured, again = (json.loads((one / "needle.json").read_text()) for one in (run, other))
+    assert measured == again and measured[0]["parts"].keys() == {"200", SCORES}
+    assert len(measured[0]["parts"][SCORES]["one needle"]["heads"]) == 4
     names = [f"needle_{name}_run_other.png" for name in ("heads", "scores")]
-    assert {tmp_path / name for name in names} < set(pictures)
+    assert pictures[:2] == [run / "needle.png", other / "needle.png"]
+    assert pictures[2:] == [tmp_path / name for name in names]
 
 
-@pytest.mark.parametrize(
-    "module, arguments, message",
-    [
-        (passkey, "--lengths=200", "too short"),
-        (needle, "--lengths=100", "too short"),
-        (needle, "--lengths=200,4096 --score_length=200", "600 validation tokens"),
-    ],
-)
-def test_refusals(trained, call, capsys, module, arguments, message):
+def test_refusals(trained, call, capsys):
     before = sorted(path.name for path in trained.iterdir())
-    refused(capsys, lambda: call(module, trained, *arguments.split()), message)
+    for module, lengths, *message in (
+        (passkey, ["--lengths=200"], "too short"),
+        (needle, ["--lengths=100"], "too short"),
+        (needle, ["--lengths=200,4096", "--score_length=200"], "600 validation tokens"),
+    ):
+        refused(capsys, lambda m=module, n=lengths: call(m, trained, *n), *message)
     assert sorted(path.name for path in trained.iterdir()) == before

@@ -1,6 +1,5 @@
 """What all evaluations share: options, opening a run, stored measurements, names of pictures."""
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -81,16 +80,11 @@ def test_the_documented_way_to_measure_something_else(trained, tmp_path, monkeyp
 
 
 def test_measurements_of_other_facts_stay(tmp_path):
-    path = tmp_path / "results.json"
-    first, second = (Store(path, {"variant": name, "step": 7}) for name in ("a", "b"))
-    first.add("one", {"value": 1})
-    second.add("one", {"value": 2})
-    Store(path, {"variant": "a", "step": 7}).add("two", {"value": 3})
-    saved = json.loads(path.read_text())
-    assert [one["variant"] for one in saved] == ["b", "a"] and saved[0]["environment"]["torch"]
-    assert first.parts == saved[1]["parts"] == {"one": {"value": 1}, "two": {"value": 3}}
-    assert first.values == saved[1] and Store(path, {"variant": "a", "step": 8}).values == {}
-    assert second.parts == {"one": {"value": 2}}
+    first, second, third = (Store(tmp_path / "results.json", {"step": step}) for step in (1, 2, 3))
+    for store, part in ((first, "a"), (second, "a"), (first, "b")):
+        store.add(part, {"value": part})
+    assert first.parts == {"a": {"value": "a"}, "b": {"value": "b"}}
+    assert second.parts == {"a": {"value": "a"}} and third.values == {}
 
 
 def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):

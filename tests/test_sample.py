@@ -11,7 +11,5 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys):
         call(sample, trained, *arguments, *more)
         printed.append(capsys.readouterr().out)
     assert printed[0].count("abc") >= 2 and printed[0].count("-" * 80) == 2
-    # two samples, end-of-text and the prompt and 40 tokens, 2 layers, keys and values, float32
-    assert printed[0].endswith(f"cache: {2 * 44 * 2 * 2 * 32 * 4:,} bytes for 2 x 44 positions\n")
     assert printed[0] == printed[1] != printed[2]
     refused(capsys, lambda: call(sample, trained, "--max_new_tokens=0"), "must be")

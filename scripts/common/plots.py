@@ -25,12 +25,6 @@ def save_picture(figure: Figure, path: Path) -> None:
     print(f"picture: {os.path.relpath(path)}")
 
 
-def style_of(i: int) -> dict[str, Any]:
-    """The style of the i-th curve; 20 styles are distinct."""
-    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "alpha": 0.8,
-            "markersize": 4, "linestyle": "-" if i < 10 else "--"}  # fmt: skip
-
-
 def add_legend(figure: Figure) -> None:
     """A legend beside all axes, in which a label has the same style."""
     entries: dict[str, Any] = {
@@ -114,7 +108,7 @@ def draw_curves(
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            draw(axes, curve, style_of(labels.index(curve.label)))
+            draw(axes, curve, labels.index(curve.label))
         if thin:
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         axes.set(xlabel=x, ylabel=y)
@@ -134,11 +128,16 @@ def draw_curves(
     return figure
 
 
-def draw(axes: Axes, curve: Curve, style: dict[str, Any]) -> None:
+def draw(axes: Axes, curve: Curve, i: int) -> None:
+    """Draw a curve in the i-th style; 20 styles are distinct."""
+    color = f"C{i % 10}"
     if curve.thin:
-        axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.7, alpha=0.8)
+        axes.plot(curve.x, curve.y, color=color, linewidth=0.7, alpha=0.8)
         return
-    every = 1 if len(curve.x) <= 20 else 0.1  # of the markers: a share of the axes' diagonal
-    axes.plot(curve.x, curve.y, label=curve.label, markevery=every, **style)
+    axes.plot(
+        curve.x, curve.y, label=curve.label, color=color, linestyle="-" if i < 10 else "--",
+        alpha=0.8, marker=MARKERS[i % len(MARKERS)], markersize=4,
+        markevery=1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
+    )  # fmt: skip
     if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.x, curve.low, curve.high, color=style["color"], alpha=0.2, lw=0)
+        axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
