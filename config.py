@@ -109,9 +109,7 @@ class Config:
     )
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
-    qk_norm: bool = setting(
-        False, "RMSNorm, with gains, of q and k before RoPE (Qwen3)", needs=LINEAR
-    )
+    qk_norm: bool = setting(False, "RMSNorm of q and k before RoPE (Qwen3)", needs=LINEAR)
     gate: str = setting(
         "none",
         "sigmoid gate on attention's output, per 'head' or 'element' (Qiu et al. 2025)",
@@ -122,9 +120,7 @@ class Config:
         "q, k and v are 'linear' in the input, or 'tpa': Tensor Product Attention (T6)",
         choices=("linear", "tpa"),
     )
-    q_rank: int | None = setting(
-        6, "rank of q in 'tpa'; None: q is linear (KVonly)", at_least=1, needs=TPA
-    )
+    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: linear", at_least=1, needs=TPA)
     kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1, needs=TPA)
     norm: str = setting("layernorm", "of the residual stream", choices=("layernorm", "rmsnorm"))
     mlp: str = setting("gelu", "activation", choices=("gelu", "swiglu"))
@@ -613,8 +609,7 @@ def count_ids(tokenizer: str) -> int:
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + int(max([*ids, *(token["id"] for token in content["added_tokens"])]))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {reason}") from error
+        raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {error!r}") from error
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
@@ -626,14 +621,9 @@ def accumulation_steps(config: Config, world_size: int) -> int:
     steps, rest = divmod(config.total_batch_size, micro)
     if steps and not rest:
         return steps
-    sequences, rest = divmod(config.total_batch_size, config.block_size * world_size)
-    if sequences and not rest:
-        better = f"batch_size = {math.gcd(sequences, config.batch_size)}"
-    else:
-        steps = max(1, steps)
-        better = f"total_batch_size = {steps * micro} or {(steps + 1) * micro}"
+    steps = max(1, steps)
     raise UserError(
         f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
         f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
-        f"{micro}; {better} would work"
+        f"{micro}; {steps * micro} or {(steps + 1) * micro} would work"
     )

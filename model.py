@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from layers.cache import KVCache
 from layers.heads import build_parts, check_attention
 from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_parts
 from layers.pairs import PairEmbedding, PairHead
-from layers.projections import HeadTransform, TensorProductProjections, build_projections
+from layers.projections import TensorProductProjections, build_projections
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
 
@@ -75,15 +76,12 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, list[Tensor]]:
         """q and what the cache keeps of k and v, after QK norm and RoPE."""
 
-        def transform(norm: nn.Module | None, first: int) -> HeadTransform:
-            def apply(x: Tensor) -> Tensor:
-                x = x if norm is None else norm(x)
-                return x if rotation is None else rotate(x, rotation.cos, rotation.sin, first)
+        def transform(norm: nn.Module | None, first: int, x: Tensor) -> Tensor:
+            x = x if norm is None else norm(x)
+            return x if rotation is None else rotate(x, rotation.cos, rotation.sin, first)
 
-            return apply
-
-        to_q = transform(self.q_norm, self.nope_heads)
-        to_k = transform(self.k_norm, self.nope_heads // self.group)
+        to_q = partial(transform, self.q_norm, self.nope_heads)
+        to_k = partial(transform, self.k_norm, self.nope_heads // self.group)
         return self.projections.split(self.c_attn(x), to_q, to_k)
 
     def context(self, x: Tensor, rotation: Rotation | None) -> Context:

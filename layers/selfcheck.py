@@ -35,8 +35,8 @@ def check_kernels(
     (`any_rank` tells whether its argument is true on one), the path becomes 'blocked'. Raises
     UserError instead if attention_impl = 'triton'.
     """
-    parts = [part.to(device) for part in build_parts(config) if part is not None]
     q = torch.empty(1, 1, 1, 1, device=device, dtype=dtype)
+    parts = [part.to(device) for part in build_parts(config) if part is not None]
     parts = [part for part in parts if part.path(q, sys.maxsize) == "triton"]
     if not parts:
         return config, {}
@@ -57,10 +57,8 @@ def check_kernels(
     if config.attention_impl == "triton":
         raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
     print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
-    return config.replace(attention_impl="blocked"), {
-        "attention_path": "blocked",
-        "problem": problem,
-    }
+    facts = {"attention_path": "blocked", "problem": problem}
+    return config.replace(attention_impl="blocked"), facts
 
 
 def errors(part: Attention, config: Config, q: Tensor) -> dict[str, float]:

@@ -45,19 +45,12 @@ CASES = [
 P_CASES = [case for case in CASES if (c := small_config(case)).p is not None and c.sink == "none"]
 SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py", "softmax_logn.py"]
 SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
-SIGNED = ("inverse", "recentred", "linear", "gelu", "mish")
-NO_L1 = ("sigmoid.py", "sigmoid_logn.py", "wortsman", "shen", "recentred.py", "linear.py", "exp.py")
-NO_L1 += ("sink", "off_by_one", "softpick", "stick_breaking")
 RELU = [case for case in CASES if "relu" in case]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def among(case, names):
     return any(name in case for name in names)
-
-
-def is_l1(case):
-    return not among(case, NO_L1)
 
 
 def build(case, *more):
@@ -117,26 +110,6 @@ def test_learnables_start_at_their_settings():
     assert build_attention(small_config("softmax_sink.py")).sink.tolist() == [0, 0]
     short = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
     assert_finite(short.weights(*draw(3, 5)[:2]))  # log L is 0
-
-
-def test_lssar_rows_1_to_4_by_hand():
-    """d = 2; the keys' cosines with every query are 1, 0.6, 0 and -1."""
-    k = torch.tensor([[1, 0], [0.6, 0.8], [0, 1], [-1, 0]], dtype=torch.float64)
-    q = torch.tensor([[2, 0]], dtype=torch.float64).expand(4, 2)
-    attn = build("lssar_p3.py", "--n_embd=4")
-    A = attn.weights(q[None, None], 5 * k[None, None])[0, 0]
-    # log 2 log n = 0, 0.480453, 0.761500, 0.960906; softplus of that times the cosines:
-    #   n = 2: 0.961955, 0.847635; no offset yet, the cubes share the row: 0.890160, 0.609020
-    #   n = 3: 1.144696, 0.947468, 0.693147; cubes: 1.499933, 0.850530, 0.333025
-    #   n = 4: 1.284833, 1.022406, 0.693147, 0.323927; sum 3.324313
-    #          4 A - 1 = 0.545983, 0.230217, -0.165966, -0.610233; cubes: 0.162756, 0.012201
-    hand = [
-        [1, 0, 0, 0],
-        [0.593765, 0.406235, 0, 0],
-        [0.558947, 0.316952, 0.124101, 0],
-        [0.930261, 0.069739, 0, 0],
-    ]
-    assert_near(A, torch.tensor(hand, dtype=torch.float64), atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["sigmoid_l1.py", "ablations/phi_softplus.py"])
@@ -309,14 +282,6 @@ def test_a_row_with_a_single_key_has_no_gradient(p):
     assert A[:, 0].eq(1).all() and not A[:, 1:].any() and not x.grad.any()
 
 
-@pytest.mark.parametrize("p", [3, 7, 15, 100, 1000])
-def test_powers(p):
-    x = torch.tensor([math.nan, 0.0, 0.5, 0.999, 1.0])
-    found = attention.power(x, p)
-    assert found[0].isnan() and x.isnan().tolist() == [True, False, False, False, False]
-    assert_near(found[1:].double(), x[1:].double() ** p, rtol=(p + 16) * EPS, atol=1e-30)
-
-
 @pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
 def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
@@ -356,14 +321,12 @@ def test_zero_queries_and_scores_of_ten_thousand_are_finite(case, dtype):
         del inputs["zero"]  # the bound of the gradient, 1e6 times the scale, is beyond float16
     if case == "ablations/exp.py":
         del inputs["large"]
-    for name, (q, k, v) in inputs.items():
+    for q, k, v in inputs.values():
         attn = build(case)
         q, k, v = leaves(q, k, v)
         out, A = attn(q, k, v), attn.weights(q, k)
         out.backward(torch.ones_like(out))
         assert_finite(out, A, q.grad, k.grad, v.grad, *(x.grad for x in attn.parameters()))
-        if name == "large" and is_l1(case) and not among(case, ("relu", *SIGNED)):
-            assert_near(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -449,7 +412,6 @@ SEES_TOO_MUCH = [
     (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
     (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
-    (Variant(Phi(torch.log1p, zero=0.0)), r"own: phi\(-30\) is not finite"),
     (Variant(Phi(root_of_softplus)), r"own: phi's gradient at -inf.* is nan: .*to a finite z"),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
@@ -458,10 +420,6 @@ SEES_TOO_MUCH = [
     (
         Variant(attention.EXP, bias=lambda rows: rows.keys - rows.last),
         r"own: its bias differs between keys: declare Variant\(..., keyed=True\)",
-    ),
-    (
-        Variant(attention.EXP, reweight=lambda A, rows, p: A - 1 / rows.n),
-        "own: row 1 depends on keys after it.*reweight",
     ),
     (
         Variant(attention.EXP, reweight=lambda A, rows, p: A / A.amax(-2, keepdim=True)),

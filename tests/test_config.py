@@ -110,13 +110,10 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
         (["--max_iters", "1e3"], "max_iters", 1000),
         (["--learning_rate=1e-3"], "learning_rate", 0.001),
         (["--p", "3", "--attention=lssar"], "p", 3.0),
-        (["--p=None"], "p", None),
         (["--b_init", "-2"], "b_init", -2.0),
         (["--resume"], "resume", True),
-        (["--resume", "--seed=1"], "resume", True),
         (["--bias", "false", "--seed=1"], "bias", False),
         (["--compile"], "compile", True),
-        (["--compile", "None"], "compile", None),
         (["--init_from=123"], "init_from", "123"),
         (["--data_dir=a=b"], "data_dir", "a=b"),
     ],
@@ -178,12 +175,10 @@ def test_a_run_stands_for_its_settings(tmp_path):
 )
 def test_a_run_of_another_version_is_named(tmp_path, changes, message):
     path = saved(tmp_path / "run", **changes)
-    for read in (checkpoint.read_config, lambda run: load_config(["--resume", str(run)])):
-        with pytest.raises(UserError) as caught:
-            read(tmp_path / "run")
-        assert message.format(path=path).removeprefix(f"{path}: ") in str(caught.value)
-    with pytest.raises(UserError, match="run/config.json"):
+    with pytest.raises(UserError) as caught:
         checkpoint.read_config(tmp_path / "run")
+    assert message.format(path=path) in str(caught.value)
+    assert message.format(path=path).removeprefix(f"{path}: ") in refusal("--resume", path)
 
 
 def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -213,19 +208,13 @@ def test_a_share_of_heads_is_whole_up_to_rounding():
         assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads == heads
 
 
-def test_a_config_is_frozen_checked_and_survives_as_dict():
+def test_a_config_is_checked_and_survives_as_dict():
     config = load_config([at("lssar_p3.py")])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.p = 15.0
     assert Config(**config.as_dict()) == config
     assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
     assert config.replace(p=2.5).variant_name == "lssar_p2.5"
-    assert load_config([]).variant_name == "softmax"
-    assert config.replace(window=8).variant_name == "lssar_p3"
     with pytest.raises(UserError, match="p = 0.5"):
         config.replace(p=0.5)
-    with pytest.raises(UserError, match="n_layer = 0"):
-        Config(n_layer=0)
 
 
 def test_help_has_every_setting_with_its_default_and_a_word():
@@ -246,12 +235,9 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # names
         ("--learing_rate=1", "the command line sets 'learing_rate', which is not a setting; "
          "did you mean learning_rate?"),
-        ("--replace=1", "'replace', which is not a setting"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'? it is one of softmax,"),
         # types
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
-        ("--n_layer=True", "n_layer = True is bool; it must be int"),
-        ("--p=[3]", "p = [3] is list; it must be float or None"),
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--learning_rate=1e300", "learning_rate = 1e+300 must be a finite number below 1e38"),
@@ -262,14 +248,11 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         # choices
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
-        ("--mlp=relu", "mlp = 'relu'; did you mean 'gelu'? it is one of gelu, swiglu"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: --p=3"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
-        ("--attention=phi_gelu --p=3", "takes no p"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
-        ("--sink=learned --attention=relu_li", "attention = 'relu_li' takes no sink"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--n_head=256", "heads of width 3 must be even: RoPE rotates pairs"),
         ("--n_kv_head=5", "n_head = 12 is not divisible by n_kv_head = 5"),
@@ -280,7 +263,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # settings without effect
         ("--s_init=2 --attention=lssa", "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),
-        ("--b_init=2 --attention=ssmax", "takes no b_init (b_init = 2.0)"),
         ("--gamma=2", "attention = 'softmax' takes no gamma (gamma = 2.0)"),
         ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
          "'linear'"),
@@ -288,12 +270,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--positions=alibi --rope_theta=5e5", "rope_theta = 500000.0 has an effect with position"),
         ("--nope_every=4 --positions=none", "nope_every = 4 has an effect with positions = 'rope'"),
         ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
-        ("--nope_every=1", "nope_every = 1 must be 0 or from 2 to n_layer = 12"),
         ("--nope_share=0.5 --positions=none", "an effect with positions = 'rope' or 'alibi' only"),
         ("--local_window=9", "local_window is for the heads beyond nope_share, which is 0"),
         ("--min_lr=1e-5 --schedule=constant", "an effect with schedule = 'cosine' or 'trapezoid"),
         ("--cooldown_iters=9", "cooldown_iters = 9 has an effect with schedule = 'trapezoidal' on"),
-        ("--planets=3", "planets = 3 has an effect with task = 'orbits' only, not with 'language'"),
         ("--task=orbits --tie_embeddings=False --vocab_size=9", "vocab_size = 9 has an effect wit"),
         # the command line itself
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
@@ -301,7 +281,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--p", "--p needs a value: --p=None"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
-        ("--out_dir=out/{p:g}", "out_dir = 'out/{p:g}' may name settings"),
     ],
 )  # fmt: skip
 def test_refused(arguments, message):
@@ -322,7 +301,6 @@ def test_numbers_are_finite(value):
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
         ("n_layer == = 3", "config file {path} fails: SyntaxError"),
         ("\0\x07", "config file {path} fails: "),
-        ("exit()", "config file {path} fails: SystemExit"),
     ],
 )
 def test_refused_files(text, message, tmp_path):
@@ -333,21 +311,14 @@ def test_refused_files(text, message, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize(
     "total, batch, block",
-    [(524288, 48, 1024), (524288, 1024, 1024), (1000, 2, 100), (1000, 3, 64), (1, 1, 2)],
+    [(524288, 48, 1024), (524288, 1024, 1024), (1000, 3, 64), (1, 1, 2)],
 )
 def test_what_a_refused_batch_proposes_works(total, batch, block, world_size):
     sizes = dict(total_batch_size=total, batch_size=batch, block_size=block)
-    if total % (batch * block * world_size) == 0:
-        steps = accumulation_steps(SimpleNamespace(**sizes), world_size)
-        assert steps == total // (batch * block * world_size)
-        return
     with pytest.raises(UserError, match=f"total_batch_size = {total} is not a mult") as caught:
         accumulation_steps(SimpleNamespace(**sizes), world_size)
-    key, proposed = re.search(
-        r"; (\w+) = (\d+(?: or \d+)?) would work$", str(caught.value)
-    ).groups()
-    for value in proposed.split(" or "):
-        better = SimpleNamespace(**sizes | {key: int(value)})
+    for value in re.search(r"; (\d+) or (\d+) would work$", str(caught.value)).groups():
+        better = SimpleNamespace(**sizes | {"total_batch_size": int(value)})
         assert accumulation_steps(better, world_size) >= 1
 
 

@@ -3,13 +3,11 @@
 import math
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import measured_losses
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import ROOT
 
 
 def test_quickstart(tmp_path):
