@@ -162,13 +162,6 @@ def test_mlps():
     assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up))
 
 
-def test_p_n_is_one_tensor_for_all_layers():
-    model = small_model("ablations/ssmax_probe.py", "--n_layer=3")
-    first, *others = (block.attn.attention.p_n for block in model.trunk.blocks)
-    assert all(p_n is first for p_n in others)
-    assert sum(parameter is first for parameter in model.parameters()) == 1
-
-
 @pytest.mark.parametrize(
     "case",
     [*ROWS, *TPA, "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False"],
@@ -377,14 +370,6 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
         model.scale_rope("none")
         plain = model(x)
         assert torch.equal(model.scale_rope(scaling)(x), plain)
-
-
-def test_theta_can_be_another_in_evaluation():
-    model, other = small_model("softmax.py"), small_model("softmax.py", "--rope_theta=500000")
-    x = tokens(2, 20)
-    plain = model(x)
-    assert torch.equal(model.scale_rope("none", theta=500000)(x), other(x))
-    assert torch.equal(model.scale_rope("none")(x), plain)
 
 
 @pytest.mark.parametrize(
