@@ -110,11 +110,8 @@ def store(X, stride, rows, L, value, C: tl.constexpr):
 
 @triton.jit
 def numbers_of(x, b, h, at, L, AXIS: tl.constexpr):
-    """The numbers of rows or keys, with a new axis, from a Strided x [B, H, L]; None without x."""
-    if x is None:
-        return None
-    else:
-        return tl.expand_dims(tl.load(head_of(x, b, h) + at * x.strides[2], at < L, 0.0), AXIS)
+    """The numbers of rows or keys, with a new axis, from a Strided x [B, H, L]."""
+    return tl.expand_dims(tl.load(head_of(x, b, h) + at * x.strides[2], at < L, 0.0), AXIS)
 
 
 @triton.jit
@@ -181,25 +178,18 @@ def soft_capped(y, C: tl.constexpr):
 
 @triton.jit
 def argument(y, bias, key_bias, C: tl.constexpr):
-    """y of a tile from its product and the biases of rows and keys; the soft cap's derivative."""
+    """y of a tile from its product and the biases of rows and keys, and the soft cap's derivative.
+
+    A bias may be None.
+    """
     if C.SCALE != 1:
         y = y * C.SCALE
     cap_slope = y
     if C.CAP is not None:
         y, cap_slope = soft_capped(y, C)
-    bias = added(bias, key_bias)  # first, because they may nearly cancel
+    if key_bias is not None:  # added to the other first, because they may nearly cancel
+        bias = key_bias if bias is None else bias + key_bias
     return y if bias is None else y + bias, cap_slope
-
-
-@triton.jit
-def added(x, y):
-    """x + y, where each may be None."""
-    if x is None:
-        return y
-    elif y is None:
-        return x
-    else:
-        return x + y
 
 
 @triton.jit
