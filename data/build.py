@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import json
 import os
+import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,7 +66,8 @@ def build(
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, each in shards of its own: the first of two streams is for
-    validation, and of a single stream the first shard. `options` are those of `add_options`.
+    validation, and of a single stream the first shard. `options` are those of `add_options`, and
+    the two of `with_repeats`, `repeat` and `within`, for the streams after the first.
     Called again, it resumes after the last whole shard, or says that all is done. In meta.json,
     `source` says where the documents come from; `documents` is JSON that changes when they do.
 
@@ -83,6 +86,8 @@ def build(
         "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "source": source,
     }
+    if options.repeat:
+        settings["repeat"] = (options.repeat, options.within)
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, settings)
         state = "already done" if meta["complete"] else "done"
@@ -105,9 +110,9 @@ def _resume(out_dir: Path, settings: shards.Settings) -> shards.Meta:
     remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
-    for key in ("tokenizer", "shard_size", "documents"):
-        if (found := meta[key]) != settings[key]:
-            raise UserError(f"{out_dir}: made with {key} {found}, not {settings[key]}; {remedy}")
+    for key in ("tokenizer", "shard_size", "documents", "repeat"):
+        if (found := meta.get(key)) != (wanted := settings.get(key)):
+            raise UserError(f"{out_dir}: made with {key} {found}, not {wanted}; {remedy}")
     whole = list(takewhile(lambda s: shards.is_whole(out_dir / s["name"]), meta["shards"]))
     return {**meta, "complete": meta["complete"] and whole == meta["shards"], "shards": whole}
 
@@ -147,7 +152,7 @@ def _cut(
     for stream in range(first, len(streams)):
         filled, passed = 0, 0  # tokens in the buffer; tokens since `state`
         batches = streams[stream](state)
-        for at, tokens in _tokenise(batches, options.tokenizer, options.workers):
+        for at, tokens in _tokenise(batches, options, options.repeat if stream else 0):
             if at is not None:
                 state, passed = at, 0
             taken = min(skipped, len(tokens))
@@ -167,30 +172,54 @@ def _cut(
 
 
 def _tokenise(
-    batches: Iterator[tuple[Any, list[str]]], tokenizer: str, workers: int
+    batches: Iterator[tuple[Any, list[str]]], options: argparse.Namespace, repeat: float
 ) -> Iterator[tuple[Any, NDArray[np.uint16]]]:
     """The tokens [n] of each task in order; with the first task of a batch its state, else None.
 
     Threads are enough: tokenizers leave Python's lock to others while they work.
     """
-    known = get_tokenizer(tokenizer)
+    known = get_tokenizer(options.tokenizer)
     eot = np.array([known.eot], dtype=np.uint16)
 
-    def encode(pieces: list[str | None]) -> NDArray[np.uint16]:
-        return np.concatenate([eot if p is None else known.encode_array(p) for p in pieces])
+    def encode(piece: str) -> NDArray[np.uint16]:
+        tokens = known.encode_array(piece)
+        return with_repeats(tokens, repeat, options.within) if repeat else tokens
+
+    def encode_all(pieces: list[str | None]) -> NDArray[np.uint16]:
+        return np.concatenate([eot if p is None else encode(p) for p in pieces])
 
     pending: deque[tuple[Any, Future[NDArray[np.uint16]]]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(options.workers) as pool:
         for state, texts in batches:
             # None stands for the end of text before each document
             cut = (chain([None], split_text(text, PIECE_CHARS)) for text in texts)
             pieces = chain.from_iterable(cut)
             while task := list(islice(pieces, TASK_PIECES)):
-                pending.append((state, pool.submit(encode, task)))
+                pending.append((state, pool.submit(encode_all, task)))
                 state = None
-                if len(pending) == workers * TASKS_PER_WORKER:
+                if len(pending) == options.workers * TASKS_PER_WORKER:
                     at, encoded = pending.popleft()
                     yield at, encoded.result()
         while pending:
             at, encoded = pending.popleft()
             yield at, encoded.result()
+
+
+def with_repeats(tokens: NDArray[np.uint16], share: float, within: int) -> NDArray[np.uint16]:
+    """The tokens [n], where this share of their passages is followed by an excerpt of itself.
+
+    A passage is `within` tokens. The excerpt has 1/8 to 1/4 as many, and begins anywhere in the
+    passage, but so that it and its copy lie within `within` tokens. The choice is random with the
+    tokens as the seed, so it depends on nothing else.
+    """
+    rng = random.Random(zlib.crc32(tokens.data))
+    parts = []
+    for passage in np.split(tokens, range(within, len(tokens), within)):
+        parts.append(passage)
+        length = rng.randint(within // 8, within // 4)
+        if rng.random() < share and length <= len(passage):
+            # from the excerpt's first token to the first token of its copy
+            lag = rng.randint(length, min(len(passage), within - length))
+            start = len(passage) - lag
+            parts.append(passage[start : start + length])
+    return np.concatenate(parts)

@@ -115,6 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parquet", nargs="+", metavar="PATH", help="files or folders on disk")
     parser.add_argument("--part", metavar="I/N", help="make part I of N of the set, a subfolder")
     add_options(parser, tokenizer="gpt2")
+    parser.set_defaults(repeat=0)
     return parser.parse_args(argv)
 
 

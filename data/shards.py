@@ -10,7 +10,7 @@ tokenizer is built in. A set made in N parts is a folder of N such folders, `par
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ class Settings(TypedDict):
     shard_size: int
     documents: str  # a hash that changes when they do
     source: str  # where they come from
+    repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
 
 
 class Meta(Settings):

@@ -116,3 +116,26 @@ def test_parts_make_one_set_together(corpus, tmp_path, refused):
         shards.check_tokenizer(out, "bytes")
     for part in ("3/2", "0/2", "1/3", "x"):
         assert f"--part {part}: give I/N" in refused(fineweb.main, *base, part)
+
+
+@pytest.mark.parametrize("share, n", [(0.25, 400_000), (1, 5120), (1, 90), (1, 3), (1, 0)])
+def test_excerpts_follow_passages(share, n):
+    """Tokens that are numbered through show what was copied, and from how far."""
+    tokens, T = np.arange(n, dtype=np.uint32), 128
+    out = build.with_repeats(tokens, share, T)
+    assert np.array_equal(out, build.with_repeats(tokens.copy(), share, T))
+    starts = np.flatnonzero(np.diff(out.astype(int)) < 0) + 1  # of the copies
+    following = np.maximum.accumulate(out)  # the text's last token, within a copy too
+    lags, passages = following[starts] + 1 - out[starts].astype(int), -(-n // T)
+    lengths = np.array([np.count_nonzero(following == following[start]) - 1 for start in starts])
+    places = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    assert np.array_equal(np.delete(out, [i for place in places for i in place]), tokens)
+    for place, lag in zip(places, lags, strict=True):
+        assert (out[place] == out[place[0]] + np.arange(len(place))).all()
+        assert len(place) <= lag <= T - len(place) and 16 <= len(place) <= 32
+        assert (following[place[0]] + 1) % T == 0 or following[place[0]] == n - 1
+    if n == 400_000:
+        assert 0.23 * passages < len(starts) < 0.27 * passages
+        assert min(lags) < T / 6 and max(lags) > 5 * T / 6 and {16, 32} <= {*lengths}
+    else:
+        assert len(starts) == passages * (n >= 32)

@@ -34,7 +34,7 @@ def folder(tmp_path):
 
 
 def run_text(*argv):
-    text.main([*map(str, argv), "--workers=1"])
+    text.main(["--workers=1", *map(str, argv)])
 
 
 def documents_of(out, split, tokenizer="bytes"):
@@ -98,6 +98,24 @@ def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch):
     run_text(folder, *more, tmp_path / "whole")
     stop_after_each_shard(monkeypatch, lambda: run_text(folder, *more, tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_repeats_in_the_training_text_alone(folder, tmp_path, monkeypatch, refused):
+    """The same bytes for any number of workers and resumes."""
+    (folder / "long.txt").write_text("".join(f"line {k} of a longer text\n" for k in range(999)))
+    repeat = ("--repeat", 0.5, "--within", 64, "--shard_size", 3000, "--out_dir")
+    plain, out, again = (tmp_path / name for name in ("plain", "out", "again"))
+    run_text(folder, "--shard_size", 3000, "--out_dir", plain)
+    run_text(folder, *repeat, out, "--workers", 3)
+    stop_after_each_shard(monkeypatch, lambda: run_text(folder, *repeat, again))
+    assert contents(out) == contents(again) and contents(out)["meta.json"]["repeat"] == [0.5, 64]
+    assert documents_of(out, "val") == documents_of(plain, "val")
+    longest = [len(max(documents_of(path, "train"), key=len)) for path in (out, plain)]
+    assert 1.06 < longest[0] / longest[1] < 1.13  # half of 3/16
+    assert "made with repeat" in refused(text.main, folder, "--shard_size", 3000, "--out_dir", out)
+    for share, within in ((1.5, 64), (0.5, 7)):
+        line = refused(text.main, folder, "--repeat", share, "--within", within)
+        assert f"--repeat {share} must be 0 to 1, and --within {within}, " in line
 
 
 def test_text_refusals(folder, tmp_path, refused):
