@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from config import Config
 from errors import UserError
 from model import GPT
+from runtime.checkpoint import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
@@ -47,6 +48,23 @@ def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path, undrawn
     assert "lssa" in read_table(reproduced("components", "--only=lssa"))["rows"]
     assert len(commands) == 1
     assert (folder_of(tmp_path, "lssa") / "eval_length.json").read_bytes() == before
+
+
+def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
+    """Softmax trained at 4 T and 16 T on as many tokens a step, against softmax's own window."""
+    scale.write_text(scale.read_text().replace("block_size = 16", "block_size = 8"))
+    table = read_table(reproduced("headroom"))
+    configs = [read_config(folder_of(tmp_path, f"softmax{n}")) for n in ("", "_4t", "_16t")]
+    shapes = [(c.block_size, c.batch_size, c.total_batch_size) for c in configs]
+    assert shapes == [(8, 8, 128), (32, 2, 128), (128, 1, 128)]
+    (_, control), (four, _), (sixteen,) = (
+        measured_losses(folder_of(tmp_path, f"softmax{n}")) for n in ("", "_4t", "_16t")
+    )
+    assert table["rows"]["softmax_16t"]["mean"] == sixteen["loss"]
+    for place, long in ((2, four), (4, sixteen)):
+        worth = min(control["loss"][0], control["loss"][place]) - long["loss"][place]
+        text = f"Available at {2**place}x, by seed: {worth:+.4f}."
+        assert text in table["caption"]
 
 
 def test_passkeys_where_a_prompt_is_longer_than_the_training_length(

@@ -81,6 +81,14 @@ def two_points(scale: Config) -> dict:
     return {"window": 2 * (scale.planets + 1)}
 
 
+def longer(times: int) -> Callable[[Config], dict]:
+    """Trained at a longer length, on as many tokens a step: headroom."""
+    return lambda scale: {
+        "block_size": times * scale.block_size,
+        "batch_size": max(1, scale.batch_size // times),
+    }
+
+
 def half_local(scale: Config) -> dict:
     """A hybrid: half of the heads see all keys without positions, half a window with RoPE."""
     return {"nope_share": 0.5} | quarter("local_window")(scale)
@@ -109,6 +117,8 @@ ENTRIES = (
         "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
         "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
         "swa": Entry(CONFIGS / "swa.py", quarter("window")),
+        "softmax_4t": Entry(SOFTMAX, longer(4)),
+        "softmax_16t": Entry(SOFTMAX, longer(16)),
     }
     | {
         name: Entry(CONFIGS / f"{name}.py", quarter("local_window"))

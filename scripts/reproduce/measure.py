@@ -38,7 +38,7 @@ class Experiment:
     unit: str
     entries: tuple[str, ...]
     columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
-    # the columns of a run's measurement
+    # the columns of a run's measurement, at the scale with this config
     values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
     evaluation: Callable[[Config], Evaluation] | None = None
     read: Callable[..., Values] | None = None  # of a run, and of the runs that it needs
@@ -79,7 +79,7 @@ class Work:
 
     def evaluation(self, run: PlannedRun) -> Evaluation:
         assert self.experiment.evaluation is not None
-        return replace(self.experiment.evaluation(run.config), **view_options(run.view))
+        return replace(self.experiment.evaluation(self.scale.config), **view_options(run.view))
 
     def stored(self, run: PlannedRun) -> dict | None:
         """The measurement of a finished run, with its control as `control`; None if missing."""
@@ -116,7 +116,7 @@ class Work:
                 made = read_json(run.folder / "environment.json")
                 found = {"curves": curves, "environment": made}
             elif found := self.stored(run):
-                values = experiment.values(found, run.config)
+                values = experiment.values(found, self.scale.config)
                 found |= {"curves": experiment.curves(found)} if experiment.curves else {}
             if found:
                 results.append(run.entry(values, found | {"folder": str(run.folder)}))

@@ -39,14 +39,12 @@ def losses_at(measured: dict, lengths: Iterable[int]) -> list[float]:
     return [losses[length] for length in lengths]
 
 
-def control_of(entry: dict, multiples: list[float]) -> list[float] | None:
-    """The mean loss of an entry's control at each multiple of the training length."""
+def control_of(entry: dict) -> list[float] | None:
+    """The mean loss of an entry's control at each length."""
     known = [run["evaluation"].get("control") for run in entry["runs"]]
     if not all(known):
         return None
-    lengths = [round(multiple * known[0]["trained_length"]) for multiple in multiples]
-    losses = [losses_at(control, lengths) for control in known]
-    return [statistics.mean(column) for column in zip(*losses, strict=True)]
+    return [statistics.mean(column) for column in zip(*(c["loss"] for c in known), strict=True)]
 
 
 def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
@@ -65,7 +63,7 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
                 shown.append(Curve(label, x, values[: len(x)]))
                 continue
             shown.append(Curve(label, x, *(entry[side][: len(x)] for side in SIDES)))
-            if control := control_of(entry, x):
+            if control := control_of(entry):
                 shown.append(Curve(label, x, control, thin=True))
     ticks = {multiple: f"{multiple:g}x" for multiple in x}
     thin = THIN if any(curve.thin for shown in curves.values() for curve in shown) else ""

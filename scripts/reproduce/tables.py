@@ -5,6 +5,7 @@ A new table is a new entry of EXPERIMENTS.
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from config import Config
@@ -20,7 +21,7 @@ from scripts.attention_maps import (
 )
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
-from scripts.eval_length import LossByLength, gain_from_context, smoothed
+from scripts.eval_length import LossByLength, gain, gain_from_context, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
 from scripts.recall import PERCENT, Recall, accuracies
@@ -48,13 +49,9 @@ def loss(
     def lengths(config: Config) -> tuple[int, ...]:
         return tuple(at(multiple, config) for multiple in multiples)
 
-    def values(measured: dict, config: Config) -> list[float]:
-        losses = losses_at(measured, lengths(config))
-        if "control" not in measured:
-            return losses
-        at_both = (config.block_size, lengths(config)[-1])
-        alone, window = losses_at(measured["control"], at_both)
-        return [*losses, window, gain_from_context(alone, window, losses[-1])]
+    def values(measured: dict, config: Config) -> list[float | None]:
+        control = [measured["control"]["loss"][-1], gain(measured)] if longer else []
+        return [*measured["loss"], *control]
 
     longer = multiples[-1] > 1
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", "gain from context") if longer else ()
@@ -238,6 +235,38 @@ def by_seed(table: dict) -> list[str]:
     return sentences
 
 
+# ---- headroom ----
+
+
+def available(entries: dict[str, list[dict]], length: int) -> dict[int, float]:
+    """By seed, what a context of this length is worth to a model that was trained on it.
+
+    `entries` are the measured runs of headroom. Softmax trained at this length, or at the next
+    longer one, is compared with what softmax has with its own training length.
+    """
+    longer = [run for name, runs in entries.items() if name != "softmax" for run in runs]
+    gains = {}
+    for run in entries.get("softmax", []):
+        short, same_seed = run["evaluation"], (r for r in longer if r["seed"] == run["seed"])
+        trained = (one["evaluation"] for one in same_seed)
+        if long := next((one for one in trained if one["trained_length"] >= length), None):
+            alone, window = losses_at(short["control"], (short["trained_length"], length))
+            gains[run["seed"]] = gain_from_context(alone, window, *losses_at(long, (length,)))
+    return gains
+
+
+def headroom(table: dict) -> list[str]:
+    """What is available at each length beyond the first, by seed."""
+    entries = {name: entry["runs"] for name, entry in table["rows"].items()}
+    trained = entries["softmax"][0]["evaluation"]["trained_length"] if "softmax" in entries else 0
+    found = {m: available(entries, round(m * trained)) for m in table["multiples"][1:]}
+    sentences = []
+    for multiple, gains in found.items():
+        seeds = ", ".join(f"{gain:+.4f}" for gain in gains.values())
+        sentences += [f"Available at {multiple:g}x, by seed: {seeds}."] if gains else []
+    return sentences
+
+
 # ---- the tables ----
 
 TABLE1 = LSSAR["table1"]
@@ -338,6 +367,18 @@ EXPERIMENTS = {
             "`softmax:adaptive_temperature` are the weights of `softmax`, as its paper has it. "
             "RoPE is scaled where there is RoPE; `:plain_rope` are the same weights without "
             "scaling. `swa` has its own, shorter window in the control too.",
+        ),
+    ),
+    "headroom": replace(
+        loss(
+            "What a longer context is worth to a model that was trained on it",
+            ("softmax", "softmax_4t", "softmax_16t"), LENGTHS, draw=grouped(),
+        ),
+        columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
+        remarks=headroom, notes=(
+            "`softmax_4t` is trained at 4 times the length on as many tokens a step. Available at "
+            "a length is what it gains there: the loss of `softmax` with the sliding window, or at "
+            "1x if that is lower, minus the loss of the model that was trained at that length.",
         ),
     ),
     "league_passkey": passkeys(
