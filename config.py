@@ -33,7 +33,9 @@ RECALL_IDS = 256
 ANY: dict[str, tuple] = {}
 ROPE = {"positions": ("rope",)}
 LINEAR, TPA = {"projections": ("linear",)}, {"projections": ("tpa",)}
-ORBITS, LANGUAGE = {"task": ("orbits",)}, {"task": ("language",)}
+ORBITS = {"task": ("orbits",)}
+LANGUAGE = {"task": ("language", "language+recall")}
+RECALL = {"task": ("recall", "language+recall")}
 
 T = TypeVar("T")
 
@@ -134,7 +136,7 @@ class Config:
     task: str = setting(
         "language",
         "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
-        choices=("language", "orbits", "recall"),
+        choices=("language", "orbits", "recall", "language+recall"),
     )
     data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")
@@ -145,7 +147,7 @@ class Config:
         "lookup",
         "task of recall",
         choices=("lookup", "mqar", "latest", "latest_2", "sort"),
-        needs={"task": ("recall",)},
+        needs=RECALL,
     )
     # ---- optimisation ----
     systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1, needs=ORBITS)
@@ -228,11 +230,21 @@ class Config:
         if self.task == "orbits":
             # with two time-step tokens, and one that the published vocabulary leaves unused
             return self.bins + 3
-        if self.task == "recall":
-            return RECALL_IDS
+        return self.text_ids + (RECALL_IDS if "recall" in self.tasks else 0)
+
+    @cached_property
+    def text_ids(self) -> int:
+        """The number of token ids of text, end-of-text included; ids of recall follow them."""
+        if "language" not in self.tasks:
+            return 0
         if self.vocab_size is not None:
             return self.vocab_size
         return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
+
+    @property
+    def tasks(self) -> list[str]:
+        """What the batches are of: of "language+recall" in turn."""
+        return self.task.split("+")
 
     @property
     def d_head(self) -> int:
@@ -574,7 +586,7 @@ def check_training(config: Config) -> None:
     if orbits and config.tie_embeddings:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
     least = VOCABULARY.get(config.tokenizer, 0)
-    if config.task == "language" and config.n_vocab < least:
+    if "language" in config.tasks and config.text_ids < least:
         raise UserError(
             f"vocab_size = {config.vocab_size} is below the {least} ids of "
             f"tokenizer = {config.tokenizer!r}"

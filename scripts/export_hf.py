@@ -82,7 +82,7 @@ def transformers_model(run: Run) -> Any:
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
-    settings = settings_of(c) | {"vocab_size": c.n_vocab}
+    settings = settings_of(c) | {"vocab_size": c.text_ids}
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {

@@ -5,7 +5,7 @@ python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 For runs with task = "recall", on their own task (tasks/recall.py). Sequences are the same for all
 runs, and none is a training sequence. As many keys are asked at every length, among more noise;
 with --proportional, which is for mqar, the pairs grow with the length. An answer is right if it is
-the likeliest of all 256 token ids.
+the likeliest of all token ids.
 The distance of an answer is the number of tokens from the token that determines it.
 
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length, for
@@ -92,9 +92,9 @@ def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
     stacked = (np.stack(one) for one in zip(*((d.tokens, d.places) for d in drawn), strict=True))
     tokens, places = (torch.from_numpy(one).to(run.device) for one in stacked)
     with autocast(run.device, run.dtype):
-        hidden = run.model.trunk(run.model.wte(tokens))  # [B, L, n_embd]
+        hidden = run.model.trunk(run.model.wte(tokens + run.config.text_ids))  # [B, L, n_embd]
         logits = run.model.logits(hidden.take_along_dim(places[..., None], 1))
-    return logits.argmax(-1).cpu().numpy()
+    return logits.argmax(-1).cpu().numpy() - run.config.text_ids
 
 
 def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:

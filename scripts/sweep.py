@@ -136,7 +136,7 @@ def compared(
     grid: Grid, title: str, names: tuple[str, ...], lengths: tuple[int, ...] | None, **more: Any
 ) -> Experiment:
     """The losses by length; of tasks other than language, the last validation of training."""
-    if grid.config.task != "language":
+    if "language" not in grid.config.tasks:
         if lengths:
             raise UserError(f"--lengths: runs of {grid.config.task} are validated at one length")
         return Experiment(title, LOSS, names, (1,), read=last_validation, better="lower", **more)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from config import Config
-from data.loader import Batching, Loader, TokenLoader
+from data.loader import Batches, Batching, Loader, TokenLoader
 from data.shards import check_tokenizer
 from tasks.orbits import OrbitLoader
 from tasks.recall import RecallLoader
@@ -21,7 +22,7 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
 def open_language(config: Config, batching: Batching) -> TokenLoader:
     """Batches of the shards in `data_dir`."""
     check_tokenizer(config.data_dir, config.tokenizer)
-    return TokenLoader(config.data_dir, batching, config.n_vocab)
+    return TokenLoader(config.data_dir, batching, config.text_ids)
 
 
 def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
@@ -31,7 +32,38 @@ def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
 
 def open_recall(config: Config, batching: Batching) -> RecallLoader:
     """Batches of a recall task."""
-    return RecallLoader(config.recall, batching)
+    return RecallLoader(config.recall, batching, config.text_ids)
+
+
+class AlternatingLoader(Loader):
+    """Text in even steps, recall in odd steps; validation is of text alone.
+
+    Step 2 n is step n of text, step 2 n + 1 is step n of recall. An epoch has each window of text
+    once, and as many sequences of recall.
+    """
+
+    def __init__(self, text: TokenLoader, recall: RecallLoader) -> None:
+        self.text, self.recall = text, recall
+        self.source = f"{text.source} and {recall.source} in turn"
+        self.tokens, self.val_tokens = 2 * text.tokens, text.val_tokens
+        super().__init__(2 * text.n_windows, text.batching)
+
+    def batch_location(self, step: int) -> str:
+        return self._of(step).batch_location(step // 2)
+
+    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
+        return self.text.validation_batches(max_tokens, batch_size)
+
+    def _of(self, step: int) -> Loader:
+        return self.recall if step % 2 else self.text
+
+    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+        return self._of(step)._read(step // 2)
+
+
+def open_both(config: Config, batching: Batching) -> AlternatingLoader:
+    """Batches of text and of a recall task in turn."""
+    return AlternatingLoader(open_language(config, batching), open_recall(config, batching))
 
 
 # One entry for each value of the setting `task`.
@@ -39,4 +71,5 @@ LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
     "language": open_language,
     "orbits": open_orbits,
     "recall": open_recall,
+    "language+recall": open_both,
 }

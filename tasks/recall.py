@@ -119,18 +119,19 @@ def targets(drawn: Drawn) -> Ints:
 class RecallLoader(SimulatedLoader):
     """Batches of one length each: of T, or in half of the steps of T / 4 to T.
 
-    Every batch has as many sequences, so that a shorter batch has fewer tokens.
+    Every batch has as many sequences, so that a shorter batch has fewer tokens. `first_id` is added
+    to all token ids.
     """
 
     unit = "sequence"
 
-    def __init__(self, task: str, batching: Batching) -> None:
+    def __init__(self, task: str, batching: Batching, first_id: int = 0) -> None:
         if batching.block_size < 4 * SHORTEST:
             raise UserError(
                 f"block_size = {batching.block_size} must be at least {4 * SHORTEST}: recall "
                 f"trains on a quarter of it too, and its tasks take {SHORTEST} tokens"
             )
-        self.task, self.source = task, f"recall task {task}"
+        self.task, self.source, self.first_id = task, f"recall task {task}", first_id
         self.tokens = SEQUENCES * batching.block_size
         super().__init__(SEQUENCES, batching)
 
@@ -142,4 +143,5 @@ class RecallLoader(SimulatedLoader):
         drawn = [draw(self.task, seed, int(index), length) for index in indices]
         x = torch.from_numpy(np.stack([one.tokens for one in drawn]))
         y = torch.from_numpy(np.stack([targets(one) for one in drawn]))
+        x, y = x + self.first_id, torch.where(y == NO_ANSWER, y, y + self.first_id)
         return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)

@@ -81,7 +81,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
 
 ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
           "--systems=20", "--bins=50", "--val_tokens=64"]  # fmt: skip
-RECALL = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512"]
+RECALL = ["--task=language+recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512"]
 
 
 @pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4), (RECALL, 2)])

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from config import choices
-from data.loader import Batching
+from data.loader import Batching, TokenLoader, validation_batches
 from evaluation import mean_loss
 from model import GPT
 from scripts import eval_length, recall
 from scripts.common.runner import load_run
+from tasks.loaders import open_loader
 from tasks.recall import Drawn, RecallLoader, draw, targets
 from tests.helpers import not_blank, read_table, saved_run, small_config
 from tests.runs import assert_same_run, refused
@@ -26,6 +27,7 @@ CHECKSUMS = {
 }  # fmt: skip
 SETTINGS = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512",
             "--tie_embeddings=False", "--tokenizer=gpt2"]  # fmt: skip
+BOTH = [*SETTINGS, "--task=language+recall", "--tokenizer=bytes"]
 
 
 def read(task, tokens):
@@ -93,28 +95,50 @@ def test_the_loss_is_of_answers_alone():
     assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def test_a_resumed_run_is_the_same(train):
-    whole = train("whole", *SETTINGS, "--recall=mqar")
-    train("resumed", *SETTINGS, "--recall=mqar", "--max_iters=3")
-    assert_same_run(whole, train("resumed", *SETTINGS, "--recall=mqar", "--resume"))
+@pytest.mark.parametrize("settings", [SETTINGS, BOTH])
+def test_a_resumed_run_is_the_same(train, settings):
+    whole = train("whole", *settings, "--recall=mqar")
+    train("resumed", *settings, "--recall=mqar", "--max_iters=3")
+    assert_same_run(whole, train("resumed", *settings, "--recall=mqar", "--resume"))
+
+
+def test_text_and_recall_in_turn(shards):
+    config = small_config("softmax.py", *BOTH, "--recall=latest", f"--data_dir={shards}")
+    loader, batching = open_loader(config, 0, 1, torch.device("cpu")), Batching(64, 8, 1337)
+    text, recall = TokenLoader(shards, batching, 257), RecallLoader("latest", batching)
+    for step in (0, 1, 2, 7, 8, 3):
+        found, own = loader.batch(step), (recall if step % 2 else text).batch(step // 2)
+        for ids, alone in zip(found, own, strict=True):
+            assert torch.equal(ids, torch.where(alone < 0, alone, alone + 257 * (step % 2)))
+    assert config.n_vocab == 513 and loader.tokens == 2 * text.tokens
+    (found,), (own,) = (one.validation_batches(512, 8) for one in (loader, text))
+    assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[1])
+
+
+def latest(folder, *settings):
+    """A run whose guesses are often a value of the task."""
+    torch.manual_seed(0)
+    model = GPT(small_config("softmax.py", *settings, "--recall=latest"))
+    kept = model.config.text_ids + torch.arange(16)
+    model.lm_head.weight.data *= torch.zeros(len(model.lm_head.weight), 1).index_fill(0, kept, 50)
+    return saved_run(folder / "latest", model)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    torch.manual_seed(0)
-    model = GPT(small_config("softmax.py", *SETTINGS, "--recall=latest"))
-    model.lm_head.weight.data[16:] = 0  # so that a guess is often a value
-    return saved_run(tmp_path_factory.mktemp("runs") / "latest", model)
+    return latest(tmp_path_factory.mktemp("runs"), *SETTINGS)
 
 
-def test_the_accuracy_by_hand(run, call, capsys):
+@pytest.mark.parametrize("settings, first", [(SETTINGS, 0), (BOTH, 257)])
+def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
+    run = latest(tmp_path, *settings, f"--data_dir={shards}")
     call(recall, run, "--lengths=32,64", "--answers=400", "--rope=none", "--device=cpu")
     (measured,) = json.loads((run / "recall.json").read_text())
     model = load_run(run, recall.Recall(rope="none", device="cpu")).model
     for length in (32, 64):
         tokens = [draw("latest", 2, index, length).tokens.tolist() for index in range(100)]
         with torch.no_grad():
-            right = model(torch.tensor(tokens)).argmax(-1) == torch.tensor(
+            right = model(first + torch.tensor(tokens)).argmax(-1) == first + torch.tensor(
                 [read("latest", one) for one in tokens]
             )
         part = measured["parts"][str(length)]
@@ -122,6 +146,12 @@ def test_the_accuracy_by_hand(run, call, capsys):
         assert sum(one["answers"] for one in part["distances"].values()) == 400
     assert "latest, RoPE scaling none: answers that are right (%)" in capsys.readouterr().out
     assert not_blank(run / "recall.png") and not_blank(run / "recall_by_distance.png")
+    if first:
+        call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
+        (of_text,) = json.loads((run / "eval_length.json").read_text())
+        ((x, y),) = validation_batches(shards, 64, 512, 8)
+        expected = model(x, y).item()
+        assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_accuracy_by_distance():

@@ -96,7 +96,7 @@ class Options:
         re-weights with --p, or with the run's p if it needs p. Raises UserError for a run of
         another task.
         """
-        if config.task != self.task:
+        if self.task not in config.tasks:
             raise UserError(
                 f"{config.out_dir} has task = {config.task!r}, but this command is for runs with "
                 f"task = {self.task!r}"

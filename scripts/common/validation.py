@@ -73,7 +73,7 @@ def data_facts(data_dir: str, lengths: Sequence[int], wanted: int, config: Confi
 def checked_tokens(data_dir: str, wanted: int, config: Config) -> NDArray[np.uint16]:
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     check_tokenizer(data_dir, config.tokenizer)
-    return validation_tokens(data_dir, wanted, config.n_vocab)
+    return validation_tokens(data_dir, wanted, config.text_ids)
 
 
 @functools.cache

@@ -203,6 +203,6 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
                 f"do not change what is learned can: {', '.join(sorted(FREE))}"
             )
     scale = Scale(name, (*known[name], *settings), Path(out) / own)
-    if scale.config.task != task:
+    if task not in scale.config.tasks:
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale
