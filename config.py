@@ -21,9 +21,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import UserError
+from errors import UserError, first_line
 
 ROOT = Path(__file__).parent
+# Before the name or the folder of a Hugging Face GPT-2 in init_from, and what it must be.
+PRETRAINED = "hf:"
+GPT2 = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 # The number of token ids of each built-in tokenizer, end-of-text included.
 VOCABULARY = {"gpt2": 50257, "bytes": 257}
 # The number of token ids of all recall tasks.
@@ -214,7 +221,7 @@ class Config:
         "continue the run in out_dir; 'auto': if it has a checkpoint, else start it",
         choices=(False, True, "auto"),
     )
-    init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2")
+    init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2 with its sizes")
     dry_run: bool = setting(False, "check everything, print what it takes, write nothing")
     timeout: float = setting(600.0, "seconds to wait for a dead process", at_least=5)
 
@@ -347,7 +354,8 @@ def load_config(arguments: list[str]) -> Config:
         if not files and os.path.isfile(os.path.join(run, "config.json")):
             values = read_run(run)
         values.pop("init_from", None)  # the run has begun
-    config = Config(**values | overrides)
+    values |= overrides
+    config = Config(**values | pretrained_settings(values))
     out_dir = filled_out_dir(config) or "out/" + ("_".join(files) or config.variant_name)
     return config.replace(out_dir=out_dir, data_dir=find_data(config.data_dir))
 
@@ -398,6 +406,39 @@ def read_run(folder: str) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
     out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
     return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
+
+
+def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a Hugging Face GPT-2, where values["init_from"] is one, that are not set.
+
+    Raises UserError where its config cannot be read, it is another architecture than OpenAI's, or
+    settings contradict it.
+    """
+    source = str(values.get("init_from"))
+    if not source.startswith(PRETRAINED):
+        return {}
+    try:
+        from transformers import AutoConfig
+
+        theirs = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
+    found = {key: getattr(theirs, key, value) for key, value in GPT2.items()}
+    if other := [f"{key} = {found[key]!r}" for key in GPT2 if found[key] != GPT2[key]]:
+        raise UserError(f"{source} has {', '.join(other)}, which this model cannot compute")
+    sizes = {
+        "n_layer": theirs.n_layer, "n_head": theirs.n_head, "n_embd": theirs.n_embd,
+        "mlp_hidden": theirs.n_inner, "vocab_size": theirs.vocab_size,
+        "block_size": theirs.n_positions, "positions": "learned",
+    }  # fmt: skip
+    own = {key: values[key] for key in sizes if values.get(key) is not None}
+    allowed: dict[str, Collection[Any]] = {key: [value] for key, value in sizes.items()}
+    allowed["block_size"] = range(1, theirs.n_positions + 1)  # the first positions suffice
+    if wrong := [key for key in own if own[key] not in allowed[key]]:
+        right = ", ".join(f"{key} = {sizes[key]!r}" for key in wrong)
+        said = ", ".join(f"{key} = {own[key]!r}" for key in wrong)
+        raise UserError(f"{source} has {right}, not {said}; leave these settings out")
+    return sizes | own
 
 
 def saved_config(values: Any, source: str | Path) -> Config:

@@ -19,7 +19,7 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     Each layer gets a module `variant` with the variant's learned scalars, such as SSMax's s, so
     attach it before the optimizer is made. `settings` are those of Attention, such as
     trained_length (by default config.max_position_embeddings). Raises UserError for a variant that
-    needs more than queries, keys and values, and for a model without such layers.
+    needs more than queries, keys and values, and for a model whose attention is not causal.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -27,9 +27,9 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     if variant.from_input or (variant.needs_p and p is None) or (p and not variant.takes_p):
         reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"
         raise UserError(f"attention = {name!r} {reason}")
-    layers: list[Any] = [m for m in model.modules() if getattr(m, "is_causal", False)]
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no causal self-attention to replace")
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_causal")]
+    if not layers or not all(layer.is_causal for layer in layers):
+        raise UserError(f"{type(model).__name__}: all of its attention must be causal")
     for layer in layers:
         config = layer.config
         trained = {"trained_length": config.max_position_embeddings}

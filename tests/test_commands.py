@@ -1,16 +1,18 @@
 """What several commands on finished runs refuse in the same way."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from model import GPT
 from runtime import checkpoint
 from scripts import attention_maps, eval_length, needle, sample
-from tests.helpers import saved_run, small_config
+from tests.helpers import SMALL, saved_run, small_config
 from tests.runs import ROOT, refused
 
 
@@ -64,3 +66,58 @@ def test_a_command_runs_as_a_file_from_any_folder(trained, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "-" * 80 in done.stdout, done.stderr
     assert done.stdout.endswith("slow: []\n")
+
+
+# What transformers imports of Hugging Face's package `kernels`, where that is installed.
+KERNELS = """
+from unittest.mock import MagicMock
+
+__version__ = "0.17.0"
+kernelize = lambda model, **options: model
+use_kernel_forward_from_hub = use_kernelized_func = lambda name: lambda layer: layer
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+"""
+WITH_KERNELS = """
+import runpy, sys
+def run(script, *arguments):
+    sys.argv = [script, *arguments]
+    sys.path[0] = script.rpartition("/")[0]
+    runpy.run_path(script, run_name="__main__")
+
+root, shards, *small = sys.argv[1:]
+start = ["--init_from=hf:gpt2", "--data_dir=" + shards, "--out_dir=run", "--max_iters=0"]
+run(root + "/train.py", *small, *start)
+run(root + "/scripts/sample.py", "run", "--max_new_tokens=2", "--device=cpu")
+run(root + "/scripts/export_hf.py", "run", "exported")
+import transformers
+transformers.AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
+assert transformers.utils.is_kernels_available()
+print("kernels:", sys.modules["kernels"].__file__)
+"""
+
+
+def test_hugging_faces_package_kernels_may_be_installed(shards, tmp_path):
+    """transformers 5 imports it: a module of ours with this name would hide it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=257, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "kernels").mkdir()
+    stub = tmp_path / "kernels/__init__.py"
+    stub.write_text(KERNELS)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_KERNELS, str(ROOT), str(shards), *SMALL],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"kernels: {stub}\n")
+
+
+def test_an_installation_has_no_modules():
+    """`pip install -e .` would put modules named data or config in the way of other projects."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["packages"] == setuptools["py-modules"] == []

@@ -72,11 +72,6 @@ def test_config_files_load_and_say_what_they_are(name):
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_row_goes_with_every_scale(row, scale):
     alone = load_config([at(row)])
-    if alone.nope_share and scale == "scales/gpt2.py":
-        assert "has an effect with positions = 'rope' or 'alibi' only" in refusal(
-            at(row), at(scale)
-        )
-        return
     config = load_config([at(row), at(scale)])
     assert (config.attention, config.p) == (alone.attention, alone.p)
     assert config.n_embd == load_config([at(scale)]).n_embd

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from attention import VARIANTS
-from attention_paths.elsewhere import attach
+from attention_paths.elsewhere import attach, attend
 from attention_paths.reference import ReferenceAttention
 from errors import UserError
 from tests.runs import ROOT
@@ -92,10 +92,26 @@ def test_masks_that_are_not_causal_are_refused(build):
     model(x, attention_mask=torch.ones_like(x))
 
 
+def test_dropout_and_learned_sinks_are_refused(build):
+    model, (q, k, v) = attach(build(), "lssar", 15.0), torch.randn(3, 1, 4, 5, 8)
+    attention = model.model.layers[0].self_attn
+    attention.attention_dropout = 0.1
+    model(x)
+    for call in (
+        lambda: model.train()(x),
+        lambda: attend(attention, q, k, v, None, s_aux=torch.zeros(4)),
+    ):
+        with pytest.raises(UserError, match="dropout and learned sinks"):
+            call()
+
+
 def test_what_a_variant_needs_is_refused_at_once(build):
     with pytest.raises(UserError, match="p = None"):
         attach(build(), "lssar")
     with pytest.raises(UserError, match="layer's input"):
         attach(build(), "asentmax")
-    with pytest.raises(UserError, match="no causal self-attention"):
-        attach(nn.Linear(2, 2), "softmax")
+    encoder = build()
+    encoder.model.layers[1].self_attn.is_causal = False
+    for model in (encoder, nn.Linear(2, 2)):
+        with pytest.raises(UserError, match="all of its attention must be causal"):
+            attach(model, "softmax")
