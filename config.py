@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass, set by config files and --key=value, and checked when built.
 
 Nothing here imports torch: help and refusals come at once. What depends on the table of variants is
-checked by model.check_attention.
+checked by layers.heads.
 """
 
 import ast

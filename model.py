@@ -16,7 +16,7 @@ from attention_paths.reference import Context, share_parameters
 from config import Config
 from errors import UserError
 from layers.cache import KVCache
-from layers.heads import build_parts, check_attention
+from layers.heads import build_parts
 from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_parts
 from layers.pairs import PairEmbedding, PairHead
 from layers.projections import TensorProductProjections, build_projections
@@ -185,7 +185,6 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        check_attention(config)
         self.config = config
         self.n_vocab = config.n_vocab
         padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from evaluation import mean_loss
-from layers.heads import check_attention
+from layers.heads import build_parts
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, learning_rate
@@ -51,7 +51,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets, in nats
 def main() -> None:
     config = command_line()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    check_attention(config)
+    build_parts(config)  # raises for settings that contradict the attention
     accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
     run, device = Path(config.out_dir), open_device(config.device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
@@ -80,16 +80,16 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     val_windows = loader.validation_windows(config.val_tokens)
 
     # ---- model ----
-    config, kernels = check_kernels(
-        config, device, pick_dtype(config.dtype, device),
-        lambda failed: all_reduce_max(failed, device) > 0, quiet=not is_main,
-    )  # fmt: skip
     torch.manual_seed(config.seed)
-    model = GPT(config)
+    model = GPT(config).to(device)
+    kernels = check_kernels(
+        model, config, pick_dtype(config.dtype, device),
+        lambda failed: all_reduce_max(failed, device) > 0, say=say if is_main else None,
+    )  # fmt: skip
     began_with = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
-    training, module = begin(config, model.to(device), state), cast(nn.Module, model)
+    training, module = begin(config, model, state), cast(nn.Module, model)
     training.tokens = loader.tokens
     del state  # and with it the optimizer's tensors in host memory
     if pick_compile(config.compile, device):

@@ -16,11 +16,15 @@ def check_variant(variant: Variant) -> None:
 
     Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
     """
-    name = next((name for name, entry in VARIANTS.items() if entry is variant), "the variant")
+    name = name_of(variant)
     # transformers builds models on the meta device, and evaluations without gradients
     with torch.device("cpu"), torch.enable_grad():
         check_phi(name, variant.phi)
         check_causality(name, variant)
+
+
+def name_of(variant: Variant) -> str:
+    return next((name for name, entry in VARIANTS.items() if entry is variant), "the variant")
 
 
 def check_phi(name: str, phi: Phi) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from attention import Variant
 from attention_paths.blocked import blocked, first_key
-from attention_paths.check import check_variant
+from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
-from attention_paths.fused import fused, obstacle
+from attention_paths.fused import fused, obstacle, variant_obstacle
 from attention_paths.reference import ALL, PLAIN, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from errors import UserError
@@ -18,13 +18,20 @@ from errors import UserError
 class Attention(ReferenceAttention):
     """What ReferenceAttention computes, by `impl`: 'auto' or the one path that it names.
 
-    For a single query k and v may be Factors.
+    For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
+    refuses, or that the path cannot compute.
     """
 
     def __init__(self, variant: Variant, *arguments: Any, impl: str = "auto", **settings: Any):
         check_variant(variant)
         super().__init__(variant, *arguments, **settings)
         self.impl = impl
+        reason = variant_obstacle(variant, self.head_size)
+        if impl == "triton" and reason:
+            raise UserError(
+                f"attention_impl = 'triton' cannot compute {name_of(variant)}: {reason}; 'auto' "
+                "picks a path that can"
+            )
 
     def forward(
         self, q: Tensor, k: Tensor | Factors, v: Tensor | Factors, context: Context = PLAIN

@@ -1,10 +1,8 @@
-"""The attention of a layer's heads: built from a Config, in two parts in a hybrid, and checked."""
+"""The attention of a layer's heads, built from a Config and checked; in a hybrid in two parts."""
 
 from collections.abc import Callable
 
 from attention import VARIANTS, Variant
-from attention_paths.check import check_variant
-from attention_paths.fused import variant_obstacle
 from attention_paths.module import Attention
 from config import Config, check_choice
 from errors import UserError
@@ -42,8 +40,10 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
     """The attention of a layer, and of its local heads in a hybrid.
 
     With a local_window the heads beyond nope_share are softmax over that many keys, whatever
-    attention the first heads have.
+    attention the first heads have. Raises UserError where settings contradict the variant.
     """
+    check_choice("attention", config.attention, VARIANTS)
+    check_settings(config, VARIANTS[config.attention])
     if config.local_window is None:
         return build_attention(config), None
     local = config.replace(attention="softmax", p=None, window=config.local_window)
@@ -53,11 +53,8 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
     )
 
 
-def check_attention(config: Config) -> None:
-    """Raise UserError where settings contradict the table of variants."""
-    check_choice("attention", config.attention, VARIANTS)
-    variant = VARIANTS[config.attention]
-    check_variant(variant)
+def check_settings(config: Config, variant: Variant) -> None:
+    """Raise UserError for a setting that the variant does not take, and for a missing p."""
     if variant.needs_p and config.p is None:
         raise UserError(
             f"attention = {config.attention!r} needs p, the power of its re-weighting: "
@@ -71,9 +68,3 @@ def check_attention(config: Config) -> None:
                 f"attention = {config.attention!r} takes no {key} ({key} = {value}): {reason}, as "
                 f"in {able}"
             )
-    obstacle = variant_obstacle(variant, config.d_head)
-    if config.attention_impl == "triton" and obstacle:
-        raise UserError(
-            f"attention_impl = 'triton' cannot compute {config.attention!r}: {obstacle}; "
-            "'auto' picks a path that can"
-        )

@@ -109,7 +109,6 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- config: its errors come before the examples are read ----
     device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
-    base, kernels = check_kernels(base, device, pick_dtype(options.dtype, device))
     config = base.replace(
         **recipe(base, 1, options), keep_every=0, batch_size=options.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run, resume=False,
@@ -117,7 +116,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     )  # fmt: skip
 
     # ---- model, then data ----
-    model = GPT(base)
+    model = GPT(base).to(device)
+    kernels = check_kernels(model, base, pick_dtype(options.dtype, device), say=say)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
@@ -138,7 +138,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
                 f"{out} was fine-tuned on {before}, now {facts}: give the same run and --squad, or "
                 "another --out_dir"
             )
-    training = begin(config, model.to(device).train(), state)
+    training = begin(config, model, state)
     del state
 
     # ---- loop ----

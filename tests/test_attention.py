@@ -19,7 +19,7 @@ from attention_paths import blocked, sdpa
 from attention_paths.check import check_variant
 from attention_paths.reference import PLAIN, Context, ReferenceAttention
 from errors import UserError
-from layers.heads import build_attention, check_attention
+from layers.heads import build_attention, build_parts
 from tests import textbook
 from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import small_config
@@ -432,7 +432,7 @@ SEES_TOO_MUCH = [
 def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
     use_variant(monkeypatch, row)
     with pytest.raises(UserError, match=message):
-        check_attention(small_config("softmax.py --attention=own"))
+        build_parts(small_config("softmax.py --attention=own"))
 
 
 def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):

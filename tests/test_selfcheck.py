@@ -7,7 +7,8 @@ import torch
 
 from attention_paths.module import Attention
 from errors import UserError
-from layers.selfcheck import check_kernels
+from layers import selfcheck
+from model import GPT
 from runtime.files import read_json
 from tests.helpers import small_config
 
@@ -17,7 +18,6 @@ import triton.language as tl  # noqa: E402
 from attention_paths import launch, phi  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="takes the kernels on a CPU")
-CPU = torch.device("cpu")
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def wrong_slope(y):
 
 @pytest.fixture
 def automatic(monkeypatch):
-    """Makes 'auto' take the kernels, as on a GPU."""
+    """Makes 'auto' take the kernels, as on a GPU, none of which has been checked."""
     path = Attention.path
     monkeypatch.setattr(Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a))
+    monkeypatch.setattr(selfcheck, "CHECKED", {})
 
 
 @pytest.fixture(params=[raises, wrong_slope], ids=["raises", "wrong"])
@@ -51,30 +52,62 @@ def broken(request, monkeypatch):
     )
 
 
+def check(case, *more, **others):
+    """The model of a config after its check, and the facts for environment.json."""
+    config = small_config(case, *more)
+    model = GPT(config)
+    return model, selfcheck.check_kernels(model, config, torch.float32, say=print, **others)
+
+
 @pytest.mark.parametrize(
     "case",
     ["lssar_p15.py --window=8", "softmax.py --forget=True --n_kv_head=1", "hybrid_lssar_p5.py"],
 )
 def test_sound_kernels_agree(automatic, case, capsys):
-    config = small_config(case)
-    same, facts = check_kernels(config, CPU, torch.float32)
-    assert same == config and facts["attention_path"] == "triton"
-    assert 0 < facts["largest_error"] < 1e-4
-    assert "attention by the fused kernels, within" in capsys.readouterr().out
+    _, facts = check(case)
+    assert facts["attention_path"] == "triton" and 0 < facts["largest_error"] < 1e-4
+    line = "attention path: triton, its kernels within .* of the reference"
+    assert re.match(line, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "case, line",
+    [
+        ("ssmax.py", "sdpa"),
+        ("lssa.py --attention_impl=reference", "reference"),
+        ("entmax15.py", "blocked (not triton: its weights are functions of whole rows)"),
+        ("hybrid_lssar_p5.py", "blocked and sdpa (not triton: this is cpu)"),
+    ],
+)
+def test_the_path_is_printed_with_the_reason_for_blocks(case, line, capsys):
+    _, facts = check(case)
+    assert capsys.readouterr().out == f"attention path: {line}\n"
+    assert facts == {"attention_path": line.partition(" (")[0]}
+
+
+def test_an_attention_is_checked_once_a_process(automatic, monkeypatch):
+    checked, errors = [], selfcheck.relative_errors
+    monkeypatch.setattr(
+        selfcheck, "relative_errors", lambda *a: checked.append(a[0].p) or errors(*a)
+    )
+    for case in ("lssar_p3.py", "lssar_p3.py --seed=2 --n_layer=3", "lssar_p15.py"):
+        check(case)
+    assert checked == [3, 15]
 
 
 def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
-    config, facts = check_kernels(small_config("lssa.py"), CPU, torch.float32)
-    assert config.attention_impl == facts["attention_path"] == "blocked"
+    model, facts = check("lssa.py")
+    impls = {module.impl for module in model.modules() if isinstance(module, Attention)}
+    assert impls == {facts["attention_path"]} == {"blocked"}
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(broken, line) and facts["problem"] in line
     with pytest.raises(UserError, match=broken):
-        check_kernels(small_config("lssa.py", "--attention_impl=triton"), CPU, torch.float32)
+        check("lssa.py", "--attention_impl=triton")
 
 
 def test_ranks_take_the_same_path(automatic):
-    config, facts = check_kernels(small_config("lssa.py"), CPU, torch.float32, lambda failed: True)
-    assert config.attention_impl == "blocked" and "another rank" in facts["problem"]
+    _, facts = check("lssa.py", any_rank=lambda failed: True)
+    assert facts["attention_path"] == "blocked" and "another rank" in facts["problem"]
 
 
 def test_a_run_records_its_path(automatic, monkeypatch, train):

@@ -114,7 +114,7 @@ def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
     before = weights(run), (run / "metrics.jsonl").read_text()
     capsys.readouterr()
     train("run", "--resume")
-    assert capsys.readouterr().out.splitlines()[3:] == ["step 6 of 6 is saved: finished"]
+    assert capsys.readouterr().out.splitlines()[4:] == ["step 6 of 6 is saved: finished"]
     assert same_weights(weights(run), before[0])
     assert (run / "metrics.jsonl").read_text() == before[1]
 

@@ -13,7 +13,7 @@ import torch
 
 from config import ROOT, Config, accumulation_steps, names
 from errors import EXIT_MISTAKE, UserError
-from layers.heads import check_attention
+from layers.heads import build_parts
 from runtime import checkpoint
 from runtime.device import pick_device
 from runtime.distributed import EXIT_STOPPED
@@ -124,7 +124,7 @@ def check(runs: Sequence[PlannedRun], elsewhere: str) -> None:
                 f"{run.folder} was trained with {difference}; move it away, or give another "
                 f"{elsewhere}"
             )
-        check_attention(run.config)
+        build_parts(run.config)
         accumulation_steps(run.config, processes_of(run.config))
 
 

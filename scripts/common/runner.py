@@ -39,7 +39,7 @@ from tqdm import tqdm
 from attention import VARIANTS
 from config import Config, choices
 from errors import UserError, command
-from layers.heads import check_attention
+from layers.heads import build_parts
 from layers.rope import Rope
 from layers.selfcheck import check_kernels
 from model import GPT
@@ -149,14 +149,14 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
-    config, _ = check_kernels(options.applied(trained), device, options.torch_dtype, quiet=True)
-    model = GPT(config).scale_rope(
-        options.rope_for(config), options.rope_factor, options.rope_theta
-    )
+    config = options.applied(trained)
+    model = GPT(config).to(device)
+    check_kernels(model, config, options.torch_dtype)
+    model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     facts = run_facts(trained, weights, options)
     folder = checkpoint.folder_of(path)
-    return Run(folder, config, model.to(device).eval(), device, options.torch_dtype, facts)
+    return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
 def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> dict:
@@ -433,7 +433,7 @@ def check_runs(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
         checkpoint.find(path, evaluation.checkpoint, quiet=True)  # load_run reports damaged ones
         read_measurements(evaluation.results_file(path))
         check_writable(checkpoint.folder_of(path))
-        check_attention(config)
+        build_parts(config)
         evaluation.rope_for(config)
     check_writable(common_folder(paths))
     for config in configs:  # last, as it may take a download
