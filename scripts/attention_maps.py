@@ -70,6 +70,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -78,7 +79,6 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from attention import DEAD
 from config import Config
-from data.loader import validation_batches
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
@@ -86,7 +86,7 @@ from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import Run, as_command, load_run, option
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, counted, data_facts
+from scripts.common.validation import AtLengths, data_facts, stretches, windows
 
 # LSSAR, Figure A1
 TEXT = (
@@ -136,12 +136,15 @@ class AttentionMaps(AtLengths):
             raise UserError(f"--layer {self.layer}: this model has layers 0 to {layers[-1]}")
         self.ids(config)
         facts = {"layer": layers[self.layer], "head_windows": head_windows(config)}
-        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
-        if not lengths:
+        if not (self.tokens or self.distances):
             return facts | {"data_dir": None, "val_sha256": None, "tokens": 0}
-        if min(lengths) < 2:
+        if min(self.lengths_of(config), default=2) < 2:
             raise UserError("--lengths must be at least 2: a single key leaves no choice")
-        return facts | data_facts(self.data_dir or config.data_dir, lengths, self.tokens, config)
+        return facts | data_facts(self.data_dir or config.data_dir, self.stretches(config))
+
+    def stretches(self, config: Config) -> NDArray:
+        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
+        return stretches(self.data_dir or config.data_dir, lengths, self.tokens, config)
 
     def parts(self, config: Config) -> dict[str, int]:
         text = {f"text: {self.text}": len(self.ids(config))} if self.text else {}
@@ -153,12 +156,10 @@ class AttentionMaps(AtLengths):
         if name.startswith("text: "):
             return row_statistics(run, facts["layer"], [torch.tensor([self.ids(run.config)])])
         length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
-        tokens, device = facts["tokens"], run.device
-        batches = validation_batches(facts["data_dir"], length, tokens, 1, device=device)
-        windows = (x for x, _ in counted(batches, bar))
+        one_by_one = (x for x, _ in windows(self.stretches(run.config), length, 1, run.device, bar))
         if name == BY_DISTANCE:
-            return distance_statistics(run, length, windows)
-        return row_statistics(run, facts["layer"], windows)
+            return distance_statistics(run, length, one_by_one)
+        return row_statistics(run, facts["layer"], one_by_one)
 
     def picture(self, path: str | Path, measurement: dict) -> Figure | None:
         if not self.text:

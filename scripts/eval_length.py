@@ -1,23 +1,28 @@
 """Loss at lengths beyond the training length, over the same tokens at every length.
 
 python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096
+python -m scripts.eval_length RUN [RUN ...] --lengths 1024,4096 --whole_documents
 python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 --per_position \
     --rope none --rope_theta 500000
 
-The second command is Figure 5 of SSMax, on all validation tokens. Prints a table and draws a curve
-for every run: loss_by_length.png in the run's folder, or for several runs
-loss_by_length_RUN_RUN.png in the folder that contains them. With --per_position the picture is
-loss_by_position.png or loss_by_position_RUN_RUN.png instead.
+Prints a table and draws a curve for every run: loss_by_length.png in the run's folder, or for
+several runs loss_by_length_RUN_RUN.png in the folder that contains them. The last command is Figure
+5 of SSMax, on all validation tokens: with --per_position the picture is loss_by_position.png or
+loss_by_position_RUN_RUN.png instead.
 
 What a longer context is worth: beside every run stands its control, the same weights with plain
 RoPE where each query sees the last T keys only, T being the training length. Such a window costs
 nothing and keeps most models near their loss at T (models without positions may be harmed by it).
 Reading T tokens at a time has the loss at T, whatever the model. The gain from context is the lower
 of these two losses minus the run's loss, at the longest length: above 0 the model uses what lies
-beyond T tokens, below 0 it is hurt by it.
+beyond T tokens, below 0 it is hurt by it. --no_control measures the run alone, in half of the time.
+
+With --whole_documents every window lies inside one document. Without, a long window holds several
+documents, which have nothing to do with each other.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
-settings. Lengths that it has are not measured again; new ones are added:
+settings. Lengths that it has are not measured again; new ones are added. A length at which two
+combinations are the same computation, such as T with and without a window of T, is measured once:
 
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
@@ -27,17 +32,20 @@ settings. Lengths that it has are not measured again; new ones are added:
     parts                                               {"1024 tokens": {"length": 1024, "loss":
                                                         mean in nats per token}}; of "1024 tokens by
                                                         position" also "loss_by_position", the mean
-                                                        over windows for each position
+                                                        over windows for each position; "1024 tokens
+                                                        of whole documents"
     environment                                         of the latest update
 """
 
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -45,61 +53,91 @@ if not __package__:  # run as a file: the repository's modules are in the folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
-from data.loader import validation_batches
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import BATCH_TOKENS, Run, as_command, option, title_of
+from scripts.common.runner import (
+    BATCH_TOKENS,
+    Run,
+    as_command,
+    option,
+    read_measurements,
+    title_of,
+)
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, counted, data_facts, default_lengths
+from scripts.common.validation import (
+    AtLengths,
+    Controlled,
+    data_facts,
+    default_lengths,
+    stretches,
+    windows,
+    with_controls,
+)
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
 # The plot by position starts at this fraction of the training length: losses are high before it.
 FIRST_DRAWN = 1 / 32
+# Options that may change nothing at a length.
+OPENED = ("rope", "rope_factor", "rope_theta", "window")
 UNIT = "validation loss (nats per token)"
-CONTROL = "sliding window of the training length, plain RoPE"
+CONTROL = "sliding window, plain RoPE"
 MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossByLength(AtLengths):
+class LossByLength(AtLengths, Controlled):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
 
     name = "eval_length"
 
     tokens: int | None = option(
-        None, "predict so many tokens, or all there are (default: val_tokens)", at_least=1
+        None,
+        "predict so many tokens, or all there are (default: one for each 24 weights)",
+        at_least=1,
     )
     data_dir: str | None = option(None, "shards to use instead of the run's own")
     per_position: bool = option(False, "also the loss by position at the greatest length")
+    whole_documents: bool = option(False, "only windows that lie inside one document")
 
-    def control(self, config: Config) -> "LossByLength | None":
-        """The same weights in a window of the training length, with plain RoPE.
+    def longest(self, config: Config) -> int:
+        return max(self.lengths_of(config))
 
-        None where no length is longer, or where this evaluation is its own control.
-        """
-        window = min(config.block_size, config.window or config.block_size)
-        control = replace(self, rope="none", rope_factor=None, rope_theta=None, window=window)
-        return None if control == self or max(self.lengths_of(config)) <= window else control
+    def stretches(self, config: Config) -> NDArray:
+        data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
+        wanted = self.tokens or default_tokens(config, lengths)
+        return stretches(data_dir, lengths, wanted, config, self.whole_documents)
 
     def facts(self, config: Config) -> dict:
-        data_dir, wanted = self.data_dir or config.data_dir, self.tokens or config.val_tokens
-        return data_facts(data_dir, self.lengths_of(config), wanted, config)
+        return data_facts(self.data_dir or config.data_dir, self.stretches(config))
 
     def parts(self, config: Config) -> dict[str, int]:
-        names = [f"{length} tokens" for length in self.lengths_of(config)]
+        of = " of whole documents" if self.whole_documents else ""
+        names = [f"{length} tokens{of}" for length in self.lengths_of(config)]
         names[-1] += " by position" if self.per_position else ""
         return dict.fromkeys(names, self.facts(config)["tokens"])
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        length, tokens = int(name.split()[0]), facts["tokens"]
+        length = int(name.split()[0])
+        if same := self.measured_before(run, facts, name, length):
+            bar.update(facts["tokens"])
+            return same
         size = max(1, BATCH_TOKENS // length)
-        batches = validation_batches(facts["data_dir"], length, tokens, size, device=run.device)
-        means = position_losses(run, counted(batches, bar))
+        batches = windows(self.stretches(run.config), length, size, run.device, bar)
+        means = position_losses(run, batches)
         loss = {"length": length, "loss": means.mean().item()}
         return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
+
+    def measured_before(self, run: Run, facts: dict, name: str, length: int) -> dict | None:
+        """This part of a measurement with other options that are the same at this length."""
+        same = {key: value for key, value in facts.items() if key not in OPENED}
+        for other in read_measurements(self.results_file(run.path)):
+            if same.items() <= other.items() and name in other["parts"]:
+                if opened(run, other, length) == opened(run, facts, length):
+                    return other["parts"][name]
+        return None
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement with two lists more, its lengths and the losses there."""
@@ -121,9 +159,30 @@ class LossByLength(AtLengths):
                 f"losses on different text cannot be compared: the runs were trained on "
                 f"{' and '.join(sorted(texts))}; --data_dir DIR measures all runs on one text"
             )
-        tokens = self.tokens or min(config.val_tokens for config in configs)
         lengths = self.lengths or default_lengths(configs, self.multiples)
+        tokens = self.tokens or min(default_tokens(config, lengths) for config in configs)
         return replace(self, lengths=lengths, tokens=tokens)
+
+
+def default_tokens(config: Config, lengths: Sequence[int]) -> int:
+    """A token for each 24 weights of the blocks, from 8 windows of the longest length on.
+
+    That is 3.5M for 124M parameters, and at most val_tokens.
+    """
+    weights = 12 * config.n_layer * config.n_embd**2
+    return min(config.val_tokens, max(weights // 24, 8 * max(lengths)))
+
+
+def opened(run: Run, facts: dict, length: int) -> tuple:
+    """What OPENED changes at a length: the keys that a query sees, and the angles of RoPE."""
+    seen, table = min(facts["window"] or length, length), run.model.trunk.rope
+    if table is None:
+        return (seen,)
+    theta = facts["rope_theta"] or run.config.rope_theta
+    scaling, factor = facts["rope"], facts["rope_factor"]
+    rope = replace(table.rope, scaling=scaling, factor=factor, theta=theta)
+    frequencies, score_scale = rope.frequencies(length)
+    return seen, frequencies.tolist(), score_scale
 
 
 @torch.no_grad()
@@ -159,26 +218,21 @@ def gain(result: dict) -> float | None:
 # ---- the table and the pictures ----
 
 
-def lines(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
-    """Names and measurements, each followed by its control."""
-    for name, result in runs:
-        yield name, result, False
-        if "control" in result:
-            yield name, result["control"], True
-
-
 def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print the losses, the controls and the gains, and draw them."""
     table = [["tokens", *map(str, runs[0][1]["lengths"]), "gain"]]
-    for name, result, is_control in lines(runs):
+    for name, result, is_control in with_controls(runs):
         value = gain(result)
         label = f"  sliding window of {result['window']}" if is_control else name
         losses = [f"{loss:.4f}" for loss in result["loss"]]
         table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
     title = title_of([result for _, result in runs])
-    print("\n" + ", ".join(filter(None, (UNIT, title))))
+    count = runs[0][1]["tokens"] // math.lcm(*runs[0][1]["lengths"])
+    inside = f"{count} stretches of whole documents" if evaluation.whole_documents else ""
+    print("\n" + ", ".join(filter(None, (UNIT, title, inside))))
     print_table(table, width=9)
-    print(MEANING)
+    if len(table[1][-1]):
+        print(MEANING)
     by_position = evaluation.per_position
     picture = "loss_by_position" if by_position else "loss_by_length"
     return {picture: plot(runs, title, by_position)}
@@ -191,7 +245,7 @@ def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False
     if by_position:
         ticks = [2**i for i in range(begin.bit_length(), ticks[-1].bit_length())]
     curves = []
-    for name, result, thin in lines(runs):
+    for name, result, thin in with_controls(runs):
         x, y = result["lengths"], result["loss"]
         if by_position:
             *_, longest = result["parts"].values()

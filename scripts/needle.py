@@ -46,7 +46,7 @@ from runtime.device import autocast
 from scripts.common.plots import Curve, add_legend, draw_curves, panels
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
 from scripts.common.runner import Run, as_command, option
-from scripts.common.validation import checked_tokens, validation_id
+from scripts.common.validation import SHARD, checked_tokens, validation_id
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -125,8 +125,7 @@ class Needles(Retrieval):
     data_dir: str | None = option(None, "shards to take haystacks from (default: the run's own)")
 
     def haystack(self, config: Config) -> Haystack:
-        # 100M tokens, one shard of data.fineweb, are more than any measurement uses
-        tokens = checked_tokens(self.data_dir or config.data_dir, 10**8, config)
+        tokens = checked_tokens(self.data_dir or config.data_dir, SHARD, config)
         return Haystack(tokens, get_tokenizer(config.tokenizer))
 
     @property

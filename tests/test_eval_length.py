@@ -11,7 +11,7 @@ from data.shards import read_shard, write_shard
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
-from scripts.common.validation import validation_id
+from scripts.common.validation import checked_tokens, stretches, validation_id
 from tests.helpers import measured_losses, not_blank, saved_run, small_config
 from tests.runs import refused
 
@@ -44,7 +44,7 @@ def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
 
 def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, shards, capsys):
     run = module_run("lssar_p15.py")
-    call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk")
+    call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk", "--tokens=256")
     result, control = measured_losses(run)
     assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
     assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
@@ -99,6 +99,42 @@ def test_several_scalings_and_lengths(module_run, call, shards, monkeypatch):
     assert [r["tokens"] for r in measured_losses(run)] == [256] * 4 + [32] * 2
 
 
+@pytest.mark.usefixtures("pictures")
+def test_the_same_computation_is_measured_once(module_run, call, monkeypatch, capsys):
+    run, measure, lengths = module_run("softmax.py"), eval_length.position_losses, []
+
+    def recorded(run, batches):
+        means = measure(run, batches)
+        lengths.append(len(means))
+        return means
+
+    monkeypatch.setattr(eval_length, "position_losses", recorded)
+    for options, measured in (
+        ([], [16, 32, 32]),  # the control at 16 is plain RoPE in a window that hides nothing
+        (["--rope=none"], [32]),
+        (["--rope=none", "--window=64"], []),
+        (["--rope=none", "--rope_theta=500"], [16, 32]),
+        (["--rope=ntk", "--rope_factor=2", "--no_control"], [16]),  # at 32 as dynamic NTK
+        (["--whole_documents", "--no_control"], [16, 32]),
+    ):
+        capsys.readouterr()
+        call(eval_length, run, "--lengths=16,32", "--tokens=256", *options)
+        assert lengths == measured, options
+        lengths.clear()
+        assert ("gain:" in capsys.readouterr().out) == ("--no_control" not in options)
+    found = measured_losses(run)
+    assert [(one["rope"], one["window"]) for one in found] == [
+        ("none", 16), ("none", None), ("none", 64), ("none", None), ("ntk", None),
+        ("dynamic_ntk", None),  # the last to get a part
+    ]  # fmt: skip
+    *others, first = found
+    assert {one["loss"][0] for one in others[:3]} == {first["loss"][0]}
+    assert first["loss"][1] not in {one["loss"][1] for one in others[:4]}
+    # all of these tokens are one document
+    parts = first["parts"]
+    assert parts["32 tokens of whole documents"] == parts["32 tokens"]
+
+
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
 def test_the_gain_is_over_the_better_of_two_controls(window, gain):
     """Without positions a window may harm a model; reading T tokens at a time never does."""
@@ -115,7 +151,8 @@ def test_other_text_in_the_same_folder_is_measured_anew(module_run, call, shards
     call(eval_length, run, "--lengths", "16")
     (path,) = shards.glob("*_val_*.bin")
     write_shard(path, read_shard(path)[::-1].copy())
-    validation_id.cache_clear()  # another process
+    for cached in (validation_id, checked_tokens, stretches):  # another process
+        cached.cache_clear()
     call(eval_length, run, "--lengths", "16")
     old, new = measured_losses(run)
     assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]

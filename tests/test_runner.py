@@ -19,6 +19,7 @@ from tests.runs import ROOT
 def test_every_option_comes_from_the_command_line():
     evaluation = eval_length.LossByLength(
         lengths=(16, 32), tokens=64, data_dir="here", per_position=True,
+        whole_documents=True, no_control=True,
         rope="yarn", rope_factor=2.5, rope_theta=500000.0, checkpoint="best", attention="lssa",
         window=7, p=2.0, attention_impl="reference", device="cpu", dtype="bfloat16",
     )  # fmt: skip

@@ -1,18 +1,41 @@
 """The validation tokens that every length of an evaluation covers."""
 
+import numpy as np
 import pytest
+import torch
+from tqdm import tqdm
 
+from data.shards import write_shard
 from errors import UserError
-from scripts.common.validation import data_facts, default_lengths
+from scripts.common.validation import default_lengths, stretches, windows
 from tests.helpers import small_config
 
 
 def test_tokens_fill_whole_windows_of_every_length(shards):
     config = small_config("softmax.py")
     for wanted, tokens in ((256, 240), (10**6, 576)):  # of the 600 there are
-        assert data_facts(str(shards), (16, 48), wanted, config)["tokens"] == tokens
+        assert stretches(str(shards), (16, 48), wanted, config)[:, 1:].size == tokens
     with pytest.raises(UserError, match="599 validation tokens, but lengths .* multiple of 1024"):
-        data_facts(str(shards), (16, 1024), 10**6, config)
+        stretches(str(shards), (16, 1024), 10**6, config)
+
+
+def test_windows_inside_documents(tmp_path):
+    """Every token of the text is its number, so that a window says where it lies."""
+    text = np.arange(300, dtype=np.uint16) % 250
+    begins = [0, 9, 42, 43, 120]  # documents of 9, 33, 1, 77 and 180 tokens
+    text[begins] = 256
+    write_shard(tmp_path / "text_val_000000.bin", text)
+    config, bar = small_config("softmax.py"), tqdm(disable=True)
+    found = stretches(str(tmp_path), (8, 32), 10**6, config, True)
+    starts = [9, 43, 75, *range(120, 280, 32)]
+    assert [stretch.tolist() for stretch in found] == [text[s : s + 33].tolist() for s in starts]
+    (x, y), *_ = windows(found, 8, 100, torch.device("cpu"), bar)
+    wanted = [s + part for s in starts for part in range(0, 32, 8)]
+    assert x.tolist() == [text[s : s + 8].tolist() for s in wanted]
+    assert y.tolist() == [text[s + 1 : s + 9].tolist() for s in wanted]
+    assert len(stretches(str(tmp_path), (8, 32), 70, config, True)) == 2
+    with pytest.raises(UserError, match="179 in the longest document, but .* multiple of 256"):
+        stretches(str(tmp_path), (256,), 10**6, config, True)
 
 
 def test_learned_positions_end_at_the_training_length():
@@ -22,4 +45,4 @@ def test_learned_positions_end_at_the_training_length():
     longer = small_config("softmax.py --positions=learned --block_size=32 --total_batch_size=32")
     assert default_lengths([config, longer], (1, 1.5, 2, 4)) == (16, 24, 32)
     with pytest.raises(UserError, match="a length of 17 is beyond .* at block_size = 16"):
-        data_facts("nowhere", (8, 17), 256, learned)
+        stretches("nowhere", (8, 17), 256, learned)

@@ -2,22 +2,30 @@
 
 import functools
 import hashlib
+import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
-from data.loader import validation_tokens
+from data.loader import inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer, list_shards
+from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import sha256_of
 from scripts.common.runner import Evaluation, option
+
+# More validation tokens than any sample of them takes: a shard of data.fineweb.
+SHARD = 10**8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,33 @@ class AtLengths(Evaluation):
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         default = default_lengths([config], self.multiples)
         return default if self.lengths is None else self.lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controlled(Evaluation):
+    """An evaluation beside its control: the same weights with plain RoPE, each query seeing the
+    last T keys only, T being the training length."""
+
+    no_control: bool = option(False, "without the window of the training length beside each run")
+
+    def longest(self, config: Config) -> int:
+        """The greatest number of tokens that the last token could attend to."""
+        raise NotImplementedError
+
+    def control(self, config: Config) -> Self | None:
+        """None where the window hides nothing, or where this evaluation is its own control."""
+        window = min(config.block_size, config.window or config.block_size)
+        control = replace(self, window=window, rope="none", rope_factor=None, rope_theta=None)
+        same = self.no_control or control == self or self.longest(config) <= window
+        return None if same else control
+
+
+def with_controls(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
+    """Names and measurements, each followed by its control, if there is one."""
+    for name, result in runs:
+        yield name, result, False
+        if "control" in result:
+            yield name, result["control"], True
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
@@ -52,21 +87,57 @@ def check_lengths(config: Config, lengths: Iterable[int]) -> None:
         )
 
 
-def data_facts(data_dir: str, lengths: Sequence[int], wanted: int, config: Config) -> dict:
-    """The validation tokens of a measurement, as facts: the same for all of its lengths.
+def data_facts(data_dir: str, text: NDArray[np.uint16]) -> dict:
+    """The validation tokens of a measurement, as facts: see `stretches`."""
+    tokens = text[:, 1:].size
+    return {"data_dir": data_dir, "val_sha256": validation_id(data_dir), "tokens": tokens}
 
-    They are the most tokens, up to `wanted`, that fill whole windows of every length.
+
+@functools.lru_cache(1)  # an evaluation asks several times
+def stretches(
+    data_dir: str,
+    lengths: tuple[int, ...],
+    wanted: int,
+    config: Config,
+    whole_documents: bool = False,
+) -> NDArray[np.uint16]:
+    """Validation text [n, unit + 1] for predicting the same tokens at every length.
+
+    `unit` is the least common multiple of the lengths; the last token of a stretch is a target
+    only. The stretches follow one another from the first token on, `wanted` tokens at most. With
+    `whole_documents` each lies inside one document, and all validation tokens are searched. Raises
+    UserError where there is none, or where the run's learned positions end before a length.
     """
     check_lengths(config, lengths)
-    available = len(checked_tokens(data_dir, wanted, config)) - 1
     unit = math.lcm(*lengths)
+    tokens = checked_tokens(data_dir, sys.maxsize if whole_documents else wanted, config)
+    bounds = {0, len(tokens)}
+    if whole_documents:  # a document begins with end-of-text
+        bounds |= {*np.flatnonzero(tokens == get_tokenizer(config.tokenizer).eot).tolist()}
+    documents = list(itertools.pairwise(sorted(bounds)))
+    available = min(wanted, max(end - begin for begin, end in documents) - 1)
     if available < unit:
+        where = "in the longest document" if whole_documents else "validation tokens"
         raise UserError(
-            f"{data_dir}: {available} validation tokens, but lengths {list(lengths)} need a "
-            f"multiple of {unit} to predict the same tokens in whole windows"
+            f"{data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple of "
+            f"{unit} to predict the same tokens in whole windows"
         )
-    tokens = available // unit * unit
-    return {"data_dir": data_dir, "val_sha256": validation_id(data_dir), "tokens": tokens}
+    starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]
+    return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
+
+
+def windows(
+    text: NDArray[np.uint16], length: int, size: int, device: torch.device, bar: tqdm
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The windows of `stretches`: x, y, int64 [<= size, length], y being x shifted by one token.
+
+    Their tokens are added to the progress bar.
+    """
+    cut = sliding_window_view(text, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
+    for begin in range(0, len(cut), size):
+        x, y = inputs_and_targets(cut[begin : begin + size], device)
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        bar.update(x.numel())
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
@@ -81,10 +152,3 @@ def validation_id(data_dir: str) -> str:
     """Hash of the validation shards, so that other data in the same folder is measured anew."""
     shards = list_shards(data_dir, "val")
     return hashlib.sha256("".join(map(sha256_of, shards)).encode()).hexdigest()
-
-
-def counted(batches: Iterable[tuple[Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, their tokens added to the progress bar."""
-    for x, y in batches:
-        yield x, y
-        bar.update(x.numel())

@@ -57,7 +57,9 @@ def loss(
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", "gain from context") if longer else ()
     return Experiment(
         title, LOSS, entries, (*multiples, *controlled), values,
-        evaluation=lambda config: LossByLength(lengths=lengths(config), **options(config)),
+        evaluation=lambda config: LossByLength(
+            lengths=lengths(config), tokens=config.val_tokens, **options(config)
+        ),
         better=("lower",) * len(multiples) + ("lower", "higher") * longer,
         **more,
     )  # fmt: skip
@@ -80,7 +82,8 @@ def loss_by_position(
 
     def evaluation(config: Config) -> LossByLength:
         length = at(multiple, config)
-        how = options(config, **rope) | {"tokens": sequences and sequences * length}
+        tokens = sequences * length if sequences else config.val_tokens
+        how = options(config, **rope) | {"tokens": tokens}
         return LossByLength(lengths=(length,), per_position=True, **how)
 
     def values(measured: dict, config: Config) -> list[float]:

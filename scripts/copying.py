@@ -1,0 +1,207 @@
+"""What a passage is worth to a model that meets it again: the loss on a copy, by distance.
+
+python -m scripts.copying RUN [RUN ...]
+python -m scripts.copying RUN [RUN ...] --lags 2048,8192,32768 --rope yarn
+
+A window is a passage of T / 4 held-out tokens (T: the training length), the text that follows it,
+and the passage again. The lag is the number of tokens from the first copy to the second. The same
+window with another passage in place of the first copy has the same second copy after the same
+filler. Its loss on the second copy minus the loss where the first copy is there is what the first
+copy is worth, in nats per token: 0 for a model that does not use it. The first token of the second
+copy does not count, because nothing announces it.
+
+The lags T / 4, T / 2 and 3 T / 4 are within the training length. The mean worth over them, the
+worth within T, is what the model has to lose. The share kept at a longer lag is the worth there
+over the worth within T. It is undecided where the worth within T is less than twice its standard
+error over passages: such a model hardly copies, and has nothing to keep.
+
+Beside every run stands its control, the same weights with plain RoPE where each query sees the last
+T keys only. From a lag of T on it sees no token of the first copy directly, so that what it keeps
+there went through several layers. Passages are the same for all lags and all runs, and lie evenly
+in the validation text, whose beginning follows its end.
+
+Writes RUN/copying.json and copying.png, for several runs as copying_RUN_RUN.png in the folder that
+contains them (or --out). Nothing is measured twice. A part of the JSON is a lag, "1024":
+
+    lag     in tokens
+    loss    on the second copy, mean in nats per token
+    worth   of the first copy, in nats per token, for each passage
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from config import Config
+from errors import UserError
+from runtime import checkpoint
+from runtime.device import autocast
+from scripts.common.plots import Curve, draw_curves
+from scripts.common.retrieval import batches
+from scripts.common.runner import Run, as_command, option, title_of
+from scripts.common.tables import print_table
+from scripts.common.validation import (
+    SHARD,
+    Controlled,
+    check_lengths,
+    checked_tokens,
+    default_lengths,
+    validation_id,
+    with_controls,
+)
+
+PASSAGE = 1 / 4  # of the training length
+WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
+UNIT = "worth of the first copy (nats per token)"
+UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copying(Controlled):
+    """What a passage is worth to a model that meets it again, by the distance in tokens."""
+
+    name = "copying"
+
+    lags: tuple[int, ...] | None = option(
+        None, "in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
+    )
+    passages: int = option(64, "to copy", at_least=2)
+    data_dir: str | None = option(None, "shards to use instead of the run's own")
+
+    def lags_of(self, config: Config) -> tuple[int, ...]:
+        beyond = default_lengths([config], BEYOND) if self.lags is None else self.lags
+        return tuple(sorted({*default_lengths([config], WITHIN), *beyond}))
+
+    def longest(self, config: Config) -> int:
+        return self.lags_of(config)[-1] + passage_of(config)
+
+    def tokens(self, config: Config) -> NDArray[np.uint16]:
+        return checked_tokens(self.data_dir or config.data_dir, SHARD, config)
+
+    def facts(self, config: Config) -> dict:
+        data_dir, size = self.data_dir or config.data_dir, passage_of(config)
+        shortest, *_, longest = self.lags_of(config)
+        check_lengths(config, [self.longest(config)])
+        if shortest < size or size < 2:
+            raise UserError(
+                f"lag {shortest} must be at least 2, and at least a passage, which has {size} "
+                f"tokens, a quarter of block_size = {config.block_size}"
+            )
+        available, needed = len(self.tokens(config)), max(longest, self.passages * size)
+        if available < needed:
+            raise UserError(
+                f"{data_dir}: {available} validation tokens, but {self.passages} passages of "
+                f"{size} tokens and a lag of {longest} take {needed}"
+            )
+        text = {"data_dir": data_dir, "val_sha256": validation_id(data_dir)}
+        return text | {"passages": self.passages, "passage_tokens": size}
+
+    def parts(self, config: Config) -> dict[str, int]:
+        size = passage_of(config)
+        return {str(lag): 2 * self.passages * (lag + size) for lag in self.lags_of(config)}
+
+    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        lag, size = int(name), facts["passage_tokens"]
+        pairs = copies(self.tokens(run.config), self.passages, lag, size)
+        copied, other = (copy_losses(run, windows, lag, bar) for windows in pairs)
+        return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
+
+    def for_runs(self, paths: Sequence[str]) -> "Copying":
+        lengths = {checkpoint.read_config(path).block_size for path in paths}
+        if len(lengths) > 1:
+            raise UserError(
+                f"the runs were trained at lengths {sorted(lengths)}: lags and passages follow "
+                "from the training length, so that only runs of one length can be compared"
+            )
+        return self
+
+
+def passage_of(config: Config) -> int:
+    """The tokens of a passage."""
+    return int(PASSAGE * config.block_size)
+
+
+def copies(
+    tokens: NDArray[np.uint16], count: int, lag: int, size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Windows [count, lag + size] whose last `size` tokens are their first, and the same windows
+    with another passage as their first tokens."""
+    starts = np.arange(count)[:, None] * (len(tokens) // count)
+    places = starts + np.arange(lag + size) % lag
+    copied = tokens.take(places, mode="wrap").astype(np.int64)
+    other = copied.copy()
+    other[:, :size] = np.roll(copied[:, :size], count // 2, axis=0)
+    return copied, other
+
+
+@torch.no_grad()
+def copy_losses(run: Run, windows: NDArray[np.int64], lag: int, bar: tqdm) -> NDArray[np.float64]:
+    """The mean loss in nats of the tokens after number `lag`, for each of the windows [n, L]."""
+    means = []
+    for batch in batches(windows, windows.shape[1], bar):
+        x = torch.from_numpy(np.stack(batch)).to(run.device)
+        with autocast(run.device, run.dtype):
+            hidden = run.model.trunk(run.model.wte(x[:, :-1]))[:, lag:]
+            logits = run.model.logits(hidden).float()  # [n, size - 1, n_vocab]
+        losses = F.cross_entropy(logits.mT, x[:, lag + 1 :], reduction="none")
+        means.append(losses.double().mean(-1).cpu())
+    return torch.cat(means).numpy()
+
+
+# ---- the table and the picture ----
+
+
+def worth_at(result: dict, lags: Sequence[int]) -> tuple[float, float]:
+    """The mean worth at these lags, and its standard error over passages."""
+    worths = np.mean([result["parts"][str(lag)]["worth"] for lag in lags], axis=0)
+    return worths.mean(), worths.std(ddof=1) / math.sqrt(len(worths))
+
+
+def shares_kept(result: dict) -> dict[int, float | None]:
+    """At each lag beyond the training length, the worth over the worth within; None: undecided."""
+    lags, trained = sorted(map(int, result["parts"])), result["trained_length"]
+    worth, error = worth_at(result, [lag for lag in lags if lag < trained])
+    decided = worth > 0 and worth >= 2 * error
+    beyond = [lag for lag in lags if lag >= trained]
+    return {lag: worth_at(result, [lag])[0] / worth if decided else None for lag in beyond}
+
+
+def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+    """Print the worth of the first copy and the share kept by lag, and draw the worth."""
+    title = title_of([result for _, result in runs])
+    lags = sorted(map(int, runs[0][1]["parts"]))
+    table, curves = [["lag in tokens", *map(str, lags)]], []
+    for name, result, is_control in with_controls(runs):
+        worths = [worth_at(result, [lag]) for lag in lags]
+        shares = [UNDECIDED if s is None else f"{s:.2f}" for s in shares_kept(result).values()]
+        shares = [""] * (len(lags) - len(shares)) + shares
+        label = f"  sliding window of {result['window']}" if is_control else name
+        table.append([label, *(f"{worth:.4f}" for worth, _ in worths)])
+        table.append(["  standard error", *(f"{error:.4f}" for _, error in worths)])
+        table.append(["  share kept", *shares])
+        low, high = ([w + sign * e for w, e in worths] for sign in (-1, 1))
+        curves.append(Curve(name, lags, [w for w, _ in worths], low, high, thin=is_control))
+    passages = "{passages} passages of {passage_tokens} tokens".format(**runs[0][1])
+    print(f"\n{UNIT}, {passages}, {title}")
+    print_table(table)
+    thin = "thin: sliding window" if any(curve.thin for curve in curves) else ""
+    x, trained = "lag in tokens (dotted: training length)", [runs[0][1]["trained_length"]]
+    return {"copying": draw_curves({title: curves}, x, UNIT, "x", lags, thin, trained)}
+
+
+main = as_command(Copying, show)
+
+if __name__ == "__main__":
+    main()

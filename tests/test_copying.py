@@ -1,0 +1,124 @@
+"""What the first copy of a passage is worth on the second."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from data.shards import read_shard, write_shard
+from model import GPT
+from runtime import checkpoint
+from scripts import copying
+from scripts.common.runner import Store
+from tests.helpers import not_blank, saved_run, small_config, small_model, stub_run
+from tests.runs import refused
+
+
+class Inducing:
+    """A model that predicts what followed the last two tokens where it has seen them before.
+
+    It sees the last `window` tokens; its hidden states are the predicted tokens, or -1.
+    """
+
+    def __init__(self, window):
+        self.window = window
+
+    def wte(self, idx):
+        return idx
+
+    def trunk(self, idx):
+        found = torch.full_like(idx, -1)
+        for row, ids in zip(found, idx.tolist(), strict=True):
+            for i in range(1, len(ids)):
+                for j in range(max(1, i - self.window + 2), i):
+                    if ids[j - 1 : j + 1] == ids[i - 1 : i + 1]:
+                        row[i] = ids[j + 1]
+        return found
+
+    def logits(self, found):
+        return 20.0 * F.one_hot(found + 1, 258)[..., 1:]
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """Random bytes, where two tokens hardly ever repeat."""
+    folder = tmp_path_factory.mktemp("noise")
+    write_shard(
+        folder / "text_val_000000.bin", np.random.default_rng(0).integers(0, 256, 999, "u2")
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "window, worths, shares",
+    [
+        (1000, [1, 1, 1, 1, 1], [1, 1]),
+        (40, [1, 1, 1, 1, 0], [1, 0]),
+        (10, [1, 1, 0, 0, 0], [0, 0]),
+        (0, [0, 0, 0, 0, 0], [None, None]),  # without memory
+    ],
+)
+def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, worths, shares):
+    """Passages of 4 tokens; the first token that is announced by two is the third."""
+    run = stub_run(tmp_path, "bytes", Inducing(window))
+    evaluation = copying.Copying(data_dir=str(noise), lags=(32, 64), passages=8)
+    store = Store(tmp_path / "copying.json", run.facts | evaluation.facts(run.config))
+    evaluation.measure(run, store)
+    assert list(store.parts) == ["4", "8", "12", "32", "64"]
+    full = 2 / 3 * np.log(257)  # two of the three tokens after the first
+    found = [copying.worth_at(store.values, [lag])[0] for lag in (4, 8, 12, 32, 64)]
+    assert found == pytest.approx([full * worth for worth in worths], abs=0.02)
+    kept = copying.shares_kept(store.values).values()
+    assert list(kept) == (shares if None in shares else pytest.approx(shares, abs=0.02))
+
+
+def test_a_worth_below_twice_its_error_is_undecided():
+    parts = {"4": {"worth": [0.0, 1.0]}, "32": {"worth": [1.0, 1.0]}}
+    assert copying.shares_kept({"trained_length": 16, "parts": parts}) == {32: None}
+    parts["4"]["worth"] = [1.0, 2.0]
+    shares = copying.shares_kept({"trained_length": 16, "parts": parts})
+    assert shares == {32: pytest.approx(1 / 1.5)}
+
+
+def test_a_layer_with_a_window_keeps_nothing_beyond_it(noise):
+    model = small_model("softmax.py --window=8", "--n_layer=1")
+    run, text = stub_run(None, "bytes", model), read_shard(noise / "text_val_000000.bin")
+    for lag, same in ((4, False), (11, True), (40, True)):
+        pairs = copying.copies(text, 6, lag, 4)
+        copied, other = (copying.copy_losses(run, one, lag, tqdm(disable=True)) for one in pairs)
+        assert np.array_equal(copied, other) == same
+
+
+def test_the_command(shards, call, tmp_path, capsys):
+    torch.manual_seed(0)
+    runs = [
+        saved_run(tmp_path / name, GPT(small_config(f"{name}.py", f"--data_dir={shards}")))
+        for name in ("softmax", "lssa")
+    ]
+    few = ("--passages=5", "--lags=32,40", "--rope=yarn")
+    call(copying, *runs, *few)
+    assert not_blank(tmp_path / "copying_softmax_lssa.png")
+    printed = capsys.readouterr().out
+    assert "5 passages of 4 tokens, rope yarn" in printed and "undecided" in printed
+    result, control = json.loads((runs[0] / "copying.json").read_text())
+    assert (control["rope"], control["window"]) == ("none", 16)
+    # one passage, by hand
+    tokens = read_shard(shards / "text_val_000000.bin").astype(np.int64)
+    model = GPT(checkpoint.read_config(runs[0])).eval().scale_rope("yarn")
+    checkpoint.load_weights(model, runs[0])
+
+    def loss(first):
+        window = torch.from_numpy(np.concatenate((first, tokens[124:160], tokens[120:124])))
+        logits = model(window[None, :-1])[0].detach().double()
+        return F.cross_entropy(logits[-3:], window[-3:]).item()
+
+    worth = loss(tokens[480:484]) - loss(tokens[120:124])  # the second passage; the last
+    assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
+    for arguments, message in (
+        (["--lags=3"], "lag 3 must be at least 2, and at least a passage, which has 4 tokens"),
+        (["--lags=1000"], "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
+    ):
+        refused(capsys, lambda a=arguments: call(copying, runs[0], *a), message)
