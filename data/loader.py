@@ -7,6 +7,7 @@ carried between steps, so resuming needs only the step, and each rank takes its 
 global batch.
 """
 
+import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,15 +18,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.random import SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import check_ids, count_tokens, list_shards, read_shard, read_window
+from data.shards import check_ids, count_tokens, list_shards, open_shards, read_shard, read_windows
 from data.tokenizer import MAX_IDS
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
-READERS = 16  # threads that read a batch
+
+# Python's garbage collector would go through all of torch, for 0.1 s of an early batch; modules are
+# never garbage.
+gc.freeze()
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -56,7 +61,7 @@ class Loader(ABC):
         size = batching.batch_size
         if n_windows < size:
             raise UserError(
-                f"{self.source}: {self.tokens} training tokens make {n_windows} windows of "
+                f"{self.source}: an epoch has {self.tokens} tokens, {n_windows} windows of "
                 f"{batching.block_size} tokens and a target, but one batch takes {size}, that is "
                 f"at least {size * batching.block_size + 1} tokens"
             )
@@ -64,7 +69,7 @@ class Loader(ABC):
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
-        self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+        self._ahead: dict[int, Future[tuple[Tensor, Tensor]]] = {}  # by step
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size, ...].
@@ -72,10 +77,9 @@ class Loader(ABC):
         y is x shifted by one position. Steps may come in any order; the next batch is read in the
         background.
         """
-        ready = self._next is not None and self._next[0] == step
-        x, y = self._next[1].result() if self._next and ready else self._read(step)
-        self._next = step + 1, self._reader.submit(self._read, step + 1)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        batch = self._ahead.get(step) or self._reader.submit(self._read, step)
+        self._ahead = {step + 1: self._reader.submit(self._read, step + 1)}
+        return copy_to(self.device, *batch.result())
 
     @abstractmethod
     def batch_location(self, step: int) -> str:
@@ -119,7 +123,7 @@ class TokenLoader(Loader):
         # index of each shard's first window, then the total number of windows
         windows = [(n - 1) // batching.block_size for n in tokens]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
-        self._files = ThreadPoolExecutor(READERS)
+        self._files = open_shards(self.paths)
         super().__init__(int(self.first_window[-1]), batching)
 
     def batch_location(self, step: int) -> str:
@@ -141,16 +145,9 @@ class TokenLoader(Loader):
         return np.stack((shard, offset), axis=1)
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        # each thread reads a part of the batch: a disk answers many requests in the time of one
-        parts = self._files.map(self._read_windows, np.array_split(self._locate(step), READERS))
-        return inputs_and_targets(np.concatenate(list(parts)), self.device)
-
-    def _read_windows(self, places: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """The windows [n, block_size + 1] at `places` [n, 2], shard numbers and token offsets."""
-        windows = np.empty((len(places), self.batching.block_size + 1), dtype=np.uint16)
-        for window, (shard, offset) in zip(windows, places, strict=True):
-            window[:] = read_window(self.paths[shard], offset, len(window), self.vocab_size)
-        return windows
+        length = self.batching.block_size + 1
+        windows = read_windows(self._files, self._locate(step), length, self.vocab_size)
+        return inputs_and_targets(windows, self.device)
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
@@ -160,8 +157,8 @@ def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
     """
     epoch, index = np.divmod(np.arange(begin, begin + count), n)
     order = np.empty_like(index)
-    for e in np.unique(epoch):
-        order[epoch == e] = shuffled(index[epoch == e], n, seed, int(e))
+    for e in set(epoch.tolist()):
+        order[epoch == e] = shuffled(index[epoch == e], n, seed, e)
     return order
 
 
@@ -176,7 +173,7 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
     low_bits = np.uint64((bits + 1) // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << (bits - int(low_bits))) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(2 * FEISTEL_ROUNDS, np.uint64)
+    keys = SeedSequence([seed, epoch]).generate_state(2 * FEISTEL_ROUNDS, np.uint64)
 
     out = np.asarray(index).astype(np.uint64)
     walking = np.arange(len(out))
@@ -230,14 +227,14 @@ def validation_batches(
             f"{block_size + 1}"
         )
     windows = sliding_window_view(tokens, block_size + 1)[::block_size][share]
-    return _batches(windows, batch_size, torch.device(device))
+    parts = (windows[begin : begin + batch_size] for begin in range(0, len(windows), batch_size))
+    device = torch.device(device)
+    return (copy_to(device, *inputs_and_targets(part, device)) for part in parts)
 
 
-def _batches(windows: NDArray[np.uint16], size: int, device: torch.device) -> Batches:
-    """x, y of windows [n, T + 1]."""
-    for begin in range(0, len(windows), size):
-        x, y = inputs_and_targets(windows[begin : begin + size], device)
-        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y on `device`; pinned ones are copied while the process goes on."""
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
 def _use_gpu(device: torch.device) -> None:
@@ -250,9 +247,12 @@ def inputs_and_targets(
     sequences: NDArray[np.uint16], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """[b, T + 1, ...] -> x, y: int64 [b, T, ...], contiguous, pinned if they go to a GPU."""
-    tokens = torch.from_numpy(sequences.astype(np.int64))
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+    b, t, *rest = sequences.shape
+    pinned = device.type == "cuda"
+    both = torch.empty((2, b, t - 1, *rest), dtype=torch.int64, pin_memory=pinned)
+    x, y = both
+    x.numpy()[:], y.numpy()[:] = sequences[:, :-1], sequences[:, 1:]
+    return x, y
 
 
 def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

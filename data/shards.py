@@ -8,7 +8,9 @@ tokenizer is built in. A set made in N parts is a folder of N such folders, `par
 """
 
 import os
+import resource
 import sys
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -28,7 +30,6 @@ HEADER_BYTES = HEADER_INTS * HEADER.itemsize
 TOKEN = np.dtype("<u2")
 
 META = "meta.json"
-HOW_TO_MAKE = "make it with `python -m data.fineweb` or `python -m data.text`: docs/data.md"
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -98,22 +99,41 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]
     return np.fromfile(path, TOKEN, min(count_tokens(path), count), offset=HEADER_BYTES)
 
 
-def read_window(path: Path, start: int, count: int, vocab_size: int) -> NDArray[np.uint16]:
-    """The tokens [count] from number `start` of a shard on.
-
-    It is a read of these bytes alone: a page fault of a memory map reads megabytes ahead. Raises
-    UserError where the shard ends before, or a token is not below `vocab_size`.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def open_shards(paths: list[Path]) -> list[FileIO]:
+    """Open all shards, for `read_windows`. Raises UserError where one cannot be opened."""
+    # often 1,024 files at first, and up to a million for a process that asks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
     try:
-        data = os.pread(file, count * TOKEN.itemsize, HEADER_BYTES + start * TOKEN.itemsize)
-    finally:
-        os.close(file)
-    tokens = np.frombuffer(data, TOKEN)
-    if len(tokens) < count:
-        raise UserError(f"{path}: ends before token {start + count}, and was longer before")
-    check_ids(path, tokens, vocab_size, start)
-    return tokens
+        return [FileIO(path) for path in paths]
+    except OSError as error:
+        raise UserError(f"{error.filename}: the shard cannot be read: {error.strerror}") from error
+
+
+def read_windows(
+    files: list[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
+) -> NDArray[np.uint16]:
+    """The windows [n, length] at `places` [n, 2]: numbers of a file and of a token in it.
+
+    Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
+    UserError where a file ends before, or a token is not below `vocab_size`.
+    """
+    windows = np.empty((len(places), length), dtype=TOKEN)
+    read = [(files[number], start) for number, start in places.tolist()]
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        for file, start in read:  # a disk that knows all windows reads many at the same time
+            at = HEADER_BYTES + start * TOKEN.itemsize
+            os.posix_fadvise(file.fileno(), at, windows[0].nbytes, os.POSIX_FADV_WILLNEED)
+    for window, (file, start) in zip(windows, read, strict=True):
+        at = HEADER_BYTES + start * TOKEN.itemsize
+        if os.preadv(file.fileno(), [window.data], at) < window.nbytes:
+            raise UserError(
+                f"{file.name}: ends before token {start + length}, and was longer before"
+            )
+    if windows.max() >= vocab_size:
+        for window, (file, start) in zip(windows, read, strict=True):
+            check_ids(file.name, window, vocab_size, start)
+    return windows
 
 
 def is_whole(path: Path) -> bool:
@@ -146,7 +166,10 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
                 )
         shards += found
     if not shards:
-        raise UserError(f"{data_dir}: no *_{split}_*.bin there; {HOW_TO_MAKE}")
+        raise UserError(
+            f"{data_dir}: no *_{split}_*.bin there; make it with `python -m data.text FILES "
+            f"--out_dir {data_dir}` or `python -m data.fineweb --out_dir {data_dir}`: docs/data.md"
+        )
     return shards
 
 

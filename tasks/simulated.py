@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.loader import Batches, Loader
+from data.loader import Batches, Loader, copy_to
 from errors import UserError
 
 # The sets of sequences; the seed of a run selects the order alone.
@@ -44,10 +44,8 @@ class SimulatedLoader(Loader):
             )
         indices = range(batching.rank, windows, batching.world_size)
         parts = (indices[at : at + batch_size] for at in range(0, len(indices), batch_size))
-        return (
-            (x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
-            for x, y in (self._make(VALIDATION, part, batching.block_size) for part in parts)
-        )
+        made = (self._make(VALIDATION, part, batching.block_size) for part in parts)
+        return (copy_to(self.device, x, y) for x, y in made)
 
     def _length(self, step: int) -> int:
         """The length of the sequences of a step."""

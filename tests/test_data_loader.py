@@ -1,6 +1,7 @@
 """Batches: each window once an epoch, the same for any number of processes, steps in any order."""
 
 import os
+import resource
 import time
 from collections import Counter
 from itertools import permutations
@@ -119,7 +120,7 @@ def test_the_next_step_is_read_ahead(data_dir):
     loader._read = lambda step: reads.append(step) or read(step)
     for step in (0, 1):
         loader.batch(step)
-        loader._next[1].result()
+        loader._ahead[step + 1].result()
         assert reads == [*range(step + 2)]
 
 
@@ -149,8 +150,14 @@ def test_a_shard_that_shrinks_is_refused(data_dir):
         loader.batch(0)
 
 
-def test_only_headers_and_windows_are_read(tmp_path):
-    """100 billion tokens, in files that are holes: 200 GB to any loader that reads them."""
+def test_only_headers_and_windows_are_read(tmp_path, request):
+    """100 billion tokens, in files that are holes: 200 GB to any loader that reads them.
+
+    They are more files than a process may open at first.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
     header = np.array([20240520, 1, 10**8, *[0] * 253], dtype="<i4").tobytes()
     for k in range(1000):
         path = tmp_path / f"x_{'train' if k else 'val'}_{k:06d}.bin"
@@ -165,7 +172,9 @@ def test_only_headers_and_windows_are_read(tmp_path):
 
 def test_too_little_is_refused(data_dir):
     open_loader(data_dir, 19, seed=0)
-    with pytest.raises(UserError, match=rf"{data_dir}: 166 training tokens .* at least 161 tokens"):
+    with pytest.raises(
+        UserError, match=rf"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
+    ):
         open_loader(data_dir, 20, seed=0)
     with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens, .* takes 65"):
         validation_batches(data_dir, 64, max_tokens=1000, batch_size=1)
@@ -194,6 +203,6 @@ def test_batches_on_a_gpu(data_dir):
     for step in range(5):
         x, y = loader.batch(step)
         assert x.is_cuda and y.is_cuda and torch.equal(x.cpu(), host.batch(step)[0])
-    assert loader._next[1].result()[0].is_pinned()
+    assert loader._ahead[5].result()[0].is_pinned()
     x, _ = next(validation_batches(data_dir, T, 48, 2, device="cuda"))
     assert x.is_cuda and x[0].tolist() == list(range(1000, 1008))

@@ -69,7 +69,8 @@ def test_lists_each_split_in_order_and_misses_none(tmp_path):
 
 
 def test_says_how_to_make_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match=r"mine: no \*_val_\*.bin there; make it with `python -m d"):
+    command = f"make it with `python -m data.text FILES --out_dir {tmp_path}/mine`"
+    with pytest.raises(UserError, match=rf"mine: no \*_val_\*.bin there; {command}"):
         shards.list_shards(tmp_path / "mine", "val")
 
 
