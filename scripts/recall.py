@@ -5,17 +5,19 @@ python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 For runs with task = "recall", on their own task (tasks/recall.py). Sequences are the same for all
 runs, and none is a training sequence. As many keys are asked at every length, among more noise;
 with --proportional, which is for mqar, the pairs grow with the length. An answer is right if it is
-the likeliest of all token ids.
+the likeliest of all token ids. A run with less than 99% right answers at its training length has
+not learned the task: the table says so in place of its accuracies at other lengths.
 The distance of an answer is the number of tokens from the token that determines it.
 
-Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length, for
-several runs as recall_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
+Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
+without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
+recall_by_distance_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
 twice.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +31,18 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from errors import UserError
+from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.retrieval import batches
-from scripts.common.runner import Run, as_command, option
+from scripts.common.runner import Run, as_command, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, check_lengths
+from scripts.common.validation import AtLengths, check_lengths, default_lengths
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"
+FEWEST = 30  # answers of a distance that is drawn
+LEARNED = 0.99  # accuracy at the training length; below it, what a length costs says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,14 @@ class Recall(AtLengths):
     def pairs(self, config: Config, length: int) -> int:
         """How many keys a sequence of this length asks."""
         return PAIRS * length // config.block_size if self.proportional else PAIRS
+
+    def for_runs(self, paths: Sequence[str]) -> "Recall":
+        """The evaluation of all runs at the same lengths, which include the training lengths."""
+        configs = [checkpoint.read_config(path) for path in paths]
+        multiples = [m for m in self.multiples if not self.proportional or PAIRS * m <= MQAR_KEYS]
+        lengths = self.lengths or default_lengths(configs, multiples)
+        trained = {config.block_size for config in configs}
+        return replace(self, lengths=tuple(sorted(trained.union(lengths))))
 
     def facts(self, config: Config) -> dict:
         lengths = self.lengths_of(config)
@@ -113,29 +126,41 @@ def accuracies(result: dict) -> dict[int, float]:
     return {n: result["parts"][str(n)]["accuracy"] for n in sorted(map(int, result["parts"]))}
 
 
+def learned(result: dict) -> bool:
+    """Whether the accuracy at the training length is high enough to ask what a length costs."""
+    return accuracies(result)[result["trained_length"]] >= LEARNED
+
+
 def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print every run's accuracy by length, and draw it, also by distance."""
-    first = runs[0][1]
-    title, trained = f"{first['recall']}, RoPE scaling {first['rope']}", first["trained_length"]
-    lengths = list(accuracies(first))
-    table = [["length", *map(str, lengths)]]
+    """Print and draw the accuracy of runs that have learned, by length and by distance."""
+    results = [result for _, result in runs]
+    tasks = dict.fromkeys(result["recall"] for result in results)
+    title = ", ".join(filter(None, [*tasks, title_of(results)]))
+    trained, lengths = {one["trained_length"] for one in results}, list(accuracies(results[0]))
+    table = [["length", *map(str, lengths), ""]]
     pictures: dict[str, list[Curve]] = {"recall": [], "recall_by_distance": []}
     for name, result in runs:
-        shares = [100 * share for share in accuracies(result).values()]
-        table.append([name, *(f"{share:.1f}" for share in shares)])
-        pictures["recall"].append(Curve(name, lengths, shares))
-        far = result["parts"][str(lengths[-1])]["distances"]
-        by_distance = [100 * one["accuracy"] for one in far.values()]
-        pictures["recall_by_distance"].append(Curve(name, list(map(int, far)), by_distance))
+        shares = {n: 100 * share for n, share in accuracies(result).items()}
+        if learned(result):
+            table.append([name, *(f"{share:.1f}" for share in shares.values()), ""])
+            pictures["recall"].append(Curve(name, lengths, list(shares.values())))
+            at = result["parts"][str(lengths[-1])]["distances"].items()
+            far = {int(n): 100 * d["accuracy"] for n, d in at if d["answers"] >= FEWEST}
+            pictures["recall_by_distance"].append(Curve(name, list(far), list(far.values())))
+        else:
+            at = result["trained_length"]
+            cells = [f"{shares[n]:.1f}" if n == at else "–" for n in lengths]
+            table.append([name, *cells, f"not learned in {result['step']:,} steps"])
     print(f"\n{title}: {PERCENT}")
     print_table(table)
     x = {"recall": "length", "recall_by_distance": f"distance at length {lengths[-1]:,}, up to,"}
     return {
         name: draw_curves(
             {title: curves}, f"{x[name]} in tokens (dotted: training length)", PERCENT, "x",
-            sorted({n for curve in curves for n in curve.x}), marks=[trained],
+            sorted({n for curve in curves for n in curve.x}), marks=trained,
         )
         for name, curves in pictures.items()
+        if curves
     }  # fmt: skip
 
 

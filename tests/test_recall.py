@@ -10,21 +10,19 @@ import torch.nn.functional as F
 
 from config import choices
 from data.loader import Batching, TokenLoader, validation_batches
+from errors import UserError
 from evaluation import mean_loss
 from model import GPT
 from scripts import eval_length, recall
-from scripts.common.runner import load_run
 from tasks.loaders import open_loader
 from tasks.recall import Drawn, RecallLoader, draw, targets
 from tests.helpers import not_blank, read_table, saved_run, small_config
-from tests.runs import assert_same_run, refused
+from tests.runs import assert_same_run
 
 TASKS = choices("recall")
 # Of batch 0 with T = 64, 32 sequences and seed 1337: the committed results depend on it.
-CHECKSUMS = {
-    "lookup": "644f9249302b", "mqar": "3bf1c91e657f", "latest": "8dfd22a19a59",
-    "latest_2": "45f5d7a707f7", "sort": "226eb4942dee",
-}  # fmt: skip
+CHECKSUMS = {"lookup": "644f9249302b", "mqar": "3bf1c91e657f", "latest": "8dfd22a19a59",
+             "latest_2": "45f5d7a707f7", "sort": "226eb4942dee"}  # fmt: skip
 SETTINGS = ["--task=recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512",
             "--tie_embeddings=False", "--tokenizer=gpt2"]  # fmt: skip
 BOTH = [*SETTINGS, "--task=language+recall", "--tokenizer=bytes"]
@@ -67,15 +65,11 @@ def test_every_answer_follows_from_the_sequence(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_batches_are_the_same_for_ever_and_for_any_number_of_processes(task):
+def test_batches_are_the_same_for_ever(task):
     whole = RecallLoader(task, Batching(64, 32, 1337))
     x, y = whole.batch(0)
     found = hashlib.sha256(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest()
     assert found[:12] == CHECKSUMS[task]
-    parts = [RecallLoader(task, Batching(64, 32, 1337, rank, 2)) for rank in range(2)]
-    for step in (9, 3):  # in any order
-        for of_all, *shares in zip(*(one.batch(step) for one in (whole, *parts)), strict=True):
-            assert torch.equal(of_all, torch.cat(shares))
     lengths = [whole._length(step) for step in range(1000)]
     assert 450 < lengths.count(64) < 550 and set(lengths) == set(range(16, 65))
     validation = list(whole.validation_batches(64 * 40, 32))
@@ -95,11 +89,10 @@ def test_the_loss_is_of_answers_alone():
     assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, BOTH])
-def test_a_resumed_run_is_the_same(train, settings):
-    whole = train("whole", *settings, "--recall=mqar")
-    train("resumed", *settings, "--recall=mqar", "--max_iters=3")
-    assert_same_run(whole, train("resumed", *settings, "--recall=mqar", "--resume"))
+def test_a_resumed_run_is_the_same(train):
+    whole = train("whole", *BOTH, "--recall=mqar")
+    train("resumed", *BOTH, "--recall=mqar", "--max_iters=3")
+    assert_same_run(whole, train("resumed", *BOTH, "--recall=mqar", "--resume"))
 
 
 def test_text_and_recall_in_turn(shards):
@@ -111,96 +104,92 @@ def test_text_and_recall_in_turn(shards):
         for ids, alone in zip(found, own, strict=True):
             assert torch.equal(ids, torch.where(alone < 0, alone, alone + 257 * (step % 2)))
     assert config.n_vocab == 513 and loader.tokens == 2 * text.tokens
-    (found,), (own,) = (one.validation_batches(512, 8) for one in (loader, text))
-    assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[1])
-
-
-def latest(folder, *settings):
-    """A run whose guesses are often a value of the task."""
-    torch.manual_seed(0)
-    model = GPT(small_config("softmax.py", *settings, "--recall=latest"))
-    kept = model.config.text_ids + torch.arange(16)
-    model.lm_head.weight.data *= torch.zeros(len(model.lm_head.weight), 1).index_fill(0, kept, 50)
-    return saved_run(folder / "latest", model)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return latest(tmp_path_factory.mktemp("runs"), *SETTINGS)
+    validation = (next(one.validation_batches(512, 8)) for one in (loader, text))
+    assert all(torch.equal(found, own) for found, own in zip(*validation, strict=True))
 
 
 @pytest.mark.parametrize("settings, first", [(SETTINGS, 0), (BOTH, 257)])
 def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
-    run = latest(tmp_path, *settings, f"--data_dir={shards}")
-    call(recall, run, "--lengths=32,64", "--answers=400", "--rope=none", "--device=cpu")
+    torch.manual_seed(0)
+    model = GPT(small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}"))
+    ids = torch.arange(len(model.lm_head.weight))[:, None] - first
+    model.lm_head.weight.data *= 50 * ((ids >= 0) & (ids < 16))  # so that a guess is often a value
+    run = saved_run(tmp_path / "latest", model)
+    call(recall, run, "--lengths=32", "--answers=400", "--rope=none", "--device=cpu")
     (measured,) = json.loads((run / "recall.json").read_text())
-    model = load_run(run, recall.Recall(rope="none", device="cpu")).model
     for length in (32, 64):
         tokens = [draw("latest", 2, index, length).tokens.tolist() for index in range(100)]
+        answers = torch.tensor([read("latest", one) for one in tokens])
         with torch.no_grad():
-            right = model(first + torch.tensor(tokens)).argmax(-1) == first + torch.tensor(
-                [read("latest", one) for one in tokens]
-            )
+            right = model(first + torch.tensor(tokens)).argmax(-1) == first + answers
         part = measured["parts"][str(length)]
         assert 10 < right.sum() == 400 * part["accuracy"] and part["answers"] == 400
         assert sum(one["answers"] for one in part["distances"].values()) == 400
-    assert "latest, RoPE scaling none: answers that are right (%)" in capsys.readouterr().out
-    assert not_blank(run / "recall.png") and not_blank(run / "recall_by_distance.png")
+    title, _, line = capsys.readouterr().out.strip().splitlines()
+    assert title == "latest, rope none: answers that are right (%)"
+    assert line.split(maxsplit=3)[1:] == ["–", f"{right.sum() / 4:.1f}", "not learned in 7 steps"]
     if first:
         call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
         (of_text,) = json.loads((run / "eval_length.json").read_text())
         ((x, y),) = validation_batches(shards, 64, 512, 8)
-        expected = model(x, y).item()
-        assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(model(x, y).item(), rel=1e-5)
 
 
 def test_the_accuracy_by_distance():
     tokens, places = np.zeros(64, np.int64), np.array([60, 61])
     near = Drawn(tokens, places, np.array([3, 4]), np.array([59, 57]))  # 1 and 4 before
     far = Drawn(tokens, places, np.array([5, 6]), np.array([57, 0]))  # 3 and 61 before
-    part = recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])])
-    distances = part.pop("distances")
-    assert part == {"accuracy": 0.75, "answers": 4}
-    by_limit = {limit: list(one.values()) for limit, one in distances.items()}
-    assert by_limit == {"1": [1, 1.0], "4": [2, 1.0], "64": [1, 0.0]}
+    found = recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])])
+    shares = {"1": (1, 1.0), "4": (2, 1.0), "64": (1, 0.0)}
+    by_limit = {k: {"answers": n, "accuracy": share} for k, (n, share) in shares.items()}
+    assert found == {"accuracy": 0.75, "answers": 4, "distances": by_limit}
 
 
-def test_refusals_and_pairs_in_proportion(run, call, train, capsys):
+def test_refusals_and_pairs_in_proportion(tmp_path):
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
     grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
     assert grown.parts(config) == {"64": 64 * 128, "512": 512 * 16}
-    assert grown.facts(config)["proportional"]
-    for module, options, *message in (
-        (recall, ["--proportional"], "--proportional is for mqar, but", "is latest"),
-        (recall, ["--lengths=8"], "length 8 must be at least 16"),
-        (eval_length, [], "has task = 'recall', but this command is for runs with"),
+    run = saved_run(tmp_path / "run", GPT(config))
+    assert max(recall.Recall(proportional=True).for_runs([run]).lengths) == 2048  # 128 pairs
+    latest = config.replace(recall="latest")
+    for call, message in (
+        (lambda: grown.facts(latest), "--proportional is for mqar, but"),
+        (lambda: recall.Recall(lengths=(8,)).facts(latest), "length 8 must be at least 16"),
+        (lambda: eval_length.LossByLength().applied(latest), "task = 'recall', but this command"),
+        (lambda: RecallLoader("mqar", Batching(32, 8, 1)), "block_size = 32 must be at least 64"),
     ):
-        refused(capsys, lambda m=module, o=options: call(m, run, *o), *message)
-    short = [*SETTINGS, "--block_size=32"]
-    refused(capsys, lambda: train("refused", *short), "block_size = 32 must be at least 64")
+        with pytest.raises(UserError, match=message):
+            call()
 
 
-def test_a_table_shows_lengths_only_of_what_is_learned(reproduced, commands, scale, monkeypatch):
-    with open(scale, "a") as file:
-        file.write("".join(f"{one[2:]}\n".replace("=", " = ") for one in SETTINGS[1:4]))
-        file.write("task = 'recall'\n")
+def test_lengths_are_shown_only_where_the_task_is_learned(
+    reproduced, commands, scale, call, capsys, monkeypatch, tmp_path
+):
+    settings = (one[2:].replace("=", " = ") for one in SETTINGS[1:4])
+    scale.write_text("\n".join([scale.read_text(), "task = 'recall'", *settings]))
 
     def answer(run, drawn):
-        right = np.stack([one.answers for one in drawn])
-        learned = "ssmax_nope" in str(run.path) or len(drawn[0].tokens) == 64
-        return right if learned and "lssa" not in str(run.path) else right - 1
+        right = "ssmax_nope" in str(run.path) or len(drawn[0].tokens) == 64
+        wrong = "lssa" in str(run.path) or not right
+        return np.stack([one.answers - wrong for one in drawn])
 
     monkeypatch.setattr(recall, "answer", answer)
     only = "softmax,softmax:plain_rope,ssmax_nope,hybrid_lssa:plain_rope"
     folder = reproduced("recall", f"--only={only}")
     table, text = read_table(folder), (folder / "table.md").read_text()
     assert len(commands) == 3 and table["columns"][-1] == "64x, 4,096"
-    found = {name: entry["mean"] for name, entry in table["rows"].items()}
-    far = [100.0, *[0.0] * 6]
-    assert found["softmax"] == found["softmax:plain_rope"] == far
-    assert found["ssmax_nope"] == [100.0] * 7
-    assert found["hybrid_lssa:plain_rope"] == [0.0, *[None] * 6] and "| 0.0 | – |" in text
-    assert "16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
-    assert "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0." in text
-    assert "tokens of recall task lookup; seed 1337" in text
-    assert not_blank(folder / "recall.png") and not_blank(folder / "recall_by_length.png")
+    expected = [[100.0, *[0.0] * 6], [100.0, *[0.0] * 6], [100.0] * 7, [0.0, *[None] * 6]]
+    assert [table["rows"][name]["mean"] for name in only.split(",")] == expected
+    for sentence in (
+        "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0.",
+        "Not learned in 6 steps, as a seed has less than 99 at 1x",
+        "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0.",
+    ):
+        assert sentence in text
+    runs = [tmp_path / f"out/recall/small/{name}/seed1337" for name in ("softmax", "hybrid_lssa")]
+    call(recall, *runs, "--device=cpu")
+    lines = [line.split(maxsplit=8)[1:] for line in capsys.readouterr().out.splitlines()]
+    assert ["100.0", *["0.0"] * 6] in lines
+    assert ["0.0", *["–"] * 6, "not learned in 6 steps"] in lines
+    pictures = [*folder.glob("*.png"), *runs[0].parents[1].glob("*.png")]
+    assert len(pictures) == 4 and all(map(not_blank, pictures))

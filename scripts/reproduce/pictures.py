@@ -20,7 +20,7 @@ PAPER = "the paper's"
 LENGTH = "length, in multiples of the training length"
 # The entries of recall by the pattern of their names, and what their positions are called.
 RECALL_POSITIONS = {
-    "{}": "RoPE, scaled", "{}:plain_rope": "RoPE, plain", "{}_nope": "none",
+    "{}": "RoPE, scaled", "{}:plain_rope": "RoPE, plain", "{}_nope": "no positions",
     "{}_alibi": "ALiBi", "hybrid_{}:plain_rope": "hybrid",
 }  # fmt: skip
 
@@ -118,8 +118,9 @@ def recall(table: dict) -> Pictures:
         one: [learned[name]["mean"][at] / 100 if name in learned else None for name in entries]
         for one, entries in names.items()
     }
-    title, unit = f"recall at {table['columns'][at]} tokens", table["unit"]
-    grid = heat_map(title, shares, titles, unit, "positions", "")
+    title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
+    across = [title.replace(" ", "\n") for title in titles]
+    grid = heat_map(title, shares, across, table["unit"], "", "")
     if not learned:
         return grid
     places = {

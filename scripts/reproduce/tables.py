@@ -24,7 +24,7 @@ from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain, gain_from_context, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
-from scripts.recall import PERCENT, Recall, accuracies
+from scripts.recall import LEARNED, PERCENT, Recall, accuracies, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at
@@ -210,32 +210,30 @@ def equations(table: dict) -> list[str]:
 
 # ---- recall ----
 
-LEARNED = 99  # percent at the training length; below, what a length costs says nothing
-
 
 def recalled(measured: dict, config: Config) -> list[float | None]:
     """The accuracy in percent at each length; beyond the first only where the task is learned."""
     first, *longer = (100 * share for share in accuracies(measured).values())
-    return [first, *(share if first >= LEARNED else None for share in longer)]
+    return [first, *(longer if learned(measured) else [None] * len(longer))]
 
 
 def by_seed(table: dict) -> list[str]:
     """The accuracy of each seed at 16x, and the entries that have not learned the task."""
     at = table["multiples"].index(16)
     seeds: list[str] = []
-    undecided: list[str] = []
+    missing: dict[int, list[str]] = {}  # by steps
     for name, entry in table["rows"].items():
         first, found = ([run["values"][i] for run in entry["runs"]] for i in (0, at))
         missed = None in found
         shown = ", ".join(f"{share:.1f}" for share in (first if missed else found))
-        (undecided if missed else seeds).append(f"`{name}` {shown}")
+        names = missing.setdefault(entry["runs"][0]["step"], []) if missed else seeds
+        names.append(f"`{name}` {shown}")
     sentences = [f"At 16x, by seed: {'; '.join(seeds)}."] if seeds else []
-    if undecided:
-        sentences.append(
-            f"Undecided, as a seed has less than {LEARNED}% at 1x, and other learning rates or "
-            f"more steps may change that; at 1x, by seed: {'; '.join(undecided)}."
-        )
-    return sentences
+    return sentences + [
+        f"Not learned in {steps:,} steps, as a seed has less than {100 * LEARNED:g} at 1x (other "
+        f"learning rates or more steps may change that); at 1x, by seed: {'; '.join(names)}."
+        for steps, names in missing.items()
+    ]
 
 
 # ---- headroom ----
