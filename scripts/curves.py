@@ -1,7 +1,7 @@
 """The curves of runs while they train: loss, validation loss, learning rate and gradient norm.
 
 python -m scripts.curves RUN [RUN ...]
-python -m scripts.curves out/sweep_lssar_p15/p* --x tokens --smooth 20 --out curves.pdf
+python -m scripts.curves out/tiny/*/seed1337 --x tokens --smooth 20 --out curves.pdf
 
 Draws a panel for each quantity from the runs' metrics.jsonl, also of a run in training: curves.png
 in the run's folder, or for several runs curves_RUN_RUN.png in the folder that contains them (or

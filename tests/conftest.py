@@ -231,7 +231,7 @@ def scale(tmp_path):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The training commands of scripts.reproduce and sweep, run in this process; a list."""
+    """The training commands of scripts.reproduce and compare, run in this process; a list."""
     from scripts.common import planned
 
     done = []

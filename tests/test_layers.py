@@ -25,7 +25,7 @@ LAYERS = (
     ("scripts.common",),
     ("scripts",),
     ("scripts.reproduce",),
-    ("scripts.sweep",),
+    ("scripts.compare",),
 )
 LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entries}
 # What an exported model may need besides scripts.common.hf_modeling.

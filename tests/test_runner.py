@@ -21,7 +21,7 @@ def test_every_option_comes_from_the_command_line():
         lengths=(16, 32), tokens=64, data_dir="here", per_position=True,
         whole_documents=True, no_control=True,
         rope="yarn", rope_factor=2.5, rope_theta=500000.0, checkpoint="best", attention="lssa",
-        window=7, p=2.0, attention_impl="reference", device="cpu", dtype="bfloat16",
+        window=7, p=2.0, again=True, attention_impl="reference", device="cpu", dtype="bfloat16",
     )  # fmt: skip
     argv = ["out/run", "--out=a/b.pdf"]
     for one in fields(evaluation):

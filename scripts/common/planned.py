@@ -14,8 +14,9 @@ import torch
 from config import ROOT, Config, accumulation_steps, names
 from errors import EXIT_MISTAKE, UserError
 from layers.heads import build_parts
+from model import GPT
 from runtime import checkpoint
-from runtime.device import pick_device
+from runtime.device import PEAK_FLOPS, pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 
@@ -113,16 +114,12 @@ def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 # ---- before training ----
 
 
-def check(runs: Sequence[PlannedRun], elsewhere: str) -> None:
-    """Raise UserError for a folder with another run, and for settings that training refuses.
-
-    `elsewhere` is the option that moves the runs to another folder.
-    """
+def check(runs: Sequence[PlannedRun]) -> None:
+    """Raise UserError for a folder with another run, and for settings that training refuses."""
     for run in runs:
         if difference := run.difference():
             raise UserError(
-                f"{run.folder} was trained with {difference}; move it away, or give another "
-                f"{elsewhere}"
+                f"{run.folder} was trained with {difference}; move it away, or give another --out"
             )
         build_parts(run.config)
         accumulation_steps(run.config, processes_of(run.config))
@@ -137,6 +134,19 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     steps = ((run.config.max_iters - (run.step or 0), run.config) for run in left)
     tokens = sum(count * config.total_batch_size for count, config in steps)
     return f"to train: {len(left)} runs, {tokens:,} tokens"
+
+
+def price(runs: Sequence[PlannedRun]) -> str:
+    """A sentence on the FLOP that are left, and on their time on a GPU."""
+    flop = 0.0
+    for run in with_bases(runs):
+        with torch.device("meta"):
+            each = GPT(run.config).flops_per_token() * run.config.total_batch_size
+        flop += each * max(0, run.config.max_iters - (run.step or 0))
+    hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
+    return (
+        f"training takes {flop:.1e} FLOP: {hours:.1f} hours of one A100 at 40% of its peak, assumed"
+    )
 
 
 # ---- training ----

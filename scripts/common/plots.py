@@ -118,7 +118,7 @@ def draw_curves(
         if "y" in log:
             axes.set_yscale("log")
             axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
-        if "%" in y:
+        if "%" in y and sharey:  # else a panel may have differences
             axes.set_ylim(-3, 103)
         if ticks is not None:
             axes.set_xticks(list(ticks), list(ticks.values()))

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from attention import VARIANTS
-from config import Config, choices
+from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import build_parts
 from layers.rope import Rope
@@ -50,9 +50,11 @@ from scripts.common.plots import save_picture
 
 # Tokens of an evaluation batch, unless one sequence is longer.
 BATCH_TOKENS = 16384
-# The longest list of runs in a picture's file name, in characters; a longer one is cut.
-LONGEST_LABEL = 100
+# The longest label of a run, and the longest file name of a picture, in characters.
+LONGEST_LABEL, LONGEST_NAME = 40, 59
 PICTURES = (".png", ".pdf", ".svg")
+# The settings that two runs may differ in besides where and how they were made.
+LEARNED = names("attention", "model", "data", "optimisation")
 
 
 # ---- options ----
@@ -224,6 +226,8 @@ class Evaluation(Options):
 
     name: ClassVar[str]  # of its results file
     unit: ClassVar[str] = "tokens"  # of the cost of a part
+
+    again: bool = option(False, "measure again what has been measured")
 
     def facts(self, config: Config) -> dict:
         """What identifies the measurement of a run with this config, along with `run_facts`.
@@ -441,12 +445,25 @@ def check_runs(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
-    """Labels for tables and pictures: the variants, or the paths if variants repeat."""
-    names = [checkpoint.read_config(path).variant_name for path in paths]
-    if len(set(names)) == len(names):
-        return names
+    """Labels for tables and pictures: the settings in which the runs differ, or their paths."""
+    configs = [checkpoint.read_config(path) for path in paths]
+    differ = [k for k in LEARNED if len({getattr(config, k) for config in configs}) > 1]
+    others = [key for key in differ if key not in ("attention", "p")]
+    labels = [
+        ", ".join(
+            [config.variant_name] * (others != differ or not differ)
+            + [f"{key} {shown(getattr(config, key))}" for key in others]
+        )
+        for config in configs
+    ]
+    if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
+        return labels
     folders = [Path(path).resolve() for path in paths]
     return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+
+
+def shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def common_folder(paths: Sequence[str | Path]) -> Path:
@@ -467,6 +484,12 @@ def picture_path(paths: Sequence[str | Path], name: str) -> Path:
         return folder / f"{name}.png"
     found = [Path(path).resolve().relative_to(folder) for path in paths]
     label = "_".join("-".join(one.parts).removesuffix(".pt") for one in found)
-    if len(label) > LONGEST_LABEL:
-        label = f"{label[:LONGEST_LABEL]}_{hashlib.sha256(label.encode()).hexdigest()[:8]}"
-    return folder / f"{name}_{label}.png"
+    return folder / f"{shortened(f'{name}_{label}')}.png"
+
+
+def shortened(name: str) -> str:
+    """A file name that fits with its suffix: of a longer one its beginning, and a hash."""
+    if len(name) <= LONGEST_NAME - len(".png"):
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - len('_.png') - len(digest)]}_{digest}"

@@ -5,13 +5,15 @@ A table of results is a dict, saved as table.json:
     title, columns, digits
     better      "lower" or "higher" for each column; None: the column is not ranked
     caption     sentences
-    rows        name of an entry -> paper, mean, low and high, which are lists over columns, and
-                runs: for each seed its values, folder, step, tokens, environment and evaluation.
-                A value that means nothing is None.
+    baseline    an entry that the others are compared with; empty: none
+    rows        name of an entry -> paper, mean, low, high and deviation, which are lists over
+                columns, and runs: for each seed its values, folder, step, tokens, environment and
+                evaluation. A value that means nothing is None. With a baseline also difference:
+                the same of the differences between runs with the same seed.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from runtime.files import atomic_write, write_json
@@ -41,14 +43,29 @@ def print_table(lines: Sequence[Sequence[str]], left: int = 1, width: int = 0) -
 
 
 def summarise(runs: list[dict]) -> dict:
-    """The mean, lowest and highest value of every column over the runs of the seeds."""
+    """Over the runs of the seeds, every column's mean, lowest, highest value and deviation."""
     columns = list(zip(*(run["values"] for run in runs), strict=True))
 
     def over_seeds(summary: Callable) -> list[float | None]:
         return [None if None in values else summary(values) for values in columns]
 
     sides = {"mean": over_seeds(statistics.mean), "low": over_seeds(min), "high": over_seeds(max)}
-    return sides | {"runs": runs}
+    several = len(runs) > 1
+    deviation = over_seeds(statistics.stdev) if several else [None] * len(columns)
+    return sides | {"deviation": deviation, "runs": runs}
+
+
+def paired(entry: dict, baseline: dict) -> dict:
+    """The summary of the differences between the runs of two entries that share a seed."""
+    other = {run["seed"]: run["values"] for run in baseline["runs"]}
+    differences = [
+        {"seed": run["seed"], "values": [
+            None if a is None or b is None else a - b
+            for a, b in zip(run["values"], other[run["seed"]], strict=True)
+        ]}
+        for run in entry["runs"] if run["seed"] in other
+    ]  # fmt: skip
+    return summarise(differences)
 
 
 def spread(entry: dict, column: int) -> float | None:
@@ -82,6 +99,11 @@ def seed_sentences(table: dict, seeds: int) -> list[str]:
     if seeds < 2:
         one = "One seed: the spread between seeds is not known, so nothing is ranked."
         return [one] if ranked else []
+    if table["baseline"]:
+        return [
+            "± is the standard deviation over seeds. A difference is between two runs with the "
+            "same seed, which saw the same batches."
+        ]
     bold = (
         "Bold: the best value of a column, and every value that cannot be distinguished from it "
         "because the means differ by no more than the larger of the two ranges."
@@ -96,17 +118,19 @@ def how_measured(runs: list[dict]) -> str:
     dtypes, machines = distinct(evaluations, "dtype"), distinct(environments, "machine")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
     facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]
+    commits = (
+        f"{e['commit'][:7]}{' modified' * e['modified']}" for e in environments if e["commit"]
+    )
     return (
         f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
-        f"{distinct(environments, 'commit', 7)}."
+        f"{', '.join(dict.fromkeys(commits))}."
     )
 
 
-def distinct(items: list[dict], key: str, width: int | None = None) -> str:
+def distinct(items: list[dict], key: str) -> str:
     """The distinct values of a key, in order of appearance."""
     values = [item[key] for item in items if item.get(key) is not None]
-    texts = (f"{value:,}" if isinstance(value, int) else str(value) for value in values)
-    return ", ".join(dict.fromkeys(text[:width] for text in texts))
+    return ", ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else str(v) for v in values))
 
 
 def ranged(values: Sequence[int]) -> str:
@@ -117,16 +141,16 @@ def ranged(values: Sequence[int]) -> str:
 # ---- files ----
 
 
-def write(folder: Path, stem: str, table: dict, pictures: Sequence[str]) -> None:
-    """Save a table of results as STEM.json and STEM.md, which shows the pictures."""
+def write(folder: Path, table: dict, pictures: Sequence[str]) -> None:
+    """Save a table of results as table.json and table.md, which shows the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {
         name: entry
         | {"runs": [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]}
         for name, entry in table["rows"].items()
     }
-    write_json(folder / f"{stem}.json", table | {"rows": rows})
-    with atomic_write(folder / f"{stem}.md", "w") as file:
+    write_json(folder / "table.json", table | {"rows": rows})
+    with atomic_write(folder / "table.md", "w") as file:
         file.write(markdown(table, pictures))
 
 
@@ -139,22 +163,50 @@ def short(evaluation: dict) -> dict:
 def markdown(table: dict, pictures: Sequence[str]) -> str:
     columns = table["columns"]
     best = [best_entries(table, column) for column in range(len(columns))]
-    lines = [f"# {table['title']}, scale {table['scale']}", ""]
-    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"# {table['title']}, scale {table['scale']}", "", *head]
     for name, entry in table["rows"].items():
         cells = (cell(table, entry, i, name in names) for i, names in enumerate(best))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    if table["baseline"]:
+        lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
+        lines += differences(table)
     lines += ["", *(f"- {sentence}" for sentence in table["caption"]), ""]
     return "\n".join(lines + [f"![{name}]({name})\n" for name in pictures])
 
 
+def differences(table: dict) -> Iterator[str]:
+    """Lines of each entry's difference from the baseline: over all seeds, then for each seed."""
+    digits = table["digits"]
+    for name, entry in table["rows"].items():
+        found = entry.get("difference", {"runs": []})
+        lines = {f"`{name}`": found} if found["runs"] else {}
+        if len(found["runs"]) > 1:
+            seeds = {f"seed {run['seed']}": summarise([run]) for run in found["runs"]}
+            lines |= seeds
+        for label, one in lines.items():
+            cells = (
+                signed(*pair, digits) for pair in zip(one["mean"], one["deviation"], strict=True)
+            )
+            yield f"| {label} | " + " | ".join(cells) + " |"
+
+
+def signed(value: float | None, deviation: float | None, digits: int) -> str:
+    if value is None:
+        return "–"
+    return f"{value:+.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
 def cell(table: dict, entry: dict, column: int, bold: bool) -> str:
-    """Our value, half the range over seeds; in parentheses the paper's value and ours minus it."""
+    """Our value ± the deviation of a comparison, or half the range over seeds, where there are
+    several; in parentheses the paper's value and ours minus it.
+    """
     digits, value = table["digits"], entry["mean"][column]
     if value is None:
         return "–"
     paper = entry["paper"] and entry["paper"][column]
     text = f"**{value:,.{digits}f}**" if bold else f"{value:,.{digits}f}"
-    if width := spread(entry, column):
-        text += f" ± {width / 2:.{digits}f}"
+    width = entry["deviation"][column] if table["baseline"] else (spread(entry, column) or 0) / 2
+    if width:
+        text += f" ± {width:.{digits}f}"
     return text if paper is None else f"{text} ({paper:.{digits}f}; {value - paper:+.{digits}f})"

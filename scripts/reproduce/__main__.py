@@ -14,8 +14,6 @@ Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step
 8, needles in a haystack, are scripts.needle for runs fine-tuned by scripts.finetune_squad.
 """
 
-import argparse
-import functools
 import sys
 from pathlib import Path
 
@@ -23,43 +21,32 @@ if not __package__:  # run as a file: the repository's modules are two folders a
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from errors import UserError, command
-from scripts.common.runner import Parser, value_of
-from scripts.reproduce.entries import FIRST_SEED, open_scale
-from scripts.reproduce.measure import Work
-from scripts.reproduce.report import carry_out
+from scripts.reproduce.entries import open_scale
+from scripts.reproduce.report import carry_out, work_of, work_parser
 from scripts.reproduce.tables import EXPERIMENTS
 
 
 @command
 def main() -> None:
-    parser = Parser(
-        prog="python -m scripts.reproduce",
-        description=__doc__.split("\n\n")[0],
-        epilog="NAME is one of the following; settings of train.py that do not change what is "
-        "learned, such as --batch_size=16, go to all runs:\n"
-        + "\n".join(f"  {name:16} {one.title}" for name, one in EXPERIMENTS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add, at_least_one = parser.add_argument, functools.partial(value_of, int, 1)
+    names = "\n".join(f"  {name:16} {one.title}" for name, one in EXPERIMENTS.items())
+    parser = work_parser(
+        "scripts.reproduce", __doc__,
+        "NAME is one of the following; settings of train.py that do not change what is learned, "
+        f"such as --batch_size=16, go to all runs:\n{names}",
+    )  # fmt: skip
+    add = parser.add_argument
     add("name", metavar="NAME", choices=EXPERIMENTS, help="of a table or figure")
-    add("--scale", required=True, help="124m (the papers'), a name in configs/scales, or a FILE.py")
     add("--only", metavar="ENTRY,ENTRY", help="train and evaluate these entries of the table only")
-    add("--seeds", type=at_least_one, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
-    add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
-    add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
-    add("--plan", action="store_true", help="print what it would cost, and stop")
     options, settings = parser.parse_known_args()
     experiment = EXPERIMENTS[options.name]
     chosen = tuple(options.only.split(",")) if options.only else experiment.entries
     if unknown := set(chosen) - set(experiment.entries):
-        known = ", ".join(experiment.entries)
-        raise UserError(f"--only {min(unknown)!r} must be one of {known}")
+        raise UserError(
+            f"--only {min(unknown)!r} must be one of {', '.join(experiment.entries)}; configs of "
+            "your own: python -m scripts.compare configs/softmax.py configs/mine.py"
+        )
     scale = open_scale(options.scale, options.out, experiment.task, settings)
-    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    folder = Path(options.results) / scale.name / options.name
-    work = Work(options.name, experiment, scale, chosen, seeds, folder)
-    carry_out(work, "table", "--out", options.plan)
+    carry_out(work_of(options.name, experiment, scale, chosen, options), options.plan)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ All tables share the runs: OUT/<scale>/<entry>/seed<seed>.
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,6 +37,10 @@ class Entry:
     file: Path
     changes: Callable[[Config], dict] = lambda scale: {}
     base: str | None = None  # the entry whose final weights this run starts from
+
+    def changed(self, settings: dict) -> "Entry":
+        """The entry with these settings."""
+        return replace(self, changes=lambda scale: self.changes(scale) | settings)
 
 
 def swap(scale: Config) -> dict:
@@ -140,7 +144,7 @@ def find_entry(name: str) -> Entry:
     file = FILES.get(f"{variant}_p15") or FILES.get(variant)
     if p is None or file is None:
         raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
-    return Entry(file, lambda scale: {"p": p})
+    return Entry(file).changed({"p": p})
 
 
 def split_p(name: str) -> tuple[str, float | None]:
@@ -163,6 +167,7 @@ class Scale:
     name: str
     arguments: tuple[str, ...]
     out: Path
+    more: Mapping[str, Entry] = field(default_factory=dict)  # entries of scripts.compare
 
     @cached_property
     def config(self) -> Config:
@@ -170,14 +175,14 @@ class Scale:
 
     def run(self, name: str, seed: int) -> PlannedRun:
         name, _, view = ("untrained:oracle" if name == "oracle" else name).partition(":")
-        entry = find_entry(name)
+        entry = self.more.get(name) or find_entry(name)
         base = self.run(entry.base, seed) if entry.base else None
         changes = entry.changes(self.config)
         changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
         changes |= {"init_from": base.folder} if base else {}
         # T6 has its own sizes at each scale
         sizes = CONFIGS / "scales" / entry.file.stem.partition("_")[0] / f"{self.name}.py"
-        arguments = [str(entry.file), *self.arguments, *([str(sizes)] if sizes.is_file() else [])]
+        arguments = [*self.arguments, str(entry.file), *([str(sizes)] if sizes.is_file() else [])]
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, load_config(arguments), arguments, base, view)
 

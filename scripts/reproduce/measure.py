@@ -53,6 +53,7 @@ class Experiment:
     notes: tuple[str, ...] = ()
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     task: str = "language"  # of the runs
+    baseline: str = ""  # an entry that the others are compared with, seed by seed
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Work:
     chosen: tuple[str, ...]
     seeds: Sequence[int]
     folder: Path
+    again: bool = False  # measure again what has been measured
 
     def runs(self) -> list[PlannedRun]:
         """All runs of a seed before the next seed, so that a first table is complete early."""
@@ -93,7 +95,7 @@ class Work:
         for run, evaluation in self.evaluations():
             try:
                 if run.finished:
-                    runner.with_control(evaluation, run.folder)
+                    runner.with_control(replace(evaluation, again=self.again), run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures

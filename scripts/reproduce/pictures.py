@@ -17,6 +17,7 @@ from scripts.reproduce.measure import Pictures
 SLIDING = "sliding window of 1x"
 THIN = f"thin: {SLIDING}, plain RoPE"
 PAPER = "the paper's"
+DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "length, in multiples of the training length"
 # The entries of recall by the pattern of their names, and what their positions are called.
 RECALL_POSITIONS = {
@@ -50,7 +51,7 @@ def control_of(entry: dict) -> list[float] | None:
 def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
     """A panel for each {title: {entry: label}}: loss over length; thin: the controls.
 
-    The panel "the paper's" has the paper's values.
+    The panels PAPER and DIFFERENCE have the paper's values and the differences from the baseline.
     """
     x = table["multiples"]
     curves: dict[str, list[Curve]] = {}
@@ -58,16 +59,25 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
         shown = curves[title] = []
         for name, label in names.items():
             entry = table["rows"][name]
-            if title == PAPER:
-                values = [math.nan if value is None else value for value in entry["paper"]]
-                shown.append(Curve(label, x, values[: len(x)]))
-                continue
-            shown.append(Curve(label, x, *(entry[side][: len(x)] for side in SIDES)))
-            if control := control_of(entry):
+            other = {PAPER: {"mean": entry["paper"]}, DIFFERENCE: entry.get("difference")}
+            values = other.get(title, entry)
+            sides = [
+                [math.nan if v is None else v for v in values[s]] for s in SIDES if s in values
+            ]
+            shown.append(Curve(label, x, *(side[: len(x)] for side in sides)))
+            if title not in other and (control := control_of(entry)):
                 shown.append(Curve(label, x, control, thin=True))
     ticks = {multiple: f"{multiple:g}x" for multiple in x}
     thin = THIN if any(curve.thin for shown in curves.values() for curve in shown) else ""
-    return draw_curves(curves, LENGTH, table["unit"], log="x", ticks=ticks, thin=thin)
+    alike = DIFFERENCE not in panels
+    return draw_curves(curves, LENGTH, table["unit"], "x", ticks, thin, sharey=alike)
+
+
+def compared(table: dict) -> Figure:
+    """All entries, and their differences from the baseline."""
+    entries = {name: name for name in table["rows"]}
+    others = {name: name for name, entry in table["rows"].items() if "difference" in entry}
+    return over_length(table, {"": entries} | ({DIFFERENCE: others} if others else {}))
 
 
 def beside_the_paper(table: dict) -> Figure:

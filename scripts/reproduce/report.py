@@ -8,17 +8,25 @@ A table has the keys of scripts.common.tables, and
     failures    sentences
 """
 
+import argparse
+import functools
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from errors import UserError
 from runtime.files import check_writable
 from scripts.common.papers import TRAINED_LENGTH
-from scripts.common.planned import check, cost, stop_on_signals, train, with_bases
+from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
-from scripts.common.tables import how_measured, ranged, seed_sentences, summarise, write
+from scripts.common.runner import Parser, value_of
+from scripts.common.tables import how_measured, paired, ranged, seed_sentences, summarise, write
+from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
+from scripts.reproduce.tables import EXPERIMENTS, GAIN, available
 
 CONTROL_NOTE = (
     "Sliding window: the same weights with plain RoPE, where each query sees as many keys as in "
@@ -29,14 +37,38 @@ CONTROL_NOTE = (
 )
 
 
-def carry_out(work: Work, stem: str, elsewhere: str, plan: bool) -> None:
+def work_parser(name: str, doc: str, epilog: str) -> Parser:
+    """A parser with the options of scripts.reproduce and scripts.compare."""
+    parser = Parser(
+        prog=f"python -m {name}", description=doc.split("\n\n")[0], epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    add, at_least_one = parser.add_argument, functools.partial(value_of, int, 1)
+    add("--scale", required=True, help="124m (the papers'), a file in configs/scales, or a FILE.py")
+    add("--seeds", type=at_least_one, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
+    add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
+    add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
+    add("--again", action="store_true", help="measure again what has been measured")
+    add("--plan", action="store_true", help="print what it would cost, and stop")
+    return parser
+
+
+def work_of(
+    name: str, experiment: Experiment, scale: Scale, chosen: tuple[str, ...], options: Any
+) -> Work:
+    """The work of a command line with the options of `work_parser`."""
+    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    folder = Path(options.results) / scale.name / name
+    return Work(name, experiment, scale, chosen, seeds, folder, options.again)
+
+
+def carry_out(work: Work, plan: bool) -> None:
     """Print the cost; then, without `plan`, train, measure, and write the table and its pictures.
 
-    The files are STEM.md, STEM.json and pictures in the folder of the work. `elsewhere` is the
-    option that moves the runs to another folder. Exits with 1 where a run failed.
+    Exits with 1 where a run failed.
     """
     runs, evaluations = work.runs(), work.evaluations()
-    check(with_bases(runs), elsewhere)
+    check(with_bases(runs))
     if not plan:  # which needs no data
         for run, evaluation in {run.name: (run, one) for run, one in evaluations}.values():
             evaluation.check(run.config)
@@ -45,10 +77,10 @@ def carry_out(work: Work, stem: str, elsewhere: str, plan: bool) -> None:
     print(f"{work.experiment.title}, scale {work.scale.name}, {len(work.chosen)} entries")
     if runs:
         print(cost(runs))
-        print(
-            f"to evaluate: {sum(not work.stored(run) for run, _ in evaluations)} runs", flush=True
-        )
+        left = sum(work.again or not work.stored(run) for run, _ in evaluations)
+        print(f"to evaluate: {left} runs", flush=True)
     if plan:
+        print(price(runs))
         return
     stop_on_signals()
     failures = train(runs) + work.measure()
@@ -57,21 +89,27 @@ def carry_out(work: Work, stem: str, elsewhere: str, plan: bool) -> None:
     pictures = {f"{work.name}.png": drawn} if isinstance(drawn, Figure) else drawn
     for file, picture in pictures.items():
         save_picture(picture, work.folder / file)
-    write(work.folder, stem, table, list(pictures))
-    print("\n" + (work.folder / f"{stem}.md").read_text())
-    print(f"written: {work.folder / stem}.md, .json")
+    write(work.folder, table, list(pictures))
+    print("\n" + (work.folder / "table.md").read_text())
+    print(f"written: {work.folder}/table.md, table.json")
     if failures:
         sys.exit(1)
 
 
 def build_table(work: Work, failures: list[str]) -> dict:
     """The table of all available runs with these seeds."""
-    experiment, columns, better = work.experiment, work.experiment.columns, work.experiment.better
-    columns = columns if isinstance(columns, tuple) else columns(work.scale.config)
+    experiment, config, better = work.experiment, work.scale.config, work.experiment.better
+    columns = experiment.columns
+    columns = columns if isinstance(columns, tuple) else columns(config)
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
     results = {name: runs for name in experiment.entries if (runs := work.results(name))}
     if not results:
         raise UserError("no entry of the table is available: " + "; ".join(failures))
+    rows = {name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()}
+    baseline = experiment.baseline if experiment.baseline in rows else ""
+    for name in rows if baseline else ():
+        if name != baseline:
+            rows[name]["difference"] = paired(rows[name], rows[baseline])
     table = {
         "name": work.name,
         "title": experiment.title,
@@ -79,19 +117,49 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "paper_scale": paper_scale,
         "unit": experiment.unit,
         "columns": [
-            column if isinstance(column, str) else f"{column:g}x, {at(column, work.scale.config):,}"
+            column if isinstance(column, str) else f"{column:g}x, {at(column, config):,}"
             for column in columns
         ],
         "multiples": [column for column in columns if not isinstance(column, str)] or None,
         "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
         "digits": experiment.digits,
-        "rows": {
-            name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()
-        },
+        "baseline": baseline,
+        "rows": rows,
         "not_run": [name for name in experiment.entries if name not in results],
         "failures": failures,
     }
-    return table | {"caption": caption(table, work)}
+    headroom = what_is_available(work, table)
+    return table | {"caption": caption(table, work) + headroom}
+
+
+def what_is_available(work: Work, table: dict) -> list[str]:
+    """Writes what the longest length is worth beside the gain from context; returns a sentence.
+
+    Empty where the table has no gains, or this scale no runs of headroom.
+    """
+    if GAIN not in table["columns"]:
+        return []
+    other, folder = replace(work, experiment=EXPERIMENTS["headroom"]), work.scale.out
+    found = [n for n in other.experiment.entries if (folder / work.scale.name / n).is_dir()]
+    entries = {name: other.results(name) for name in found}
+    multiple = table["multiples"][-1]
+    worth = list(available(entries, at(multiple, work.scale.config)).values())
+    if not worth:
+        return []
+    mean, width = sum(worth) / len(worth), max(worth) - min(worth)
+    column = table["columns"].index(GAIN)
+    table["columns"][column] = f"{GAIN} (available: {mean:+.{table['digits']}f})"
+    seeds = ", ".join(f"{one:+.4f}" for one in worth)
+    sentence = (
+        f"Available: the gain of a softmax that was trained at {multiple:g}x (`reproduce "
+        f"headroom`), by seed {seeds}"
+    )
+    if len(worth) > 1 and mean < width:
+        sentence += (
+            "; this is less than seeds differ, so whether an entry uses the longer context is "
+            "undecidable here"
+        )
+    return [f"{sentence}."]
 
 
 def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[dict[str, list], str]:

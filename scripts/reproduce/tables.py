@@ -32,6 +32,7 @@ from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
 
 TWO = ("softmax", "lssar_p15")
 LOSS = "validation loss (nats per token)"
+GAIN = "gain from context"
 
 # ---- measurements that several tables share ----
 
@@ -54,7 +55,7 @@ def loss(
         return [*measured["loss"], *control]
 
     longer = multiples[-1] > 1
-    controlled = (f"{multiples[-1]:g}x, {SLIDING}", "gain from context") if longer else ()
+    controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if longer else ()
     return Experiment(
         title, LOSS, entries, (*multiples, *controlled), values,
         evaluation=lambda config: LossByLength(
@@ -215,6 +216,17 @@ def recalled(measured: dict, config: Config) -> list[float | None]:
     """The accuracy in percent at each length; beyond the first only where the task is learned."""
     first, *longer = (100 * share for share in accuracies(measured).values())
     return [first, *(longer if learned(measured) else [None] * len(longer))]
+
+
+def recall(
+    title: str, entries: tuple[str, ...], multiples: tuple[float, ...], **more: Any
+) -> Experiment:
+    """Recall by length, in percent."""
+    return Experiment(
+        title, PERCENT, entries, multiples, recalled,
+        lambda config: Recall(lengths=tuple(at(m, config) for m in multiples), **options(config)),
+        digits=1, task="recall", **more,
+    )  # fmt: skip
 
 
 def by_seed(table: dict) -> list[str]:
@@ -401,12 +413,9 @@ EXPERIMENTS = {
     "passkey": passkeys(
         "LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.beside_the_paper
     ),
-    "recall": Experiment(
-        "Recall of what lies far away", PERCENT, RECALL_ENTRIES, Recall.multiples, recalled,
-        lambda config: Recall(
-            lengths=tuple(at(multiple, config) for multiple in Recall.multiples), **options(config)
-        ),
-        digits=1, draw=pictures.recall, task="recall", remarks=by_seed, notes=(
+    "recall": recall(
+        "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
+        draw=pictures.recall, remarks=by_seed, notes=(
             "A guess has 6.2 in lookup. RoPE is scaled by dynamic NTK; `:plain_rope` is the same "
             "run without scaling. `_nope` has no positions, and `hybrid_` none in half of the "
             "heads, while the other half is softmax with RoPE over a quarter of the training "

@@ -1,0 +1,142 @@
+"""Train several configs with the same seeds and batches, and compare each with the first one.
+
+python -m scripts.compare configs/softmax.py configs/mine.py --scale tiny --seeds 3
+python -m scripts.compare configs/lssar_p15.py --p=3,5,7,10 --scale tiny
+python -m scripts.compare configs/softmax.py configs/ssmax.py --positions=rope,none \
+    --scale recall/tiny --lengths 64,1024
+
+Each config file is an entry, and with --SETTING=VALUE,VALUE each combination of a file and a value.
+A setting of a config file overrides the scale's.
+
+Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
+accuracy at each length; runs on orbits by their last validation. The table has means and standard
+deviations over seeds, and paired differences: an entry's number minus the first entry's number with
+the same seed. Seeds change the loss of all entries alike, so that a difference may be the same at
+every seed and far smaller than the range over seeds.
+
+Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
+scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
+picture. An interrupted command continues where it stopped; nothing is done twice. To train several
+runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEVICES: runs that
+another process is training are left to it.
+"""
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository's modules are in the folder above
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from config import load_config, names, parse, require_known_setting
+from errors import UserError, command
+from layers.heads import build_parts
+from runtime.log import read_metrics
+from scripts.common.planned import PlannedRun
+from scripts.common.runner import lengths_of, shortened, shown
+from scripts.reproduce import pictures, tables
+from scripts.reproduce.entries import FILES, FREE, Entry, Scale, find_entry, open_scale
+from scripts.reproduce.measure import Experiment, Values
+from scripts.reproduce.report import carry_out, work_of, work_parser
+
+# Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
+FIXED = (*names("data"), "block_size")
+COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
+
+
+@command
+def main() -> None:
+    parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
+    parser.usage = "%(prog)s CONFIG.py [CONFIG.py ...] --scale SCALE [--SETTING=VALUE,VALUE ...]"
+    help = "to evaluate at, in tokens, besides the training length (default: its multiples)"
+    parser.add_argument("--lengths", type=lengths_of, help=help)
+    options, rest = parser.parse_known_args()
+    files = [text for text in rest if not text.startswith("--")]
+    settings = dict(text[2:].partition("=")[::2] for text in rest if text.startswith("--"))
+    free = [f"--{key}={text}" for key, text in settings.items() if key in FREE]
+    task, _, name = options.scale.rpartition("/")
+    task = task or "language"
+    if options.scale.endswith(".py"):
+        task, name = load_config([options.scale]).tasks[0], options.scale
+    scale = open_scale(name, options.out, task, free)
+    grid = {key: text for key, text in settings.items() if key not in FREE}
+    scale = replace(scale, more=dict(entries_of(scale, files, grid)))
+    experiment = compared(scale, task, options.lengths)
+    name = shortened("compare_" + "_".join(experiment.entries))
+    carry_out(work_of(name, experiment, scale, experiment.entries, options), options.plan)
+
+
+def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> Iterator[tuple[str, Entry]]:
+    """The names and entries of the files, for each combination of the settings' values.
+
+    A combination that its variant refuses, such as lssar with p = None, is left out. Raises
+    UserError for settings that may not differ, and where two entries have one name.
+    """
+    for key in grid:
+        require_known_setting(key, "the command line")
+        if key not in COMPARABLE:
+            raise UserError(
+                f"--{key}: entries cannot differ in it; a file for --scale FILE.py sets it for all "
+                "entries, and --seeds 3 trains three seeds"
+            )
+    values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
+    found = set()
+    for file, changes in itertools.product(files, itertools.product(*values)):
+        stem = Path(file).stem
+        ours = stem in FILES and Path(file).resolve() == FILES[stem]
+        base = find_entry(stem) if ours else Entry(Path(file))
+        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
+        entry = base.changed(dict(changes))
+        if name in found:
+            raise UserError(f"two entries are called {name}: rename a file, or drop a value")
+        found.add(name)
+        try:
+            build_parts(replace(scale, more={name: entry}).run(name, 0).config)
+        except UserError as error:
+            if not changes:
+                raise
+            print(f"left out: {name}, as {error}")
+        else:
+            yield name, entry
+
+
+def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experiment:
+    """The measurement of the entries, by the task."""
+    entries = tuple(scale.more)
+    if len(entries) < 2:
+        raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
+    configs = {name: scale.run(name, 0).config for name in entries}
+    first = configs[entries[0]]
+    for key, (name, config) in itertools.product(FIXED, configs.items()):
+        if getattr(config, key) != getattr(first, key):
+            raise UserError(
+                f"{name} has {key} = {getattr(config, key)!r}, and {entries[0]} has "
+                f"{getattr(first, key)!r}: losses on other data or at other lengths cannot be "
+                "compared"
+            )
+    title, trained = f"Compared with {entries[0]}", first.block_size
+    multiples: tuple[float, ...] = tables.LENGTHS if task == "language" else tables.Recall.multiples
+    if lengths:
+        multiples = tuple(length / trained for length in sorted({trained, *lengths}))
+    elif any(config.positions == "learned" for config in configs.values()):
+        multiples = (1,)
+    if task == "orbits":
+        experiment = Experiment(title, tables.LOSS, entries, (1,), read=last_validation)
+    else:
+        measured = tables.recall if task == "recall" else tables.loss
+        experiment = measured(title, entries, multiples)
+    note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
+    return replace(
+        experiment, baseline=entries[0], better=None, draw=pictures.compared, notes=(note,)
+    )
+
+
+def last_validation(run: PlannedRun) -> Values:
+    return [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step][-1:], {}
+
+
+if __name__ == "__main__":
+    main()

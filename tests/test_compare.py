@@ -1,0 +1,119 @@
+"""Configs compared with the first one: their runs, the paired differences, the table."""
+
+import json
+import statistics
+
+import pytest
+
+from scripts import compare
+from tests.helpers import CONFIGS, SMALL, measured_losses, not_blank, read_table
+from tests.runs import metrics, refused
+
+
+@pytest.fixture
+def compared(call, commands, scale, shards, tmp_path):
+    """`python -m scripts.compare ...` at a small scale; returns the folder of the table."""
+
+    def run(*arguments):
+        common = [f"--out={tmp_path / 'out'}", f"--results={tmp_path / 'results'}"]
+        if not any(argument.startswith("--scale") for argument in arguments):
+            common += [f"--scale={scale}", f"--data_dir={shards}", "--wandb_mode=disabled"]
+        call(compare, *arguments, *common)
+        return max(
+            (tmp_path / "results").glob("*/compare_*"), key=lambda path: path.stat().st_mtime
+        )
+
+    return run
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A config of the user's, which overrides the scale."""
+    path = tmp_path / "mine.py"
+    path.write_text("attention = 'ssmax'\nn_layer = 1\n")
+    return str(path)
+
+
+FILES = ("softmax.py", "lssar_p15.py", "scales/tiny.py")
+SOFTMAX, LSSAR, TINY = (str(CONFIGS / name) for name in FILES)
+
+
+def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
+    folder = compared(SOFTMAX, mine, "--seeds=2", "--lengths=64")
+    printed, table = capsys.readouterr().out, read_table(folder)
+    assert folder.name == "compare_softmax_mine" and len(commands) == 4
+    assert printed.index("4 runs") < printed.index("step 6/6") < printed.index("| `softmax` |")
+    values = {}
+    for name in ("softmax", "mine"):
+        for seed in (1337, 1338):
+            run = tmp_path / f"out/small/{name}/seed{seed}"
+            config = json.loads((run / "config.json").read_text())
+            assert (config["n_layer"], config["seed"]) == (1 if name == "mine" else 2, seed)
+            own, control = measured_losses(run)
+            gain = min(control["loss"]) - own["loss"][-1]
+            values[name, seed] = [*own["loss"], control["loss"][-1], gain]
+    difference = table["rows"]["mine"]["difference"]
+    for i, one in enumerate(zip(*(run["values"] for run in difference["runs"]), strict=True)):
+        pairs = [values["mine", s][i] - values["softmax", s][i] for s in (1337, 1338)]
+        assert list(one) == pytest.approx(pairs)
+        assert difference["mean"][i] == pytest.approx(statistics.mean(pairs))
+        assert difference["deviation"][i] == pytest.approx(statistics.stdev(pairs))
+        assert f"{difference['mean'][i]:+.4f} ± {difference['deviation'][i]:.4f}" in printed
+        assert all(f"{pair:+.4f} |" in printed for pair in pairs)
+    own = [values["mine", seed][0] for seed in (1337, 1338)]
+    assert f"| `mine` | {statistics.mean(own):.4f} ± {statistics.stdev(own):.4f} |" in printed
+    assert not_blank(folder / "compare_softmax_mine.png")
+
+
+def test_a_grid_leaves_out_what_a_variant_refuses(compared, commands, capsys):
+    folder = compared(SOFTMAX, "--attention=softmax,lssar", "--p=None,3", "--lengths=16")
+    names = ["softmax,attention=softmax,p=None", "softmax,attention=softmax,p=3"]
+    names.append("softmax,attention=lssar,p=3")
+    assert list(read_table(folder)["rows"]) == names and len(commands) == 3
+    assert "left out: softmax,attention=lssar,p=None" in capsys.readouterr().out
+    commands.clear()  # a larger grid shares the runs
+    compared(SOFTMAX, "--attention=softmax,lssar", "--p=3,5", "--lengths=16")
+    assert len(commands) == 2
+
+
+@pytest.mark.parametrize(
+    "task, settings, unit",
+    [
+        ("recall", "val_tokens = 64\n", "answers that are right (%)"),
+        ("orbits", "planets = 1\nsystems = 20\nbins = 50\n", "validation loss (nats per token)"),
+    ],
+)
+def test_other_tasks(compared, tmp_path, task, settings, unit):
+    file, small = tmp_path / "small.py", [one.removeprefix("--") for one in SMALL]
+    parts = (one.partition("=") for one in small if not one.startswith("tokenizer"))
+    lines = [f"{key} = {text if text[0].isdigit() else repr(text)}\n" for key, _, text in parts]
+    text = "".join(lines) + settings + f"task = {task!r}\ntie_embeddings = False\n"
+    file.write_text(text + "block_size = 64\nbatch_size = 2\n")
+    folder = compared(SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64")
+    table = read_table(folder)
+    assert table["unit"] == unit and list(table["rows"]) == ["softmax", "lssar_p15"]
+    if task == "orbits":
+        loss = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")[6]
+        assert table["rows"]["lssar_p15"]["mean"] == [loss]
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ([SOFTMAX], ["nothing to compare", "two configs", "--p=3,5"]),
+        ([SOFTMAX, SOFTMAX], ["two entries are called softmax"]),
+        ([SOFTMAX, "--p=3,3.0"], ["two entries are called softmax,p=3"]),
+        ([SOFTMAX, "--q=3,5"], ["'q'", "not a setting"]),
+        ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
+        ([SOFTMAX, "--seed=1,2"], ["--seed", "--seeds 3"]),
+        ([SOFTMAX, "nothing.py"], ["nothing.py does not exist"]),
+        (
+            [SOFTMAX, TINY],
+            ["tiny has val_tokens = 65536", "softmax has 256"],
+        ),
+        ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),
+    ],
+)
+def test_refusals_come_before_any_work(compared, commands, tmp_path, capsys, arguments, parts):
+    refused(capsys, lambda: compared(*arguments), *parts)
+    assert not commands and not (tmp_path / "out").exists()
