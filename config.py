@@ -142,7 +142,7 @@ class Config:
     # ---- data: what the loss is measured on ----
     task: str = setting(
         "language",
-        "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
+        "'orbits': simulated planets; 'recall': what lies far away; with '+': batches in turn",
         choices=("language", "orbits", "recall", "language+recall"),
     )
     data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")

@@ -162,9 +162,7 @@ def test_refusals_and_pairs_in_proportion(tmp_path):
             call()
 
 
-def test_lengths_are_shown_only_where_the_task_is_learned(
-    reproduced, commands, scale, call, capsys, monkeypatch, tmp_path
-):
+def test_no_lengths_of_what_is_not_learned(reproduced, scale, call, capsys, monkeypatch, tmp_path):
     settings = (one[2:].replace("=", " = ") for one in SETTINGS[1:4])
     scale.write_text("\n".join([scale.read_text(), "task = 'recall'", *settings]))
 
@@ -177,15 +175,12 @@ def test_lengths_are_shown_only_where_the_task_is_learned(
     only = "softmax,softmax:plain_rope,ssmax_nope,hybrid_lssa:plain_rope"
     folder = reproduced("recall", f"--only={only}")
     table, text = read_table(folder), (folder / "table.md").read_text()
-    assert len(commands) == 3 and table["columns"][-1] == "64x, 4,096"
+    assert table["columns"][-1] == "64x, 4,096"
     expected = [[100.0, *[0.0] * 6], [100.0, *[0.0] * 6], [100.0] * 7, [0.0, *[None] * 6]]
     assert [table["rows"][name]["mean"] for name in only.split(",")] == expected
-    for sentence in (
-        "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0.",
-        "Not learned in 6 steps, as a seed has less than 99 at 1x",
-        "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0.",
-    ):
-        assert sentence in text
+    assert "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
+    assert "Not learned in 6 steps, as a seed has less than 99 at 1x" in text
+    assert "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0." in text
     runs = [tmp_path / f"out/recall/small/{name}/seed1337" for name in ("softmax", "hybrid_lssa")]
     call(recall, *runs, "--device=cpu")
     lines = [line.split(maxsplit=8)[1:] for line in capsys.readouterr().out.splitlines()]
