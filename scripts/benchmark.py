@@ -1,6 +1,7 @@
 """The cost of a training step, an evaluation step, a generated token or attention alone.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
+python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
 python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused --lengths 1024,4096
 python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --lengths 1024,16384
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
@@ -8,12 +9,13 @@ python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15
 
 The columns are the columns of the LSSAR paper's Table A7, whose figures are printed below each
 variant. The paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`:
-the path `reference` without torch.compile, and all logits at once. Each model is measured in its
-own process, so that its peak memory is known; the models take turns, round by round, so that a
-change in the machine's speed affects all of them equally. Times are medians over the rounds. The
-phase `decode` generates one more token for each of batch_size sequences, of which block_size - 1
-are cached; `attention` is ten calls of one layer's attention, forward and backward, and
-`attention_eval` is ten calls without gradients.
+the path `reference` without torch.compile, and all logits at once. `plain` in place of a config is
+a GPT-2 of torch's own modules, as one would write it without this repository. Each model is
+measured in its own process, so that its peak memory is known; the models take turns, round by
+round, so that a change in the machine's speed affects all of them equally. Times are medians over
+the rounds. The phase `decode` generates one more token for each of batch_size sequences, of
+which block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and
+backward, and `attention_eval` is ten calls without gradients.
 """
 
 import argparse
@@ -29,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
@@ -53,6 +57,7 @@ PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 # Calls of attention in a step: the host prepares one while the GPU computes another.
 CALLS = 10
 UNFUSED = ("--attention_impl=reference", "--compile=False")
+PLAIN = "plain"  # in place of a config file: PlainGPT
 
 
 @command
@@ -63,7 +68,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG.py", help="the first is the baseline")
+    add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
     add("--scale", metavar="CONFIG.py", help="of all models, such as configs/scales/45m.py")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
     add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
@@ -72,17 +77,18 @@ def main() -> None:
     add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
     arguments, settings = parser.parse_known_args()
     phases = arguments.phases.split(",")
-    if not set(phases) <= set(PHASES):
-        raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(PHASES)}")
+    allowed = ("train",) if PLAIN in arguments.configs else PHASES
+    if not set(phases) <= set(allowed):
+        raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(allowed)}")
     if arguments.out:
         check_writable(arguments.out.parent)
     models = parse_models(arguments, settings)
-    baselines = baselines_of(models)
+    first = {config.block_size: name for name, config in reversed(models.items())}
+    baselines = {name: first[config.block_size] for name, config in models.items()}
     figures = measure(models, arguments.rounds, phases)
     config, made = next(iter(models.values())), environment()
     dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
-    lengths = ",".join(map(str, arguments.lengths or [config.block_size]))
-    shape = f"{config.batch_size} x {lengths}"
+    shape = f"{config.batch_size} x {','.join(map(str, sorted(first)))}"
     size = f"{config.n_layer} layers, {config.n_embd} wide, {shape} tokens"
     print(f"\n{size}, {dtype}, on {made['machine']}; median of {arguments.rounds} rounds")
     print_figures(figures, baselines, models)
@@ -101,19 +107,14 @@ def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str
     models = {}
     for length, path, impl in itertools.product(lengths, arguments.configs, impls):
         chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-        config = load_config([path, *scale, "--batch_size=4", *settings, *chosen])
+        files = scale if path == PLAIN else [path, *scale]
+        config = load_config([*files, "--batch_size=4", *settings, *chosen])
         if length:  # a step is one micro-batch
             tokens = config.batch_size * length
             config = config.replace(block_size=length, total_batch_size=tokens)
-        name = Path(path).stem + (f" {impl}" if impls[1:] else "")
+        name = Path(path).stem + (f" {impl}" if impls[1:] and path != PLAIN else "")
         models[name + (f" at {length}" if lengths[1:] else "")] = config
     return models
-
-
-def baselines_of(models: dict[str, Config]) -> dict[str, str]:
-    """The baseline of every model: the first model of the same length."""
-    first = {config.block_size: name for name, config in reversed(models.items())}
-    return {name: first[config.block_size] for name, config in models.items()}
 
 
 # ---- measuring ----
@@ -127,7 +128,11 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
             key: stack.enter_context(ProcessPoolExecutor(1, context))
             for key in itertools.product(models, phases)
         }
-        for future in [w.submit(prepare, models[key[0]], key[1]) for key, w in workers.items()]:
+        started = [
+            worker.submit(prepare, models[name], phase, name.startswith(PLAIN))
+            for (name, phase), worker in workers.items()
+        ]
+        for future in started:
             future.result()
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
         for _ in tqdm(range(rounds), desc="rounds"):
@@ -147,13 +152,13 @@ _step: Callable[[], None]
 _device: torch.device
 
 
-def prepare(config: Config, phase: str) -> None:
+def prepare(config: Config, phase: str, plain: bool) -> None:
     """Build the step of a process, and take it twice: it allocates, compiles, fills caches."""
     global _step, _device
     _device = open_device(config.device)
     if phase == "decode":  # as in generation, all tokens share the weights that autocast has cast
         autocast(_device, pick_dtype(config.dtype, _device)).__enter__()
-    _step = build_step(config, phase, _device)
+    _step = build_step(config, phase, _device, plain)
     timed_step()
     if _device.type == "cuda":  # the first step's autotuning and compilation take memory too
         torch.cuda.reset_peak_memory_stats()
@@ -170,19 +175,41 @@ def timed_step() -> tuple[float, float]:
     return 1000 * (time.perf_counter() - started), memory_mb(_device)
 
 
-def build_step(config: Config, phase: str, device: torch.device) -> Callable[[], None]:
-    """A function that takes one step of a phase with the config's model."""
+class PlainGPT(nn.Module):
+    """A GPT-2 of torch's own modules: SDPA, learned positions, tied embeddings."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(c.n_vocab, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
+        sizes = (c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu")
+        block = nn.TransformerEncoderLayer(*sizes, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, c.n_layer, nn.LayerNorm(c.n_embd), False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(c.block_size))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks(self.wte(x) + self.wpe.weight, self.mask, is_causal=True)
+        return F.cross_entropy((h @ self.wte.weight.T).flatten(0, 1), y.flatten())
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return [{"params": [*self.parameters()]}]
+
+
+def build_step(
+    config: Config, phase: str, device: torch.device, plain: bool = False
+) -> Callable[[], None]:
+    """A function that takes one step of a phase with the config's model, or with PlainGPT."""
     torch.manual_seed(config.seed)
     if phase.startswith("attention"):
         return attention_step(config, phase == "attention", device)
     x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
-    model = GPT(config).to(device).train(phase == "train")
-    compiled = compile_model(model) if pick_compile(config.compile, device) else model
+    model: Any = (PlainGPT if plain else GPT)(config).to(device).train(phase == "train")
+    compiler = torch.compile if plain else compile_model
+    compiled = compiler(model) if pick_compile(config.compile, device) else model
     dtype = pick_dtype(config.dtype, device)
-    unfused = config.attention_impl == "reference" and config.compile is False
+    unfused = not plain and config.attention_impl == "reference" and config.compile is False
     optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
 
-    def loss_of_all_logits() -> torch.Tensor:
+    def loss_of_all_logits() -> Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     def train() -> None:

@@ -95,10 +95,8 @@ class Downstream(Evaluation):
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         found = super().select(measurement, config)
-        if found is None:
-            return None
-        versions = {part["lm_eval"] for part in found["parts"].values()}
-        return found | {"lm_eval": ", ".join(sorted(versions))}
+        versions = {part["lm_eval"] for part in found["parts"].values()} if found else ()
+        return found and found | {"lm_eval": ", ".join(sorted(versions))}
 
 
 # ---- the harness ----
@@ -138,10 +136,9 @@ def hash_of(folder: str) -> str:
     """Hash of a folder of tasks, so that a changed task is measured again."""
     if not Path(folder).is_dir():
         raise UserError(f"--include_path {folder}: no such folder")
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    content = b"".join(str(path.relative_to(folder)).encode() + path.read_bytes() for path in files)
+    return hashlib.sha256(content).hexdigest()
 
 
 def harness_model(run: Run, max_length: int) -> Any:
@@ -167,15 +164,10 @@ def harness_model(run: Run, max_length: int) -> Any:
             return 1
 
     return Model(
-        transformers_model(run),
-        backend="causal",
-        tokenizer=transformers_tokenizer(run.config),
-        add_bos_token=False,
-        max_length=max_length,
-        batch_size="auto",
+        transformers_model(run), "causal", tokenizer=transformers_tokenizer(run.config),
+        add_bos_token=False, max_length=max_length, batch_size="auto", softmax_dtype="float32",
         mixed_precision_dtype=None if run.dtype == torch.float32 else run.dtype,
-        softmax_dtype="float32",
-    )
+    )  # fmt: skip
 
 
 # ---- results ----
@@ -214,10 +206,9 @@ def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Fig
             percent = 100 if metric.startswith(SHARES) else 1
             for name, result in named:
                 score = result["parts"][part]["scores"][task]
-                found, samples = score["metrics"][metric], str(score["samples"])
-                error = f"{percent * found['stderr']:.2f}" if found["stderr"] else ""
-                value = f"{percent * found['value']:.2f}"
-                table.append([task, metric, name, value, error, samples])
+                numbers = score["metrics"][metric].values()  # the value and its standard error
+                texts = ["" if x is None else f"{percent * x:.2f}" for x in numbers]
+                table.append([task, metric, name, *texts, str(score["samples"])])
     print_table(table, left=3)
     return {}
 

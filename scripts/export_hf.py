@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +59,19 @@ def main() -> None:
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
     run = load_run(arguments.run, runner.from_arguments(Options, arguments))
     model, tokenizer = transformers_model(run), transformers_tokenizer(run.config)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        copy_file(run.config.tokenizer, temporary)  # the run's own tokenizer.json, byte for byte
-        for name, text in sources().items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        shutil.copy(ROOT / "LICENSE", temporary)
-        os.replace(temporary, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export", dir=folder.parent) as temporary:
+            new = Path(temporary, folder.name)
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            copy_file(run.config.tokenizer, new)  # the run's own tokenizer.json, byte for byte
+            for name, text in sources().items():
+                (new / name).write_text(text, encoding="utf-8")
+            shutil.copy(ROOT / "LICENSE", new)
+            os.replace(new, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
 
 

@@ -12,13 +12,12 @@ Choices that the paper leaves open:
 - an example reads: end-of-text, context, "\\nQuestion: ...\\nAnswer:", a space, the first answer;
 - the loss is summed over the answer's tokens and averaged over the step's examples. An
   end-of-text that may follow is not trained: it is not part of the answer span;
-- a context that is too long keeps as many tokens before the answer as after it; an example without
-  room for its answer is left out;
+- a question whose example has more than T + 1 tokens is left out;
 - each epoch takes all examples in its own order, ending with a smaller batch;
-- the schedule spans all steps, its warm-up is the first epoch, and it ends at 0.
+- the schedule spans all steps.
 
-One process, not compiled. Right padding, only up to the longest example of a micro-batch, changes
-nothing under a causal mask.
+The command runs in one process, without torch.compile. It pads on the right, which changes nothing
+under a causal mask, and only up to the longest example of a micro-batch.
 """
 
 import hashlib
@@ -26,12 +25,13 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
@@ -58,19 +58,15 @@ CHECKPOINT_INTERVAL = 100
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     context: str
     question: str
     answer: str
-    start: int  # of the answer in the context, in characters
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
     answer: int  # tokens of the answer
-    cut: bool = False  # whether a part of the context is left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +106,11 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
     config = base.replace(
-        **recipe(base, 1, options), keep_every=0, batch_size=options.batch_size,
-        checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run, resume=False,
-        device=options.device, dtype=options.dtype,
+        optimizer="adamw", learning_rate=options.learning_rate, min_lr=0.0, weight_decay=0.0,
+        beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", cooldown_iters=0,
+        total_batch_size=options.sequences * base.block_size, batch_size=options.batch_size,
+        checkpoint_interval=CHECKPOINT_INTERVAL, keep_every=0, out_dir=str(out), init_from=run,
+        resume=False, device=options.device, dtype=options.dtype,
     )  # fmt: skip
 
     # ---- model, then data ----
@@ -121,33 +119,30 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     weights = checkpoint.load_weights(model, run, options.checkpoint)
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
-    config = config.replace(**recipe(base, len(examples), options))
-    facts = {
-        "examples": len(examples), "contexts_cut": sum(example.cut for example in examples),
+    steps = math.ceil(len(examples) / options.sequences)  # per epoch
+    config = config.replace(warmup_iters=steps, max_iters=steps * options.epochs)
+    data = {
+        "examples": len(examples), "left_out": len(questions) - len(examples),
         "sha256": hashlib.sha256(b"".join(e.tokens.tobytes() for e in examples)).hexdigest(),
-        "left_out": len(questions) - len(examples), "began_with": weights.id,
+        "began_with": weights.id,
     }  # fmt: skip
 
     # ---- optimizer ----
-    state = None
-    if options.resume:
-        state = checkpoint.load_to_resume(out, config, quiet=False)
-        before = read_json(out / "squad.json")
-        if before != facts:
-            raise UserError(
-                f"{out} was fine-tuned on {before}, now {facts}: give the same run and --squad, or "
-                "another --out_dir"
-            )
+    state = checkpoint.load_to_resume(out, config, quiet=False) if options.resume else None
+    if state is not None and (before := read_json(out / "squad.json")) != data:
+        raise UserError(
+            f"{out} was fine-tuned on {before}, now {data}: give the same run and --squad, or "
+            "another --out_dir"
+        )
     training = begin(config, model, state)
     del state
 
     # ---- loop ----
     checkpoint.write_header(out, config, kernels)
-    write_json(out / "squad.json", facts)
+    write_json(out / "squad.json", data)
     say(
-        f"{config.variant_name}: {len(examples):,} examples ({facts['contexts_cut']:,} contexts "
-        f"cut, {facts['left_out']:,} questions left out), {options.sequences} a step, "
-        f"{config.max_iters:,} steps on {device.type}; run folder {out}"
+        f"{config.variant_name}: {len(examples):,} examples ({data['left_out']:,} questions left "
+        f"out), {config.max_iters:,} steps on {device.type}; run folder {out}"
     )
 
     def batch(step: int) -> Batch:
@@ -158,70 +153,48 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
 
     objective = Objective(
         batch=batch,
-        batch_location=lambda step: f"in epoch {step // config.warmup_iters + 1}",
+        batch_location=lambda step: f"in epoch {step // steps + 1}",
         loss=lambda x, y: answer_loss(model, x, y),
     )
     return fit(config, training, objective)
 
 
-def recipe(base: Config, examples: int, options: FineTuning) -> dict[str, Any]:
-    """The settings of fine-tuning; all others are the base run's."""
-    steps = math.ceil(examples / options.sequences)  # per epoch
-    return {
-        "optimizer": "adamw", "learning_rate": options.learning_rate, "schedule": "cosine",
-        "warmup_iters": steps, "max_iters": steps * options.epochs, "cooldown_iters": 0,
-        "min_lr": 0.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "grad_clip": 1.0,
-        "total_batch_size": options.sequences * base.block_size,
-    }  # fmt: skip
-
-
 def read_squad(path: str) -> list[Question]:
-    """The questions of SQuAD's JSON that have a context, a question and an answer."""
+    """The questions of SQuAD's JSON that have an answer, and its first answer."""
     content = read_json(path)
     if content is None:
         raise UserError(f"{path}: no such file; --squad takes {SQUAD}")
     try:
-        found = [
-            Question(p["context"], qa["question"].strip(), a["text"].strip(), a["answer_start"])
+        return [
+            Question(paragraph["context"], qa["question"].strip(), answer["text"].strip())
             for article in content["data"]
-            for p in article["paragraphs"]
-            for qa in p["qas"]
-            for a in qa["answers"][:1]
+            for paragraph in article["paragraphs"]
+            for qa in paragraph["qas"]
+            for answer in qa["answers"][:1]
+            if qa["question"].strip()
         ]
-        return [q for q in found if q.context.strip() and q.question and q.answer]
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error!r}: this is not the file {SQUAD}") from error
 
 
 def encode_all(questions: list[Question], config: Config) -> list[Example]:
-    """Examples of at most block_size + 1 tokens. Raises UserError where no question fits."""
+    """The examples of at most block_size + 1 tokens. Raises UserError where there is none."""
     tokenizer = get_tokenizer(config.tokenizer)
-    encoded = (encode(tokenizer, q, config.block_size) for q in tqdm(questions, "tokenising"))
-    examples = [example for example in encoded if example is not None]
+    encoded = [encode(tokenizer, question) for question in tqdm(questions, "tokenising")]
+    examples = [example for example in encoded if len(example.tokens) <= config.block_size + 1]
     if not examples:
         raise UserError(
-            f"{len(questions)} answerable questions, but none whose answer and question fit "
-            f"{config.block_size} tokens with a context"
+            f"{len(questions)} answerable questions, but none fits {config.block_size} tokens with "
+            "its context and its answer"
         )
     return examples
 
 
-def encode(tokenizer: Tokenizer, q: Question, block_size: int) -> Example | None:
-    """A question's tokens; None where there is no room for a part of its context."""
-    question = tokenizer.encode(ASK.format(question=q.question))
+def encode(tokenizer: Tokenizer, q: Question) -> Example:
+    """The tokens of a question, its context and its answer."""
+    asked = tokenizer.encode(q.context) + tokenizer.encode(ASK.format(question=q.question))
     answer = tokenizer.encode(f" {q.answer}")
-    context = tokenizer.encode(q.context)
-    room = block_size - len(question) - len(answer)  # the last token is a target only
-    cut = len(context) > room
-    if cut:
-        if room < 2 * len(answer):
-            return None
-        head = q.context[: q.start].rstrip()
-        before, rest = tokenizer.encode(head), tokenizer.encode(q.context[len(head) :])
-        rest = rest[: max(room - len(before), room - room // 2)]
-        context = before[max(0, len(before) + len(rest) - room) :] + rest
-    tokens = np.array([tokenizer.eot, *context, *question, *answer], dtype=np.uint16)
-    return Example(tokens, len(answer), cut)
+    return Example(np.array([tokenizer.eot, *asked, *answer], dtype=np.uint16), len(answer))
 
 
 def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
@@ -234,13 +207,11 @@ def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> l
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
-    length = max(len(example.tokens) for example in batch) - 1
-    x = torch.zeros(len(batch), length, dtype=torch.long)
+    texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in batch]
+    x = pad_sequence([text[:-1] for text in texts], batch_first=True)
     y = torch.full_like(x, IGNORED)
-    for i, example in enumerate(batch):
-        tokens, n = torch.from_numpy(example.tokens.astype(np.int64)), len(example.tokens) - 1
-        x[i, :n] = tokens[:-1]
-        y[i, n - example.answer : n] = tokens[-example.answer :]
+    for i, (example, text) in enumerate(zip(batch, texts, strict=True)):
+        y[i, len(text) - 1 - example.answer : len(text) - 1] = text[-example.answer :]
     return x.to(device), y.to(device)
 
 

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -277,8 +277,7 @@ def probe_magnitudes(run: Run, physics: Physics, bar: tqdm) -> dict:
 # ---- symbolic regression ----
 
 
-@dataclass(frozen=True)
-class Equation:
+class Equation(NamedTuple):
     """A candidate: its nodes, its mean loss, and the formula as sympy reads it."""
 
     nodes: int

@@ -1,6 +1,5 @@
 """The benchmark: its models, what a step is, its tables."""
 
-import argparse
 import multiprocessing
 
 import pytest
@@ -16,10 +15,10 @@ TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes", "--devi
 SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
 
 
-def step(name, phase, *settings):
+def step(name, phase, *settings, plain=False):
     """One step of a phase with the model of a config file."""
     config = load_config([f"configs/{name}.py", *settings])
-    return benchmark.build_step(config, phase, torch.device("cpu"))
+    return benchmark.build_step(config, phase, torch.device("cpu"), plain)
 
 
 def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):
@@ -44,14 +43,19 @@ def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):
     assert asked["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
-def test_models_take_the_baseline_of_their_length():
-    arguments = argparse.Namespace(
-        configs=["configs/softmax.py", "configs/lssar_p3.py"], scale=None, impls="auto,unfused",
-        lengths=(16, 32),
-    )  # fmt: skip
-    models = benchmark.parse_models(arguments, ["--batch_size=2"])
-    baselines = benchmark.baselines_of(models)
-    assert len(models) == 8 and baselines["lssar_p3 unfused at 32"] == "softmax auto at 32"
+def test_models_take_the_baseline_of_their_length(call, capsys, monkeypatch):
+    models = {}
+
+    def measure(asked, rounds, phases):
+        models.update(asked)
+        return {name: {"train_ms": len(name)} for name in asked}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    more = ("--impls=auto,unfused", "--lengths=16,32", "--batch_size=2", "--phases=train")
+    call(benchmark, "plain", "configs/lssar_p3.py", *more)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "lssar_p3 unfused at 32 22.0 (2.00)" in printed  # the baseline is plain at 32
+    assert [*models][:3] == ["plain at 16", "lssar_p3 auto at 16", "lssar_p3 unfused at 16"]
     config = models["lssar_p3 unfused at 32"]
     assert (config.block_size, config.total_batch_size, config.compile) == (32, 64, False)
 
@@ -85,16 +89,27 @@ def test_unfused_holds_all_logits(monkeypatch, phase):
         seen.clear()
 
 
-def test_a_training_step_changes_the_weights(monkeypatch):
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_training_step_changes_the_weights(monkeypatch, plain):
     models, build = [], benchmark.build_optimizers
     monkeypatch.setattr(
         benchmark, "build_optimizers", lambda model, c: models.append(model) or build(model, c)
     )
-    train = step("softmax", "train", *SHORT)
-    weight = models[0].wte.weight
+    train = step("softmax", "train", *SHORT, "--positions=learned", plain=plain)
+    weight, blocks = models[0].wte.weight, models[0].blocks if plain else models[0].trunk
     before = weight.detach().clone()
     train()
     assert not torch.equal(weight, before) and weight.grad is None
+    parameters = sum(p.numel() for p in blocks.parameters())
+    assert parameters == 3280 + 32 + (0 if plain else 8 * 16)  # one block, LayerNorm, positions
+
+
+def test_the_plain_model_is_causal():
+    model = benchmark.PlainGPT(load_config([*SHORT, "--block_size=4"]))
+    x, y = torch.arange(4)[None], torch.tensor([[5, -100, -100, -100]])
+    changed = torch.tensor([[0, 7, 8, 9]])
+    torch.testing.assert_close(model(x, y), model(changed, y))
+    assert not torch.isclose(model(x, y.flip(1)), model(changed, y.flip(1)))
 
 
 def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):

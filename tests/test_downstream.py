@@ -178,16 +178,6 @@ def test_a_measurement_is_made_once(evaluate, tasks, run, monkeypatch):
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 
 
-def test_what_was_measured_stays(evaluate, tasks, run, capsys):
-    """A task that does not fit ends the command, after the tasks before it were saved."""
-    generation(tasks, ASKED, max_gen_toks=40, until=["\n"])
-    refused(
-        capsys, lambda: evaluate(run, "choice,gen", "--limit=1"), "task gen cannot be evaluated"
-    )
-    (result,) = read_json(run / "downstream.json")
-    assert list(result["parts"]) == ["choice"] and result["limit"] == 1
-
-
 def test_several_runs_in_one_table(evaluate, tmp_path, capsys):
     names = ["softmax", "lssar_p15"]
     runs = [saved_run(tmp_path / n, small_model(f"{n}.py").float()) for n in names]

@@ -16,7 +16,6 @@ from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
 from scripts import finetune_squad
 from scripts.common.runner import load_run
-from tests.helpers import small_model
 from tests.runs import identical, lines, metrics, refused, saved
 
 SQUAD_WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
@@ -36,6 +35,7 @@ def squad(tmp_path_factory):
         paragraphs.append({"context": context, "qas": qas})
     paragraphs[0]["qas"].append({"question": "Why?", "answers": [], "is_impossible": True})
     paragraphs[1]["qas"].append({"question": "  ", "answers": answers})
+    paragraphs.append({"context": "long " * 30, "qas": [{"question": "?", "answers": answers}]})
     path = tmp_path_factory.mktemp("squad") / "train-v2.0.json"
     path.write_text(json.dumps({"version": "v2.0", "data": [{"paragraphs": paragraphs}]}))
     return path
@@ -44,42 +44,11 @@ def squad(tmp_path_factory):
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_squad_examples_hold_context_question_and_answer(name):
     tokenizer = get_tokenizer(name)
-    words = "  ".join(SQUAD_WORDS) + ". "
-    context = words * 20 + "It is the Elbe, they say. " + words * 20
-    start = context.index("the Elbe")
-    question = finetune_squad.Question(context, "Which river?", "the Elbe", start)
-    example = finetune_squad.encode(tokenizer, question, 10000)
-    end = "\nQuestion: Which river?\nAnswer: the Elbe"
-    assert not example.cut and tokenizer.decode(example.tokens) == f"<|endoftext|>{context}{end}"
-    assert tokenizer.decode(example.tokens[-example.answer :]) == " the Elbe"
-    for place in (start, 0, len(context) - 8):
-        moved = context[:start] + "it" + context[start + 8 :]
-        moved = moved[:place] + "the Elbe" + moved[place:]
-        question = finetune_squad.Question(moved, "Which river?", "the Elbe", place)
-        for size in (70, 100, 101):
-            example = finetune_squad.encode(tokenizer, question, size)
-            assert example.cut and len(example.tokens) == size + 1
-            text = tokenizer.decode(example.tokens)
-            kept = text.removeprefix("<|endoftext|>").removesuffix(end)
-            assert len(kept) < len(text) and kept in moved and "the Elbe" in kept
-    assert finetune_squad.encode(tokenizer, question, 16) is None
-
-
-@pytest.mark.parametrize("case", ["fox.py", "sigmoid_logn_l1_p15.py"])
-def test_answer_loss_is_that_of_the_answer_alone_whatever_the_padding(case):
-    model = small_model(case)
-    rng = np.random.default_rng(0)
-    make = finetune_squad.Example
-    examples = [make(rng.integers(0, 257, n).astype(np.uint16), a) for n, a in ((9, 2), (17, 5))]
-    both = finetune_squad.answer_loss(model, *finetune_squad.tensors(examples, torch.device("cpu")))
-    expected = 0
-    for example in examples:
-        tokens = torch.from_numpy(example.tokens.astype(np.int64))
-        logs = model(tokens[None, :-1])[0].log_softmax(-1)
-        for place in range(len(tokens) - example.answer, len(tokens)):
-            expected = expected - logs[place - 1, tokens[place]]
-    # the loss is in float32
-    torch.testing.assert_close(both.double(), expected, rtol=1e-5, atol=1e-6)
+    question = finetune_squad.Question("It is the Elbe.  ", "Which river?", "the Elbe")
+    tokens, answer = finetune_squad.encode(tokenizer, question)
+    end = "It is the Elbe.  \nQuestion: Which river?\nAnswer: the Elbe"
+    assert tokenizer.decode(tokens) == f"<|endoftext|>{end}"
+    assert tokenizer.decode(tokens[-answer:]) == " the Elbe"
 
 
 def test_squad_epochs_take_every_example_once():
@@ -104,10 +73,8 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     before = checkpoints(run)
     call(finetune_squad, run, *arguments, "--sequences", 16, "--batch_size", 4)
     assert checkpoints(run) == before
-    questions = finetune_squad.read_squad(squad)
-    assert all(q.context[q.start :].startswith(q.answer) for q in questions)
-    facts = json.loads((out / "squad.json").read_text())
-    assert facts["examples"] == 40 and facts["contexts_cut"] == facts["left_out"] == 0
+    data = json.loads((out / "squad.json").read_text())
+    assert data["examples"] == 40 and data["left_out"] == 1
     # three steps an epoch: linear warm-up in the first, then a cosine to 0
     rates, losses = (list(metrics(out, key).values()) for key in ("lr", "loss"))
     assert len(losses) == 18
@@ -120,7 +87,7 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     # the first loss is that of the base, summed over an answer and averaged over examples
     model = GPT(config).eval()
     checkpoint.load_weights(model, run)
-    examples = finetune_squad.encode_all(questions, config)
+    examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     expected = []
     for example in finetune_squad.batch_of(0, examples, 16, config.seed):
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
