@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import UserError, first_line
+from errors import UserError, check_choice, first_line
 
 ROOT = Path(__file__).parent
 # Before the name or the folder of a Hugging Face GPT-2 in init_from, and what it must be.
@@ -584,14 +584,6 @@ def check_effect(config: Config) -> None:
                     f"{key} = {value!r} has an effect with {other} = {able} only, not with "
                     f"{getattr(config, other)!r}"
                 )
-
-
-def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
-    if value not in allowed:
-        texts = [str(one) for one in allowed]
-        near = difflib.get_close_matches(str(value), texts, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(texts)}")
 
 
 def check_model(config: Config) -> None:

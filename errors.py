@@ -1,10 +1,11 @@
 """How every command reports a user's mistake: one sentence, no traceback, and exit code 2."""
 
+import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, ParamSpec, TypeVar
 
 EXIT_MISTAKE = 2
 
@@ -14,6 +15,15 @@ R = TypeVar("R")
 
 class UserError(ValueError):
     """A mistake in the user's input; the message names it, its value and what would be valid."""
+
+
+def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raise UserError, with the nearest right value, where a value is not among these."""
+    if value not in allowed:
+        texts = [str(one) for one in allowed]
+        near = difflib.get_close_matches(str(value), texts, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(texts)}")
 
 
 def first_line(error: Exception) -> str:

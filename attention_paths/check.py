@@ -6,8 +6,9 @@ import math
 import torch
 
 from attention import VARIANTS, Phi, Variant
+from attention_paths.fused import launch
 from attention_paths.reference import Context, ReferenceAttention
-from errors import UserError
+from errors import UserError, check_choice
 
 
 @functools.cache
@@ -28,22 +29,20 @@ def name_of(variant: Variant) -> str:
 
 
 def check_phi(name: str, phi: Phi) -> None:
-    """Raise UserError where phi is not 0 and flat at `zero`, not finite, or signed undeclared."""
+    """Raise UserError where phi is not as declared, or where hidden keys could get weight."""
+    if phi.kernel is not None and launch is not None:
+        check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
     hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
-    weight = phi.function(hidden.clone())
-    if (zero := weight.item()) != 0:
-        raise UserError(
-            f"{name}: phi({phi.zero:g}) = {zero:.3g}, but hidden keys get this score and must get "
-            "no weight: set Phi(zero=...) to a z with phi(z) = 0. Without such a z, as for a "
-            "clamped exp, phi cannot be used"
-        )
+    weight, slope = phi.function(hidden.clone()), torch.zeros(())
     if phi.zero == -math.inf and weight.requires_grad:
         (slope,) = torch.autograd.grad(weight, hidden)
-        if slope != 0:
-            raise UserError(
-                f"{name}: phi's gradient at -inf, the score of hidden keys, is {slope.item():g}: "
-                "set Phi(zero=...) to a finite z with phi(z) = 0"
-            )
+    if weight != 0 or slope != 0:
+        raise UserError(
+            f"{name}: phi({phi.zero:g}) = {weight.item():.3g}, its gradient there {slope:.3g}, but "
+            "hidden keys get this score and must get no weight: set Phi(zero=...) to a z with "
+            "phi(z) = 0; for an f without such a z, as with a heavy tail, let phi(z) be "
+            "torch.where(z == -math.inf, 0, f(z.clamp_min(-1e4)))"
+        )
     grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
     values = phi.function(grid)
     if not values.isfinite().all():

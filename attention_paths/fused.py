@@ -19,8 +19,8 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     """Why the kernels cannot compute a variant at this head size, on any machine."""
     if variant.row_weights is not None and variant.phi is not EXPM1:
         return "its weights are functions of whole rows"
-    if variant.phi.kernel is None or (launch and variant.phi.kernel not in launch.PHIS):
-        return "its phi names no entry of attention_paths.phi.PHIS"
+    if variant.phi.kernel is None:
+        return "its phi has no kernel in attention_paths.phi.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"
     if variant.keyed:

@@ -19,19 +19,18 @@ class Attention(ReferenceAttention):
     """What ReferenceAttention computes, by `impl`: 'auto' or the one path that it names.
 
     For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
-    refuses, or that the path cannot compute.
+    refuses, for a missing p, and for a path that cannot compute the variant.
     """
 
     def __init__(self, variant: Variant, *arguments: Any, impl: str = "auto", **settings: Any):
         check_variant(variant)
         super().__init__(variant, *arguments, **settings)
         self.impl = impl
-        reason = variant_obstacle(variant, self.head_size)
-        if impl == "triton" and reason:
-            raise UserError(
-                f"attention_impl = 'triton' cannot compute {name_of(variant)}: {reason}; 'auto' "
-                "picks a path that can"
-            )
+        name = name_of(variant)
+        if variant.needs_p and self.p is None:
+            raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
+        if impl == "triton" and (reason := variant_obstacle(variant, self.head_size)):
+            raise UserError(f"attention_impl = 'triton' cannot compute {name!r}: {reason}")
 
     def forward(
         self, q: Tensor, k: Tensor | Factors, v: Tensor | Factors, context: Context = PLAIN

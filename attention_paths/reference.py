@@ -59,7 +59,7 @@ class ReferenceAttention(nn.Module):
         variant: Variant,
         n_head: int,
         head_size: int,
-        trained_length: int,
+        trained_length: int = 1024,
         *,
         p: float | None = None,
         window: int | None = None,
@@ -70,7 +70,8 @@ class ReferenceAttention(nn.Module):
     ) -> None:
         """Most arguments are settings of config.py; the last `alibi_heads` heads have ALiBi.
 
-        `scalars` may have gamma, and the initial values of s and b: 1, 1 and 0 by default.
+        `trained_length` is the L of the formulas, which most variants do not use. `scalars` may
+        have gamma, and the initial values of s and b: 1, 1 and 0 by default.
         """
         super().__init__()
         self.variant, self.p = variant, p

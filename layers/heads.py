@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from attention import VARIANTS, Variant
 from attention_paths.module import Attention
-from config import Config, check_choice
-from errors import UserError
+from config import Config
+from errors import UserError, check_choice
 
 # Settings that some variants take: which, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
@@ -54,12 +54,7 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
 
 
 def check_settings(config: Config, variant: Variant) -> None:
-    """Raise UserError for a setting that the variant does not take, and for a missing p."""
-    if variant.needs_p and config.p is None:
-        raise UserError(
-            f"attention = {config.attention!r} needs p, the power of its re-weighting: "
-            "--p=3 and --p=15 are the paper's"
-        )
+    """Raise UserError for a setting that the variant does not take."""
     for key, (takes, reason) in TAKES.items():
         value = getattr(config, key)
         if value != getattr(Config, key) and not takes(variant):

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from errors import UserError
+from errors import UserError, check_choice
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,7 @@ class Rope:
     SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 
     def __post_init__(self) -> None:
-        if self.scaling not in self.SCALINGS:
-            raise UserError(
-                f"rope scaling = {self.scaling!r}; it is one of {', '.join(self.SCALINGS)}"
-            )
+        check_choice("rope scaling", self.scaling, self.SCALINGS)
         # below 1e100 its powers are finite too
         if self.factor is not None and not 1 <= self.factor < 1e100:
             raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import VARIANTS
+from attention_paths.check import check_variant
 from attention_paths.fused import variant_obstacle
 from attention_paths.reference import PLAIN, Context
 from layers.heads import build_attention
@@ -16,6 +17,8 @@ TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
 # where the kernels run: without a GPU, in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+for variant in VARIANTS.values():
+    check_variant(variant)  # refuses a kernel's name that is not in PHIS, with the nearest
 FUSED = [
     case for case in ATTENTIONS
     if not variant_obstacle(VARIANTS[small_config(case).attention], 64)

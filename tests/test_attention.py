@@ -2,7 +2,9 @@
 
 import functools
 import math
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -366,21 +368,32 @@ def use_variant(monkeypatch, row):
     monkeypatch.setitem(VARIANTS, "own", row)
 
 
-@pytest.mark.parametrize("p", [None, 3])
-def test_a_new_phi_works_everywhere(p, monkeypatch):
-    def elu1(z):
-        return F.elu(z) + 1
+def elu1(z):
+    return F.elu(z) + 1
 
-    use_variant(monkeypatch, Variant(Phi(elu1)))
-    extra = ["--attention=own"] + ([] if p is None else [f"--p={p}"])
-    attn = build("softmax.py", *extra)
+
+def heavy_tail():
+    """The example of docs/variants.md: its function, after it has entered its variant."""
+    page = (Path(__file__).parent.parent / "docs/variants.md").read_text()
+    code = re.search(r"### A heavy tail.*?```python\n(.*?)```", page, re.S)[1]
+    exec(code, scope := dict(vars(attention)))
+    return scope["cauchy"]
+
+
+@pytest.mark.parametrize("p", ["None", "3"])
+@pytest.mark.parametrize("name", ["own", "cauchy"])
+def test_a_new_phi_works_everywhere(name, p, monkeypatch):
+    monkeypatch.setitem(VARIANTS, name, Variant(Phi(elu1)))
+    function = elu1 if name == "own" else heavy_tail()
+    attn = build("softmax.py", f"--attention={name}", f"--p={p}")
     q, k, v = leaves(*draw(7, 9))
-    monkeypatch.setitem(textbook.FORMULAS, "own", lambda t: t.l1(elu1, t.z()))
+    monkeypatch.setitem(textbook.FORMULAS, name, lambda t: t.l1(function, t.z()))
     expected = textbook.weights(attn, q, k)
     assert_near(attn.weights(q, k), expected)
     monkeypatch.setattr(blocked, "BLOCK_QUERIES", 3)
     monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)  # one head at a time
     assert_near(attn(q, k, v), expected @ v)
+    assert_near(attn(q[:, :, -1:], k, v), (expected @ v)[:, :, -1:])
     assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
 
 
@@ -412,7 +425,8 @@ SEES_TOO_MUCH = [
     (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
     (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
-    (Variant(Phi(root_of_softplus)), r"own: phi's gradient at -inf.* is nan: .*to a finite z"),
+    (Variant(Phi(root_of_softplus)), r"own: phi\(-inf\) = 0, its gradient there nan.* heavy tail"),
+    (Variant(Phi(elu1, kernel="elu")), "own: kernel = 'elu'; did you mean 'relu'"),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",

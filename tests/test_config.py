@@ -244,7 +244,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # choices
         ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
         # values that contradict each other
-        ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: --p=3"),
+        ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
