@@ -5,10 +5,8 @@ python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengt
 python -m scripts.attention_maps RUN [RUN ...] --distances
 
 Draws RUN/attention_maps.png, the weights of all heads of the layer on a text. Prints a table for
-the text and for the same validation tokens at each length, with a line for every run. Draws a curve
-for every run over the number of keys of a row, at the greatest length (with --tokens 0: of the
-text), as attention_by_row.png in the run's folder, or for several runs attention_by_row_RUN_RUN.png
-in the folder that contains them (or --out). The model reads the text without end-of-text before it.
+the text and for the same validation tokens at each length, with a line for every run. The model
+reads the text without end-of-text before it.
 
 A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
 window, the last of them. The first query has no choice and is left out. Reported are means over
@@ -38,7 +36,8 @@ all layers and heads on the validation tokens, in windows of the training length
 
 A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
 query and key: near, at distances below 1/16 of the length; far, from half of it; and all. The
-picture is weights_by_distance.png, with RUN_RUN for several runs.
+picture is weights_by_distance.png in the run's folder, or for several runs
+weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 
 RUN/attention_maps.json is a list of measurements. What it has is not measured again.
 
@@ -65,7 +64,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +84,7 @@ from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import Run, as_command, load_run, option
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, data_facts, stretches, windows
+from scripts.common.validation import AtLengths, OnText, stretches, windows
 
 # LSSAR, Figure A1
 TEXT = (
@@ -101,15 +99,11 @@ BY_DISTANCE = "by distance"
 # A distance is near below this share of the length, and far from half of it.
 NEAR = 1 / 16
 NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
-DRAWN = {
-    "first_token": "share of the first token",
-    "entropy_share": "entropy / log n",
-    "zeros": "share of weights that are exactly 0",
-}
+COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionMaps(AtLengths):
+class AttentionMaps(AtLengths, OnText):
     """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
 
     name, multiples = "attention_maps", (1, 8)
@@ -118,7 +112,6 @@ class AttentionMaps(AtLengths):
     text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
     distances: bool = option(False, "also positive weights by distance, dead rows, in all layers")
-    data_dir: str | None = option(None, "shards to use instead of the run's own")
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -130,21 +123,21 @@ class AttentionMaps(AtLengths):
     def lengths_of(self, config: Config) -> tuple[int, ...]:
         return super().lengths_of(config) if self.tokens else ()
 
+    def validation(self, config: Config) -> NDArray:
+        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
+        return stretches(lengths, self.tokens, config)
+
     def facts(self, config: Config) -> dict:
-        layers = range(config.n_layer)
-        if self.layer not in (*layers, *range(-config.n_layer, 0)):
-            raise UserError(f"--layer {self.layer}: this model has layers 0 to {layers[-1]}")
+        last = config.n_layer - 1
+        if not -config.n_layer <= self.layer <= last:
+            raise UserError(f"--layer {self.layer}: this model has layers 0 to {last}")
         self.ids(config)
-        facts = {"layer": layers[self.layer], "head_windows": head_windows(config)}
+        facts = {"layer": self.layer % config.n_layer, "head_windows": head_windows(config)}
         if not (self.tokens or self.distances):
             return facts | {"data_dir": None, "val_sha256": None, "tokens": 0}
         if min(self.lengths_of(config), default=2) < 2:
             raise UserError("--lengths must be at least 2: a single key leaves no choice")
-        return facts | data_facts(self.data_dir or config.data_dir, self.stretches(config))
-
-    def stretches(self, config: Config) -> NDArray:
-        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
-        return stretches(self.data_dir or config.data_dir, lengths, self.tokens, config)
+        return facts | super().facts(config) | {"tokens": self.validation(config)[:, 1:].size}
 
     def parts(self, config: Config) -> dict[str, int]:
         text = {f"text: {self.text}": len(self.ids(config))} if self.text else {}
@@ -156,7 +149,8 @@ class AttentionMaps(AtLengths):
         if name.startswith("text: "):
             return row_statistics(run, facts["layer"], [torch.tensor([self.ids(run.config)])])
         length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
-        one_by_one = (x for x, _ in windows(self.stretches(run.config), length, 1, run.device, bar))
+        validation = windows(self.validation(run.config), length, run.device, bar, size=1)
+        one_by_one = (x for x, _ in validation)
         if name == BY_DISTANCE:
             return distance_statistics(run, length, one_by_one)
         return row_statistics(run, facts["layer"], one_by_one)
@@ -183,6 +177,17 @@ def grouped(values: Tensor) -> Tensor:
     return torch.stack([group.sum(-1) for group in values.split(sizes, -1)], dim=-1)
 
 
+def without_nan(values: Tensor) -> list:
+    """Nested lists with None in place of NaN, which JSON lacks."""
+    array = values.numpy()
+    return np.where(np.isnan(array), np.array(None), array).tolist()
+
+
+def with_nan(values: list) -> Tensor:
+    """Nested lists as a tensor, with NaN in place of None."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
 # ---- rows, by the number of keys ----
 
 
@@ -199,8 +204,8 @@ def weights(
     run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor] = lambda A: A
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
+    one = slice(layer, layer + 1)
     with autocast(run.device, run.dtype):
-        one = slice(layer, layer + 1)
         (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, one)
     return A[0].cpu()
 
@@ -229,39 +234,25 @@ def group_sums(numbers: Tensor, seen: Tensor) -> Tensor:
     first, entropy, nonzero, total = numbers.unbind(-1)
     alive = (total > DEAD).to(numbers.dtype)
     share = torch.where(n > 1, entropy / n.log(), 1)
-    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=1)
+    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=1) * alive[:, None]
     counts = torch.stack((torch.ones_like(alive), 1 - alive), dim=1)
-    sums = grouped(torch.cat((counts, means * alive[:, None]), dim=1))
-    return sums[..., 1:]  # without the first query
+    return grouped(torch.cat((counts, means), dim=1))[..., 1:]  # without the first query
 
 
 def summary(sums: Tensor, length: int) -> dict:
-    """The values of a part, from the sums [H, 2 + 5, groups] over its windows."""
-    return {
-        "length": length,
-        "keys": [distance + 1 for distance in distances(length)[1:]],
-        "groups": mean_rows(sums),
-        "heads": mean_rows(sums.sum(-1)),
-    }
+    """The values of a part, from the sums [H, 2 + 5, groups] over its windows.
 
+    They are the share of dead rows, and each of NUMBERS as a mean over the others.
+    """
 
-def mean_rows(sums: Tensor) -> dict:
-    """The share of dead rows, and each of NUMBERS as a mean over the others; None if all are."""
-    rows, dead, *others = sums.unbind(1)
-    means = {name: total / (rows - dead) for name, total in zip(NUMBERS, others, strict=True)}
-    return {k: without_nan(v.tolist()) for k, v in ({"dead": dead / rows} | means).items()}
+    def means(sums: Tensor) -> dict[str, list]:
+        rows, dead, *others = sums.unbind(1)
+        alive = (total / (rows - dead) for total in others)
+        columns = zip(("dead", *NUMBERS), (dead / rows, *alive), strict=True)
+        return {name: without_nan(values) for name, values in columns}
 
-
-def without_nan(value: Any) -> Any:
-    """Nested lists with None in place of NaN, which JSON lacks."""
-    if isinstance(value, list):
-        return [without_nan(v) for v in value]
-    return None if math.isnan(value) else value
-
-
-def with_nan(values: list) -> Tensor:
-    """Nested lists as a tensor, with NaN in place of None."""
-    return torch.from_numpy(np.array(values, dtype=np.float64))
+    keys = [distance + 1 for distance in distances(length)[1:]]
+    return {"length": length, "keys": keys, "groups": means(sums), "heads": means(sums.sum(-1))}
 
 
 def mean_over_heads(part: dict, name: str) -> float:
@@ -274,20 +265,19 @@ def mean_over_heads(part: dict, name: str) -> float:
 
 def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dict:
     """The values of the part of --distances, over windows [1, length]."""
-    pairs = visible_pairs(length, head_windows(run.config))
-    sums, number = torch.zeros(()), 0
+    pairs, found = visible_pairs(length, head_windows(run.config)), []
     for idx in windows:
         with autocast(run.device, run.dtype):
-            layers = attention_weights(run.model, idx, slice(None), signs)
-        sums = sums + torch.stack([shares(layer[0], pairs) for layer in layers])
-        number += 1
-    means = sums / number
+            # the signs of weights, in a byte each
+            signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
+        found.append(torch.stack([shares(layer[0], pairs) for layer in signs]))
+    positive, dead_rows, dead_keys = torch.stack(found).mean(0).split((pairs.shape[1], 1, 1), -1)
     return {
         "length": length,
         "distances": distances(length),
-        "positive": without_nan(means[..., :-2].tolist()),
-        "dead_rows": means[..., -2].tolist(),
-        "dead_keys": means[..., -1].tolist(),
+        "positive": without_nan(positive),
+        "dead_rows": dead_rows[..., 0].tolist(),
+        "dead_keys": dead_keys[..., 0].tolist(),
     }
 
 
@@ -298,23 +288,16 @@ def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
     return grouped(torch.stack(pairs)).double()
 
 
-def signs(A: Tensor) -> Tensor:
-    """The signs of weights, in a byte each."""
-    return A.sign().to(torch.int8)
-
-
 def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     """The shares of one window, [H, groups + 2], from the signs of its weights [H, L, L].
 
     `pairs` are its `visible_pairs`; where there are none, the share is NaN.
     """
-    length = sign.shape[-1]
+    length, used = sign.shape[-1], sign != 0
     positive = [(sign.diagonal(-d, -2, -1) > 0).sum(-1) for d in range(length)]
-    used = sign != 0
-    dead_rows = ~used.any(-1)
-    dead_keys = ~used.tril(-1).any(-2)[:, : length // 2]
-    dead = torch.stack([x.double().mean(-1).cpu() for x in (dead_rows, dead_keys)], dim=-1)
-    return torch.cat((grouped(torch.stack(positive, dim=-1)).cpu() / pairs, dead), dim=-1)
+    dead = (~used.any(-1), ~used.tril(-1).any(-2)[:, : length // 2])
+    dead_shares = torch.stack([x.double().mean(-1).cpu() for x in dead], dim=-1)
+    return torch.cat((grouped(torch.stack(positive, dim=-1)).cpu() / pairs, dead_shares), dim=-1)
 
 
 def mean_shares(result: dict) -> dict[str, float]:
@@ -323,55 +306,40 @@ def mean_shares(result: dict) -> dict[str, float]:
     NaN where there is no such pair.
     """
     part = result["parts"][BY_DISTANCE]
-    length, ends = part["length"], [-1, *part["distances"]]
+    length, last = part["length"], torch.tensor(part["distances"])  # of each group
     pairs = visible_pairs(length, result["head_windows"])
     positive = with_nan(part["positive"]).mean(0).nan_to_num() * pairs
-    low, high = torch.tensor(ends[:-1]) + 1, torch.tensor(ends[1:])
-    near, far = high < max(1, NEAR * length), low >= length / 2
+    first = last.roll(1).add(1).index_fill(0, torch.tensor(0), 0)
+    of = {"near": last < max(1, NEAR * length), "far": first >= length / 2, "all": last >= 0}
+    means = {k: (positive[:, at].sum() / pairs[:, at].sum()).item() for k, at in of.items()}
+    dead = {k: torch.tensor(part[k.replace(" ", "_")]) for k in ("dead rows", "dead keys")}
+    return means | {k: shares.mean().item() for k, shares in dead.items()}
 
-    def share(chosen: Tensor) -> float:
-        return (positive[:, chosen].sum() / pairs[:, chosen].sum()).item()
 
-    return {
-        "near": share(near),
-        "far": share(far),
-        "all": share(near | True),
-        "dead rows": torch.tensor(part["dead_rows"]).mean().item(),
-        "dead keys": torch.tensor(part["dead_keys"]).mean().item(),
-    }
+def positive_curve(result: dict) -> tuple[list[float], list[float]]:
+    """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
+    part = result["parts"][BY_DISTANCE]
+    shares = with_nan(part["positive"]).mean(0).nanmean(0).tolist()
+    return [distance + 1 for distance in part["distances"]], shares
 
 
 # ---- the tables and the pictures ----
 
 
 def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print a table of every part; draw the last length and the distances."""
-    names, pictures = [name for name, _ in runs], {}
+    """Print a table of every part, with a line for every run; draw the distances."""
     # the lengths of runs with other training lengths differ
-    for of_runs in zip(*(result["parts"].items() for _, result in runs), strict=True):
-        part, parts = of_runs[0][0], [part for _, part in of_runs]
-        if part == BY_DISTANCE:
-            pictures["weights_by_distance"] = show_distances(runs)
-        else:
-            print(f"\nlayer {evaluation.layer}, {ascii(part[:46])}; means over heads and rows")
-            pictures["attention_by_row"] = show_rows(names, parts)
-    return pictures
-
-
-def show_rows(names: Sequence[str], parts: Sequence[dict]) -> Figure:
-    """A line for every run, of the same text or validation tokens; a panel for each of DRAWN."""
-    columns = (*NUMBERS[:4], "dead", "sum")
-    table = [["", "length", *columns]]
-    drawn: dict[str, list[Curve]] = {title: [] for title in DRAWN.values()}
-    for name, part in zip(names, parts, strict=True):
-        means = [f"{mean_over_heads(part, column):.4f}" for column in columns]
-        table.append([name, str(part["length"]), *means])
-        for number, title in DRAWN.items():  # means over heads; NaN where all rows are dead
-            groups = with_nan(part["groups"][number]).nanmean(0)
-            drawn[title].append(Curve(name, part["keys"], groups.tolist()))
-    print_table(table)
-    keys = max((part["keys"] for part in parts), key=max)
-    return draw_curves(drawn, "keys up to the row's own", "", "x", keys, sharey=False)
+    for names in zip(*(result["parts"] for _, result in runs), strict=True):
+        if names[0] == BY_DISTANCE:
+            return {"weights_by_distance": show_distances(runs)}
+        print(f"\nlayer {evaluation.layer}, {ascii(names[0][:46])}; means over heads and rows")
+        table = [["", "length", *COLUMNS]]
+        for (run, result), name in zip(runs, names, strict=True):
+            part = result["parts"][name]
+            means = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
+            table.append([run, str(part["length"]), *means])
+        print_table(table)
+    return {}
 
 
 def show_distances(runs: Sequence[tuple[str, dict]]) -> Figure:
@@ -382,8 +350,7 @@ def show_distances(runs: Sequence[tuple[str, dict]]) -> Figure:
     table = [[name, *(f"{mean:.4f}" for mean in of_run.values())] for name, of_run in means.items()]
     print_table([["", *means[runs[0][0]]], *table], width=11)
     curves = [Curve(name, *positive_curve(result)) for name, result in runs]
-    x = "distance from the diagonal + 1, up to"
-    ticks = positive_curve(runs[0][1])[0]
+    x, ticks = "distance from the diagonal + 1, up to", positive_curve(runs[0][1])[0]
     return draw_curves({"": curves}, x, "share of weights above 0", "x", ticks)
 
 
@@ -391,34 +358,21 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
     H, L, _ = A.shape
     tokenizer = get_tokenizer(run.config.tokenizer)
+    words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
     low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
     distance = torch.arange(L)[:, None] - torch.arange(L)
     unseen = (distance < 0) | (distance >= keys_seen(run.config, L)[..., None])
     figure, all_axes = panels(H)
-    for head, axes in enumerate(all_axes):
-        image = axes.imshow(
-            A[head].masked_fill(unseen[head], math.nan).numpy(), vmin=low, vmax=CLAMP, cmap=colours
-        )
-        axes.set_title(f"head {head}", fontsize="small")
-        axes.tick_params(labelsize="x-small")
+    for axes, head in zip(all_axes, A.masked_fill(unseen, math.nan).numpy(), strict=True):
+        image = axes.imshow(head, vmin=low, vmax=CLAMP, cmap=colours)
+        axes.set_title(f"head {all_axes.index(axes)}", fontsize="small")
         if L <= WORDS:
-            words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
             axes.set_xticks(range(L), words, rotation=90, fontsize=5)
             axes.set_yticks(range(L), words, fontsize=5)
-    figure.suptitle(
-        f"{run.config.variant_name}, layer {layer}: weights clamped to "
-        f"[{low:g}, {CLAMP:g}]; rows are queries",
-        fontsize="medium",
-    )
+    clamped = f"weights clamped to [{low:g}, {CLAMP:g}]; rows are queries"
+    figure.suptitle(f"{run.config.variant_name}, layer {layer}: {clamped}", fontsize="medium")
     figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
-
-
-def positive_curve(result: dict) -> tuple[list[float], list[float]]:
-    """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
-    part = result["parts"][BY_DISTANCE]
-    shares = with_nan(part["positive"]).mean(0).nanmean(0).tolist()
-    return [distance + 1 for distance in part["distances"]], shares
 
 
 main = as_command(AttentionMaps, show)

@@ -46,7 +46,6 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.retrieval import batches
@@ -58,14 +57,12 @@ from scripts.common.validation import (
     check_lengths,
     checked_tokens,
     default_lengths,
-    validation_id,
     with_controls,
 )
 
 PASSAGE = 1 / 4  # of the training length
 WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
 UNIT = "worth of the first copy (nats per token)"
-UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,6 @@ class Copying(Controlled):
         None, "in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
     )
     passages: int = option(64, "to copy", at_least=2)
-    data_dir: str | None = option(None, "shards to use instead of the run's own")
 
     def lags_of(self, config: Config) -> tuple[int, ...]:
         beyond = default_lengths([config], BEYOND) if self.lags is None else self.lags
@@ -87,45 +83,28 @@ class Copying(Controlled):
     def longest(self, config: Config) -> int:
         return self.lags_of(config)[-1] + passage_of(config)
 
-    def tokens(self, config: Config) -> NDArray[np.uint16]:
-        return checked_tokens(self.data_dir or config.data_dir, SHARD, config)
-
     def facts(self, config: Config) -> dict:
-        data_dir, size = self.data_dir or config.data_dir, passage_of(config)
-        shortest, *_, longest = self.lags_of(config)
+        size, (shortest, *_, longest) = passage_of(config), self.lags_of(config)
         check_lengths(config, [self.longest(config)])
-        if shortest < size or size < 2:
-            raise UserError(
-                f"lag {shortest} must be at least 2, and at least a passage, which has {size} "
-                f"tokens, a quarter of block_size = {config.block_size}"
-            )
-        available, needed = len(self.tokens(config)), max(longest, self.passages * size)
+        if shortest < size:
+            raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
+        available, needed = len(checked_tokens(SHARD, config)), max(longest, self.passages * size)
         if available < needed:
             raise UserError(
-                f"{data_dir}: {available} validation tokens, but {self.passages} passages of "
-                f"{size} tokens and a lag of {longest} take {needed}"
+                f"{config.data_dir}: {available} validation tokens, but {self.passages} passages "
+                f"of {size} tokens and a lag of {longest} take {needed}"
             )
-        text = {"data_dir": data_dir, "val_sha256": validation_id(data_dir)}
-        return text | {"passages": self.passages, "passage_tokens": size}
+        return super().facts(config) | {"passages": self.passages, "passage_tokens": size}
 
     def parts(self, config: Config) -> dict[str, int]:
         size = passage_of(config)
         return {str(lag): 2 * self.passages * (lag + size) for lag in self.lags_of(config)}
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        lag, size = int(name), facts["passage_tokens"]
-        pairs = copies(self.tokens(run.config), self.passages, lag, size)
-        copied, other = (copy_losses(run, windows, lag, bar) for windows in pairs)
+        lag, tokens = int(name), checked_tokens(SHARD, run.config)
+        pair = copies(tokens, self.passages, lag, facts["passage_tokens"])
+        copied, other = (copy_losses(run, windows, lag, bar) for windows in pair)
         return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
-
-    def for_runs(self, paths: Sequence[str]) -> "Copying":
-        lengths = {checkpoint.read_config(path).block_size for path in paths}
-        if len(lengths) > 1:
-            raise UserError(
-                f"the runs were trained at lengths {sorted(lengths)}: lags and passages follow "
-                "from the training length, so that only runs of one length can be compared"
-            )
-        return self
 
 
 def passage_of(config: Config) -> int:
@@ -180,25 +159,23 @@ def shares_kept(result: dict) -> dict[int, float | None]:
 
 def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print the worth of the first copy and the share kept by lag, and draw the worth."""
-    title = title_of([result for _, result in runs])
-    lags = sorted(map(int, runs[0][1]["parts"]))
-    table, curves = [["lag in tokens", *map(str, lags)]], []
+    title, panel = title_of([result for _, result in runs]), []
+    print("\n" + ", ".join(filter(None, (UNIT, title))))
     for name, result, is_control in with_controls(runs):
-        worths = [worth_at(result, [lag]) for lag in lags]
-        shares = [UNDECIDED if s is None else f"{s:.2f}" for s in shares_kept(result).values()]
-        shares = [""] * (len(lags) - len(shares)) + shares
-        label = f"  sliding window of {result['window']}" if is_control else name
-        table.append([label, *(f"{worth:.4f}" for worth, _ in worths)])
-        table.append(["  standard error", *(f"{error:.4f}" for _, error in worths)])
-        table.append(["  share kept", *shares])
-        low, high = ([w + sign * e for w, e in worths] for sign in (-1, 1))
-        curves.append(Curve(name, lags, [w for w, _ in worths], low, high, thin=is_control))
-    passages = "{passages} passages of {passage_tokens} tokens".format(**runs[0][1])
-    print(f"\n{UNIT}, {passages}, {title}")
-    print_table(table)
-    thin = "thin: sliding window" if any(curve.thin for curve in curves) else ""
-    x, trained = "lag in tokens (dotted: training length)", [runs[0][1]["trained_length"]]
-    return {"copying": draw_curves({title: curves}, x, UNIT, "x", lags, thin, trained)}
+        lags = sorted(map(int, result["parts"]))
+        worths, errors = zip(*(worth_at(result, [lag]) for lag in lags), strict=True)
+        shares = ["undecided" if s is None else f"{s:.2f}" for s in shares_kept(result).values()]
+        label = f"{name}, sliding window of {result['window']}" if is_control else name
+        print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
+        table = [["lag", *map(str, lags)], ["worth", *(f"{worth:.4f}" for worth in worths)]]
+        table += [["standard error", *(f"{error:.4f}" for error in errors)]]
+        print_table([*table, ["share kept", *[""] * (len(lags) - len(shares)), *shares]])
+        low, high = np.subtract(worths, errors), np.add(worths, errors)
+        panel.append(Curve(name, lags, worths, low, high, thin=is_control))
+    ticks = sorted({lag for curve in panel for lag in curve.x})
+    x, trained = "lag in tokens (dotted: training length)", {r["trained_length"] for _, r in runs}
+    thin = "" if evaluation.no_control else "thin: sliding window"
+    return {"copying": draw_curves({title: panel}, x, UNIT, "x", ticks, thin, trained)}
 
 
 main = as_command(Copying, show)

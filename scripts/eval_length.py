@@ -32,8 +32,10 @@ combinations are the same computation, such as T with and without a window of T,
     parts                                               {"1024 tokens": {"length": 1024, "loss":
                                                         mean in nats per token}}; of "1024 tokens by
                                                         position" also "loss_by_position", the mean
-                                                        over windows for each position; "1024 tokens
-                                                        of whole documents"
+                                                        over windows for each position; of windows
+                                                        inside documents "1024 tokens in 4096 of
+                                                        whole documents", 4096 being the multiple of
+                                                        all lengths
     environment                                         of the latest update
 """
 
@@ -57,19 +59,11 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import (
-    BATCH_TOKENS,
-    Run,
-    as_command,
-    option,
-    read_measurements,
-    title_of,
-)
+from scripts.common.runner import Run, as_command, option, read_measurements, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     AtLengths,
     Controlled,
-    data_facts,
     default_lengths,
     stretches,
     windows,
@@ -93,40 +87,36 @@ class LossByLength(AtLengths, Controlled):
 
     name = "eval_length"
 
-    tokens: int | None = option(
-        None,
-        "predict so many tokens, or all there are (default: one for each 24 weights)",
-        at_least=1,
-    )
-    data_dir: str | None = option(None, "shards to use instead of the run's own")
+    tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
     per_position: bool = option(False, "also the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
 
     def longest(self, config: Config) -> int:
         return max(self.lengths_of(config))
 
-    def stretches(self, config: Config) -> NDArray:
-        data_dir, lengths = self.data_dir or config.data_dir, self.lengths_of(config)
+    def text(self, config: Config) -> NDArray:
+        lengths = self.lengths_of(config)
         wanted = self.tokens or default_tokens(config, lengths)
-        return stretches(data_dir, lengths, wanted, config, self.whole_documents)
+        return stretches(lengths, wanted, config, self.whole_documents)
 
     def facts(self, config: Config) -> dict:
-        return data_facts(self.data_dir or config.data_dir, self.stretches(config))
+        return super().facts(config) | {"tokens": self.text(config)[:, 1:].size}
 
     def parts(self, config: Config) -> dict[str, int]:
-        of = " of whole documents" if self.whole_documents else ""
-        names = [f"{length} tokens{of}" for length in self.lengths_of(config)]
+        lengths = self.lengths_of(config)
+        # stretches of other lengths are in other documents
+        of = f" in {math.lcm(*lengths)} of whole documents" if self.whole_documents else ""
+        names = [f"{length} tokens{of}" for length in lengths]
         names[-1] += " by position" if self.per_position else ""
         return dict.fromkeys(names, self.facts(config)["tokens"])
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
         length = int(name.split()[0])
-        if same := self.measured_before(run, facts, name, length):
+        same = None if self.again else self.measured_before(run, facts, name, length)
+        if same is not None:
             bar.update(facts["tokens"])
             return same
-        size = max(1, BATCH_TOKENS // length)
-        batches = windows(self.stretches(run.config), length, size, run.device, bar)
-        means = position_losses(run, batches)
+        means = position_losses(run, windows(self.text(run.config), length, run.device, bar))
         loss = {"length": length, "loss": means.mean().item()}
         return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
 
@@ -231,7 +221,7 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
     inside = f"{count} stretches of whole documents" if evaluation.whole_documents else ""
     print("\n" + ", ".join(filter(None, (UNIT, title, inside))))
     print_table(table, width=9)
-    if len(table[1][-1]):
+    if any(line[-1] for line in table[1:]):
         print(MEANING)
     by_position = evaluation.per_position
     picture = "loss_by_position" if by_position else "loss_by_length"

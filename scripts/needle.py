@@ -26,11 +26,11 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
@@ -43,10 +43,10 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
 from runtime.device import autocast
-from scripts.common.plots import Curve, add_legend, draw_curves, panels
+from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Run, as_command, option
-from scripts.common.validation import SHARD, checked_tokens, validation_id
+from scripts.common.runner import Run, as_command, option, title_of
+from scripts.common.validation import SHARD, OnText, checked_tokens
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -65,20 +65,13 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # The number of heads in Fig. 7, and its city, number and depth.
 HEADS = 25
 FIXED = ("Tokyo", 8106422, 0.5)
-# The grades of an answer, and their markers in Fig. 8.
-GRADES = {"correct": "o", "first digit": "^", "wrong": "x"}
+GRADES = ("correct", "first digit", "wrong")
 
 
 @dataclass(frozen=True)
 class Needle(Trial):
     span: slice  # of the prompt: after the needle's colon, to its end
     city: str
-
-
-def pieces(tokenizer: Tokenizer, city: str, number: int) -> list[list[int]]:
-    """The tokens of the needle up to its colon, of its number, of a line break, of the question."""
-    question = ASK.format(question=QUESTION.format(city=city))
-    return [tokenizer.encode(t) for t in (NEEDLE.format(city=city), f" {number}.", "\n", question)]
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,10 @@ class Haystack:
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
-        eot = self.tokenizer.eot
-        needle, span, end, question = pieces(self.tokenizer, city, number)
-        bare = len([eot, *needle, *span, *end, *question])
+        asked = ASK.format(question=QUESTION.format(city=city))
+        texts = (NEEDLE.format(city=city), f" {number}.", "\n", asked)
+        needle, span, end, question = map(self.tokenizer.encode, texts)
+        bare, eot = 1 + sum(map(len, (needle, span, end, question))), self.tokenizer.eot
         room = length - bare - ANSWER_TOKENS
         start = int(place * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
@@ -113,20 +107,17 @@ class Haystack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needles(Retrieval):
+class Needles(Retrieval, OnText):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
     name, what = "needle", "needles"
-    depths = tuple(f"{depth:.0%}" for depth in DEPTHS)
 
     samples: int = option(1000, "per length and depth", at_least=1)
     score_length: int = option(8000, "length for the needle scores", at_least=1)
     score_trials: int = option(100, "needles to score", at_least=1)
-    data_dir: str | None = option(None, "shards to take haystacks from (default: the run's own)")
 
     def haystack(self, config: Config) -> Haystack:
-        tokens = checked_tokens(self.data_dir or config.data_dir, SHARD, config)
-        return Haystack(tokens, get_tokenizer(config.tokenizer))
+        return Haystack(checked_tokens(SHARD, config), get_tokenizer(config.tokenizer))
 
     @property
     def scores(self) -> str:
@@ -134,20 +125,15 @@ class Needles(Retrieval):
         return f"scores of {self.score_trials} needles in {self.score_length} tokens"
 
     def facts(self, config: Config) -> dict:
-        lengths, haystack = (*self.lengths_of(config), self.score_length), self.haystack(config)
-        data_dir, available = self.data_dir or config.data_dir, len(haystack.tokens)
+        lengths = (*self.lengths_of(config), self.score_length)
         self.check_lengths(config, lengths, SHORTEST)
+        available = len(self.haystack(config).tokens)
         if max(lengths) > available:
             raise UserError(
-                f"{data_dir}: {available} validation tokens are no haystack for length "
+                f"{config.data_dir}: {available} validation tokens are no haystack for length "
                 f"{max(lengths)}"
             )
-        return {
-            "data_dir": data_dir,
-            "val_sha256": validation_id(data_dir),
-            "samples": self.samples,
-            "sample_seed": self.seed,
-        }
+        return super().facts(config) | {"samples": self.samples, "sample_seed": self.seed}
 
     def parts(self, config: Config) -> dict[str, int]:
         needles = len(DEPTHS) * self.samples
@@ -162,15 +148,20 @@ class Needles(Retrieval):
         for depth in DEPTHS:
             rng = random.Random(f"needle {self.seed} {length} {depth}")
             needles = haystack.draws(self.samples, rng, length, depth)
-            batches = answered(run, needles, length, bar, never=haystack.tokenizer.eot)
-            grades = [grade(*pair) for batch in batches for pair in zip(*batch, strict=True)]
+            answers = answered(run, needles, length, bar, never=haystack.tokenizer.eot)
+            grades = [grade(needle, text) for needle, text in answers]
             shares.append({name: grades.count(name) / len(grades) for name in GRADES})
-        accuracies = [share["correct"] for share in shares]
-        return {
-            "accuracy": statistics.mean(accuracies),
-            "accuracy_by_depth": accuracies,
-            "grades_by_depth": shares,
-        }
+        by_depth = [share["correct"] for share in shares]
+        accuracy = {"accuracy": statistics.mean(by_depth), "accuracy_by_depth": by_depth}
+        return accuracy | {"grades_by_depth": shares}
+
+    def picture(self, path: str | Path, measurement: dict) -> Figure:
+        """Fig. 6: the share of needles found at each length and depth."""
+        parts = self.found(measurement)
+        by_depth = zip(*(part["accuracy_by_depth"] for part in parts.values()), strict=True)
+        shares = dict(zip(map("{:.0%}".format, DEPTHS), by_depth, strict=True))
+        title = f"{measurement['variant']}, {title_of([measurement])}"
+        return heat_map(title, shares, [f"{n:,}" for n in parts], "needles found (%)")
 
 
 def grade(needle: Needle, text: str) -> str:
@@ -182,21 +173,16 @@ def grade(needle: Needle, text: str) -> str:
     return "first digit" if digits[:1] == number[0] else "wrong"
 
 
-def needle_scores(run: Run, needles: list[Needle]) -> Tensor:
-    """Attention from each prompt's last token to its needle's span, [B, layers, H]."""
-    idx = torch.tensor([needle.prompt for needle in needles], device=run.device)
+def needle_scores(run: Run, needle: Needle) -> Tensor:
+    """Attention from the prompt's last token to the needle's span, [layers, H]."""
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
-    last, idx = idx.shape[1] - 1, F.pad(idx, (0, ANSWER_TOKENS))
-    inside = torch.zeros(idx.shape, device=run.device)
-    for in_prompt, needle in zip(inside, needles, strict=True):
-        in_prompt[needle.span] = 1
-
-    def mass(A: Tensor) -> Tensor:  # [B, H, 1, L] -> [B, H, 1]
-        return (A * inside[:, None, None]).sum(-1)
-
+    idx = torch.tensor([needle.prompt + [0] * ANSWER_TOKENS], device=run.device)
+    last = len(needle.prompt) - 1
     with autocast(run.device, run.dtype):
-        layers = attention_weights(run.model, idx, slice(last, last + 1), mass)
-    return torch.cat(layers, dim=2).mT.cpu()
+        layers = attention_weights(
+            run.model, idx, slice(last, last + 1), lambda A: A[..., needle.span].sum(-1)
+        )
+    return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
 def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
@@ -204,68 +190,42 @@ def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
     length, eot = evaluation.score_length, haystack.tokenizer.eot
     rng = random.Random(f"needle scores {evaluation.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
-    scores = needle_scores(run, [fixed])[0]
-    best = scores.flatten().topk(min(HEADS, scores.numel()))
+    needles = chain([fixed], haystack.draws(evaluation.score_trials, rng, length))
+    (first, scores), *others = (
+        ({"city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
+          "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
+        for needle, text in answered(run, needles, length, bar, eot)
+    )  # fmt: skip
     heads = [
-        {"layer": i // scores.shape[1], "head": i % scores.shape[1], "score": value}
-        for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        {"layer": layer, "head": head, "score": value}
+        for layer, of_layer in enumerate(scores.tolist())
+        for head, value in enumerate(of_layer)
     ]
-    [(_, [text])] = answered(run, [fixed], length, bar, eot)
-    trials = []
-    needles = haystack.draws(evaluation.score_trials, rng, length)
-    for batch, texts in answered(run, needles, length, bar, eot):
-        tops = needle_scores(run, batch).flatten(1).amax(-1).tolist()
-        for needle, answer, top in zip(batch, texts, tops, strict=True):
-            trials.append(graded(needle, answer) | {"top_score": top})
-    return {
-        "length": length,
-        "one needle": graded(fixed, text) | {"heads": heads},
-        "trials": trials,
-    }
-
-
-def graded(needle: Needle, text: str) -> dict:
-    """A needle and the answer to it."""
-    return {
-        "city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
-        "answer": text, "grade": grade(needle, text),
-    }  # fmt: skip
+    best = sorted(heads, key=lambda head: -head["score"])[:HEADS]
+    trials = [trial | {"top_score": scores.max().item()} for trial, scores in others]
+    return {"length": length, "one needle": first | {"heads": best}, "trials": trials}
 
 
 def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print every run's accuracy by length; draw Figs. 7 and 8."""
-    scores = {name: result["parts"][evaluation.scores] for name, result in runs}
-    for _, result in runs:
+    heads, tops = [], []
+    for name, result in runs:
         evaluation.print_found(result)
-    return {"needle_heads": plot_heads(scores), "needle_scores": plot_scores(scores)}
-
-
-def plot_heads(scores: dict[str, dict]) -> Figure:
-    """Fig. 7: the highest needle scores of all heads at one needle."""
-    curves = []
-    for name, measured in scores.items():
-        values = [head["score"] for head in measured["one needle"]["heads"]]
-        label = f"{name} ({measured['one needle']['grade']})"
-        curves.append(Curve(label, range(1, len(values) + 1), values))
-    title = f"one needle, {FIXED[2]:.0%} deep in {measured['length']:,} tokens"
-    return draw_curves({title: curves}, "attention head, by needle score", "needle score")
-
-
-def plot_scores(scores: dict[str, dict]) -> Figure:
-    """Fig. 8: the highest needle score of each trial, marked by the answer's grade."""
-    figure, (axes,) = panels(1)
-    for i, (name, measured) in enumerate(scores.items()):
-        trials = sorted(measured["trials"], key=lambda trial: -trial["top_score"])
-        for grade_name, marker in GRADES.items():
-            places = [n for n, trial in enumerate(trials, 1) if trial["grade"] == grade_name]
-            tops, label = [trials[n - 1]["top_score"] for n in places], f"{name}, {grade_name}"
-            axes.scatter(places, tops, s=18, color=f"C{i}", marker=marker, label=label)
-    axes.set_title(f"needles at random depths of {measured['length']:,} tokens", fontsize="medium")
-    axes.set(xlabel="trial, by top needle score", ylabel="top needle score")
-    axes.locator_params("x", integer=True)
-    axes.grid(alpha=0.3)
-    add_legend(figure)
-    return figure
+        scores = result["parts"][evaluation.scores]
+        best = [head["score"] for head in scores["one needle"]["heads"]]
+        label = f"{name}, {scores['one needle']['grade']}"
+        heads.append(Curve(label, range(1, len(best) + 1), best))
+        trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
+        for kind in GRADES:
+            places = [i for i, trial in enumerate(trials) if trial["grade"] == kind]
+            values = [trials[i]["top_score"] for i in places]
+            tops += [Curve(f"{name}, {kind}", [i + 1 for i in places], values)] if places else []
+    one = f"one needle, {FIXED[2]:.0%} deep in {evaluation.score_length:,} tokens"
+    many = f"needles at random depths of {evaluation.score_length:,} tokens"
+    return {
+        "needle_heads": draw_curves({one: heads}, "attention head, by score", "needle score"),
+        "needle_scores": draw_curves({many: tops}, "trial, by top score", "top needle score"),
+    }
 
 
 main = as_command(Needles, show)

@@ -5,9 +5,9 @@ python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --tri
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
-Prints accuracy by length, writes RUN/passkey.json with every answer, RUN/passkey.png
-by depth, and passkey_by_length.png by length, for several runs passkey_by_length_RUN_RUN.png in the
-folder that contains them (or --out). Nothing is measured twice.
+Prints accuracy by length, writes RUN/passkey.json with every answer, and passkey.png by length, for
+several runs passkey_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
+twice.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the
@@ -18,7 +18,6 @@ import functools
 import random
 import sys
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -41,8 +40,6 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 LARGEST_KEY = 50000
-# Accuracy is also measured by tenths of the filler before the key.
-TENTHS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,6 @@ class Passkeys(Retrieval):
     """Passkey retrieval: a number stated once in a long, dull text and asked for at its end."""
 
     name, what, multiples = "passkey", "passkeys", (1, 1.5, 2, 4, 8)
-    depths = tuple(f"{10 * i}-{10 * (i + 1)}%" for i in range(TENTHS))
 
     trials: int = option(100, "per length", at_least=1)
 
@@ -65,8 +61,7 @@ class Passkeys(Retrieval):
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
         tokenizer = get_tokenizer(run.config.tokenizer)
         trials = make_trials(tokenizer, int(name), self.trials, self.seed)
-        answers = [texts for _, texts in answered(run, trials, int(name), bar)]
-        return judge(trials, list(chain(*answers)))
+        return judge(list(answered(run, trials, int(name), bar)))
 
 
 @functools.cache
@@ -96,20 +91,14 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     return trials
 
 
-def judge(trials: list[Trial], answers: list[str]) -> dict:
-    """The results of one length: accuracy over all trials and by tenths of depth, every answer."""
-    tenths: list[list[bool]] = [[] for _ in range(TENTHS)]
-    judged = []
-    for trial, text in zip(trials, answers, strict=True):
-        correct = first_number(text) == str(trial.number)
-        tenths[min(TENTHS - 1, int(trial.depth * TENTHS))].append(correct)
-        judged.append({"key": trial.number, "depth": round(trial.depth, 4), "answer": text,
-                       "correct": correct})  # fmt: skip
-    return {
-        "accuracy": sum(map(sum, tenths)) / len(trials),
-        "accuracy_by_depth": [sum(tenth) / len(tenth) if tenth else None for tenth in tenths],
-        "trials": judged,
-    }
+def judge(answers: list[tuple[Trial, str]]) -> dict:
+    """The results of one length: the accuracy, and every answer."""
+    correct = [first_number(text) == str(trial.number) for trial, text in answers]
+    trials = [
+        {"key": trial.number, "depth": round(trial.depth, 4), "answer": text, "correct": right}
+        for (trial, text), right in zip(answers, correct, strict=True)
+    ]
+    return {"accuracy": sum(correct) / len(correct), "trials": trials}
 
 
 def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
@@ -122,7 +111,7 @@ def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure
     ticks = sorted({length for curve in curves for length in curve.x})
     x, trained = "length in tokens (dotted: training)", {r["trained_length"] for _, r in runs}
     y, panel = "passkeys found (%)", {title_of([result for _, result in runs]): curves}
-    return {"passkey_by_length": draw_curves(panel, x, y, "x", ticks, marks=trained)}
+    return {"passkey": draw_curves(panel, x, y, "x", ticks, marks=trained)}
 
 
 main = as_command(Passkeys, show)

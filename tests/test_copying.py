@@ -1,6 +1,7 @@
 """What the first copy of a passage is worth on the second."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,7 @@ def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, wo
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))
     evaluation = copying.Copying(data_dir=str(noise), lags=(32, 64), passages=8)
+    run = replace(run, config=evaluation.applied(run.config))
     store = Store(tmp_path / "copying.json", run.facts | evaluation.facts(run.config))
     evaluation.measure(run, store)
     assert list(store.parts) == ["4", "8", "12", "32", "64"]
@@ -102,7 +104,8 @@ def test_the_command(shards, call, tmp_path, capsys):
     call(copying, *runs, *few)
     assert not_blank(tmp_path / "copying_softmax_lssa.png")
     printed = capsys.readouterr().out
-    assert "5 passages of 4 tokens, rope yarn" in printed and "undecided" in printed
+    assert "rope yarn\n\nsoftmax, 5 passages of 4 tokens\n" in printed
+    assert "softmax, sliding window of 16, 5 passages" in printed and "undecided" in printed
     result, control = json.loads((runs[0] / "copying.json").read_text())
     assert (control["rope"], control["window"]) == ("none", 16)
     # one passage, by hand
@@ -118,7 +121,7 @@ def test_the_command(shards, call, tmp_path, capsys):
     worth = loss(tokens[480:484]) - loss(tokens[120:124])  # the second passage; the last
     assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
     for arguments, message in (
-        (["--lags=3"], "lag 3 must be at least 2, and at least a passage, which has 4 tokens"),
+        (["--lags=3"], "lag 3 is shorter than a passage, which has 4 tokens"),
         (["--lags=1000"], "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
     ):
         refused(capsys, lambda a=arguments: call(copying, runs[0], *a), message)

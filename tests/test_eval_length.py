@@ -132,7 +132,7 @@ def test_the_same_computation_is_measured_once(module_run, call, monkeypatch, ca
     assert first["loss"][1] not in {one["loss"][1] for one in others[:4]}
     # all of these tokens are one document
     parts = first["parts"]
-    assert parts["32 tokens of whole documents"] == parts["32 tokens"]
+    assert parts["32 tokens in 32 of whole documents"] == parts["32 tokens"]
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])

@@ -1,5 +1,7 @@
 """What the pictures of several commands have in common."""
 
+import pytest
+
 from scripts.common.plots import Curve, draw_curves, heat_map, save_picture
 from tests.helpers import not_blank
 
@@ -19,3 +21,14 @@ def test_a_heat_map_has_a_number_where_something_was_measured():
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.texts] == ["0", "26", "100"]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "2,048"]
+
+
+@pytest.mark.parametrize("panels, count, label", [(1, 2, "a"), (1, 9, "b" * 40), (3, 43, "c" * 25)])
+def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, label):
+    curves = [Curve(f"{label} {i}", [1, 2], [i, i]) for i in range(count)]
+    figure = draw_curves({str(i): curves for i in range(panels)}, "x", "y", thin="thin: a window")
+    save_picture(figure, tmp_path / "a.png")
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert len(legend.get_texts()) == count + 1
+    assert 0 <= box.x0 and box.x1 <= whole.width and box.height < whole.height / 5

@@ -12,11 +12,11 @@ from tests.helpers import small_config
 
 
 def test_tokens_fill_whole_windows_of_every_length(shards):
-    config = small_config("softmax.py")
+    config = small_config("softmax.py", f"--data_dir={shards}")
     for wanted, tokens in ((256, 240), (10**6, 576)):  # of the 600 there are
-        assert stretches(str(shards), (16, 48), wanted, config)[:, 1:].size == tokens
+        assert stretches((16, 48), wanted, config)[:, 1:].size == tokens
     with pytest.raises(UserError, match="599 validation tokens, but lengths .* multiple of 1024"):
-        stretches(str(shards), (16, 1024), 10**6, config)
+        stretches((16, 1024), 10**6, config)
 
 
 def test_windows_inside_documents(tmp_path):
@@ -25,17 +25,17 @@ def test_windows_inside_documents(tmp_path):
     begins = [0, 9, 42, 43, 120]  # documents of 9, 33, 1, 77 and 180 tokens
     text[begins] = 256
     write_shard(tmp_path / "text_val_000000.bin", text)
-    config, bar = small_config("softmax.py"), tqdm(disable=True)
-    found = stretches(str(tmp_path), (8, 32), 10**6, config, True)
+    config, bar = small_config("softmax.py", f"--data_dir={tmp_path}"), tqdm(disable=True)
+    found = stretches((8, 32), 10**6, config, True)
     starts = [9, 43, 75, *range(120, 280, 32)]
     assert [stretch.tolist() for stretch in found] == [text[s : s + 33].tolist() for s in starts]
-    (x, y), *_ = windows(found, 8, 100, torch.device("cpu"), bar)
+    (x, y), *_ = windows(found, 8, torch.device("cpu"), bar)
     wanted = [s + part for s in starts for part in range(0, 32, 8)]
     assert x.tolist() == [text[s : s + 8].tolist() for s in wanted]
     assert y.tolist() == [text[s + 1 : s + 9].tolist() for s in wanted]
-    assert len(stretches(str(tmp_path), (8, 32), 70, config, True)) == 2
+    assert len(stretches((8, 32), 70, config, True)) == 2
     with pytest.raises(UserError, match="179 in the longest document, but .* multiple of 256"):
-        stretches(str(tmp_path), (256,), 10**6, config, True)
+        stretches((256,), 10**6, config, True)
 
 
 def test_learned_positions_end_at_the_training_length():
@@ -45,4 +45,4 @@ def test_learned_positions_end_at_the_training_length():
     longer = small_config("softmax.py --positions=learned --block_size=32 --total_batch_size=32")
     assert default_lengths([config, longer], (1, 1.5, 2, 4)) == (16, 24, 32)
     with pytest.raises(UserError, match="a length of 17 is beyond .* at block_size = 16"):
-        stretches("nowhere", (8, 17), 256, learned)
+        stretches((8, 17), 256, learned)

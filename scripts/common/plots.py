@@ -26,16 +26,22 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def add_legend(figure: Figure) -> None:
-    """A legend beside all axes, in which a label has the same style."""
+    """A legend below all axes, in which a label has the same style; a fifth of the figure at most.
+
+    It has as many columns as fit.
+    """
     entries: dict[str, Any] = {
         label: handle
         for axes in figure.axes
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    # about 0.075 inches a character, and the handle
-    figure.set_figwidth(figure.get_figwidth() + 0.6 + 0.075 * max(map(len, entries)))
+    # in inches: 0.075 a character, 0.6 the handle, 0.2 a line
+    column = 0.6 + 0.075 * max(map(len, entries))
+    columns = min(len(entries), max(1, int(figure.get_figwidth() / column)))
+    height = 0.2 + 0.2 * -(-len(entries) // columns)
+    figure.set_figheight(max(figure.get_figheight(), 4 * height) + height)
     handles, labels = list(entries.values()), list(entries)
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
 
 
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:

@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from config import Config
@@ -16,7 +14,6 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
 from runtime.device import autocast
-from scripts.common.plots import heat_map
 from scripts.common.runner import BATCH_TOKENS, Run, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, check_lengths
@@ -44,12 +41,10 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 class Retrieval(AtLengths):
     """Numbers hidden in long texts, and asked for at the end of the text.
 
-    The part of a length has its name, such as "1024", and the entries "accuracy" and
-    "accuracy_by_depth", a list over `depths`.
+    The part of a length has its name, such as "1024", and the entry "accuracy".
     """
 
     what: ClassVar[str]  # is hidden, in the plural
-    depths: ClassVar[tuple[str, ...]]
 
     seed: int = option(1337, "of the numbers, their texts and their depths")
 
@@ -73,14 +68,6 @@ class Retrieval(AtLengths):
         shares = [f"{100 * part['accuracy']:.1f}" for part in parts.values()]
         print_table([["length", *map(str, parts)], ["found", *shares]])
 
-    def picture(self, path: str | Path, measurement: dict) -> Figure:
-        """The share found at each length and depth."""
-        title = f"{measurement['variant']}, {title_of([measurement])}"
-        parts = self.found(measurement)
-        by_depth = zip(*(part["accuracy_by_depth"] for part in parts.values()), strict=True)
-        shares = dict(zip(self.depths, by_depth, strict=True))
-        return heat_map(title, shares, [f"{n:,}" for n in parts], f"{self.what} found (%)")
-
 
 def batches(items: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
     """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
@@ -92,8 +79,8 @@ def batches(items: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
 
 def answered(
     run: Run, trials: Iterable[AnyTrial], length: int, bar: tqdm, never: int | None = None
-) -> Iterator[tuple[list[AnyTrial], list[str]]]:
-    """Trials of one length in batches, and the greedy answers to their prompts.
+) -> Iterator[tuple[AnyTrial, str]]:
+    """Trials of one length, each with the greedy answer to its prompt.
 
     An answer is cut at its first end-of-text; the token `never` is excluded.
     """
@@ -102,8 +89,8 @@ def answered(
         idx = torch.tensor([trial.prompt for trial in batch], device=run.device)
         with autocast(run.device, run.dtype):
             out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
-        answers = [[*ids, tokenizer.eot] for ids in out[:, idx.shape[1] :].tolist()]
-        yield batch, [tokenizer.decode(ids[: ids.index(tokenizer.eot)]) for ids in answers]
+        for trial, ids in zip(batch, out[:, idx.shape[1] :].tolist(), strict=True):
+            yield trial, tokenizer.decode(ids[: [*ids, tokenizer.eot].index(tokenizer.eot)])
 
 
 def first_number(text: str) -> str:

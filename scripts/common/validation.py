@@ -22,7 +22,7 @@ from data.shards import check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import sha256_of
-from scripts.common.runner import Evaluation, option
+from scripts.common.runner import BATCH_TOKENS, Evaluation, option
 
 # More validation tokens than any sample of them takes: a shard of data.fineweb.
 SHARD = 10**8
@@ -44,7 +44,21 @@ class AtLengths(Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controlled(Evaluation):
+class OnText(Evaluation):
+    """An evaluation on validation tokens."""
+
+    data_dir: str | None = option(None, "shards to use instead of the run's own")
+
+    def applied(self, config: Config) -> Config:
+        config = super().applied(config)
+        return config if self.data_dir is None else config.replace(data_dir=self.data_dir)
+
+    def facts(self, config: Config) -> dict:
+        return {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controlled(OnText):
     """An evaluation beside its control: the same weights with plain RoPE, each query seeing the
     last T keys only, T being the training length."""
 
@@ -87,19 +101,9 @@ def check_lengths(config: Config, lengths: Iterable[int]) -> None:
         )
 
 
-def data_facts(data_dir: str, text: NDArray[np.uint16]) -> dict:
-    """The validation tokens of a measurement, as facts: see `stretches`."""
-    tokens = text[:, 1:].size
-    return {"data_dir": data_dir, "val_sha256": validation_id(data_dir), "tokens": tokens}
-
-
 @functools.lru_cache(1)  # an evaluation asks several times
 def stretches(
-    data_dir: str,
-    lengths: tuple[int, ...],
-    wanted: int,
-    config: Config,
-    whole_documents: bool = False,
+    lengths: tuple[int, ...], wanted: int, config: Config, whole_documents: bool = False
 ) -> NDArray[np.uint16]:
     """Validation text [n, unit + 1] for predicting the same tokens at every length.
 
@@ -110,7 +114,7 @@ def stretches(
     """
     check_lengths(config, lengths)
     unit = math.lcm(*lengths)
-    tokens = checked_tokens(data_dir, sys.maxsize if whole_documents else wanted, config)
+    tokens = checked_tokens(sys.maxsize if whole_documents else wanted, config)
     bounds = {0, len(tokens)}
     if whole_documents:  # a document begins with end-of-text
         bounds |= {*np.flatnonzero(tokens == get_tokenizer(config.tokenizer).eot).tolist()}
@@ -119,20 +123,21 @@ def stretches(
     if available < unit:
         where = "in the longest document" if whole_documents else "validation tokens"
         raise UserError(
-            f"{data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple of "
-            f"{unit} to predict the same tokens in whole windows"
+            f"{config.data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple "
+            f"of {unit} to predict the same tokens in whole windows"
         )
     starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
 
 def windows(
-    text: NDArray[np.uint16], length: int, size: int, device: torch.device, bar: tqdm
+    text: NDArray[np.uint16], length: int, device: torch.device, bar: tqdm, size: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The windows of `stretches`: x, y, int64 [<= size, length], y being x shifted by one token.
 
-    Their tokens are added to the progress bar.
+    Their tokens are added to the progress bar. The default size makes up BATCH_TOKENS.
     """
+    size = size or max(1, BATCH_TOKENS // length)
     cut = sliding_window_view(text, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
     for begin in range(0, len(cut), size):
         x, y = inputs_and_targets(cut[begin : begin + size], device)
@@ -141,10 +146,10 @@ def windows(
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
-def checked_tokens(data_dir: str, wanted: int, config: Config) -> NDArray[np.uint16]:
+def checked_tokens(wanted: int, config: Config) -> NDArray[np.uint16]:
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
-    check_tokenizer(data_dir, config.tokenizer)
-    return validation_tokens(data_dir, wanted, config.text_ids)
+    check_tokenizer(config.data_dir, config.tokenizer)
+    return validation_tokens(config.data_dir, wanted, config.text_ids)
 
 
 @functools.cache

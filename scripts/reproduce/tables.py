@@ -13,7 +13,6 @@ from data.tokenizer import get_tokenizer
 from layers.rope import Rope
 from scripts import passkey
 from scripts.attention_maps import (
-    DRAWN,
     AttentionMaps,
     mean_over_heads,
     mean_shares,
@@ -284,6 +283,11 @@ def headroom(table: dict) -> list[str]:
 
 TABLE1 = LSSAR["table1"]
 LENGTHS = (1, 2, 4, 8, 16)
+MAPPED = {
+    "first_token": "share of the first token",
+    "entropy_share": "entropy / log n",
+    "zeros": "share of weights that are exactly 0",
+}
 ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
 SIZES = tuple(f"n = {n:,}" for n in formulas.SIZES)
 SSMAX_ENTRIES = tuple(SSMAX["rows"])
@@ -425,8 +429,8 @@ EXPERIMENTS = {
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
-        tuple(DRAWN.values()),
-        lambda measured, config: [mean_over_heads(only_part(measured), name) for name in DRAWN],
+        tuple(MAPPED.values()),
+        lambda measured, config: [mean_over_heads(only_part(measured), name) for name in MAPPED],
         lambda config: AttentionMaps(tokens=0, **options(config)),
         draw=pictures.maps,
     ),
