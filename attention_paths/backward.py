@@ -36,7 +36,7 @@ def backward_rows(
         tiles.save(TERMS, tiles.COUPLED, coupled, bh, rows, L)
     tiles.save(TERMS, tiles.DELTA, factor * along, bh, rows, L)
     if NUMBERS.sink is not None:  # dz of a key whose value is 0
-        y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink + h)
+        y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink.data + h)
         if F.shift is not None:
             y += tiles.saved(ROWS, tiles.SHIFT, bh, rows, L)
         a, slope = F.phi(y)
@@ -53,13 +53,12 @@ def backward_rows(
 def row_bias(NUMBERS, ROWS, b, h, bh, rows, L, AXIS: tl.constexpr, F):
     """The bias of rows and their shift, of which one may be missing, with a new axis for keys."""
     if F.shift is None:
-        return tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+        bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
     else:
-        shift = tl.expand_dims(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L), AXIS)
-        if NUMBERS.bias is None:
-            return shift
-        else:
-            return shift + tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+        bias = tl.expand_dims(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L), AXIS)
+        if NUMBERS.bias is not None:
+            bias += tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+    return bias
 
 
 @triton.jit

@@ -21,9 +21,7 @@ def decode_scores(
     k_head, Y = tiles.head_of(K, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = tiles.load(tiles.head_of(Q, b, h), 0, one, 1, C).to(tl.float32)  # [1, d]
-    bias = None
-    if NUMBERS.bias is not None:
-        bias = tiles.numbers_of(NUMBERS.bias, b, h, one, 1, 1)
+    bias = None if NUMBERS.bias is None else tiles.numbers_of(NUMBERS.bias, b, h, one, 1, 1)
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
     end = tl.minimum(split * chunk + chunk, Lk)
@@ -70,7 +68,7 @@ def decode_values(
     a_max = tl.load(PARTS + 2, mask=exists, other=0.0)
     shift, y_sink = 0.0, 0.0
     if NUMBERS.sink is not None:
-        y_sink = tl.load(NUMBERS.sink + h)
+        y_sink = tl.load(NUMBERS.sink.data + h)
     if F.shift is not None:
         y_max = tl.load(PARTS, mask=exists, other=-float("inf"))
         y_top = tl.max(y_max, 0)

@@ -84,7 +84,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         # softmax is the same for all scores of a row shifted alike: no gradient to compute
         shifts = variant.is_softmax and layer.p is None and not layer.has_sink
         bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
-    choices = launch.Choices(
+    settings = dict(
         phi=variant.phi.kernel,
         p=float(layer.p or 0),
         scale=scale,
@@ -94,8 +94,6 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         window=window if window is not None and window < k.shape[2] else None,
         softcap=layer.softcap,
         unit=variant.l2_normalise and decodes,
-    )
-    numbers = launch.Numbers(
         bias=bias,
         gain=None if variant.norm is None else per_row(1 / (entry.value * variant.norm(rows))),
         sink=None if rows.sink is None else entry.argument * rows.sink[:, 0, 0],
@@ -103,5 +101,5 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     )
     inputs = q.to(v.dtype), k.to(v.dtype), v
     if decodes:
-        return launch.decode(*inputs, *choices, *numbers)
-    return launch.forward(*inputs, gradients, *choices, *numbers)[0]
+        return launch.decode(*inputs, **settings)
+    return launch.forward(*inputs, save=gradients, **settings)[0]

@@ -42,18 +42,15 @@ is float32. float32 inputs are multiplied in full precision, or in TF32 if
 torch.backends.cuda.matmul.allow_tf32 is set.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
-from attention_paths import tiles
 from attention_paths.backward import backward_keys, backward_queries, backward_rows
 from attention_paths.decode import decode_scores, decode_values
 from attention_paths.forward import forward_one_stage, forward_two_stages
 from attention_paths.phi import PHIS
-from attention_paths.tiles import Constants, Functions, Strided
+from attention_paths.tiles import Constants, Functions, Numbers, Strided
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
@@ -107,30 +104,6 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 # ---- arguments of kernels ----
 
 
-class Choices(NamedTuple):
-    """What the kernels of a call are compiled for, beside the dtype and the head size."""
-
-    phi: str  # an entry of PHIS
-    p: float  # the power of stage 2; 0: there is none
-    scale: float  # of all products, in float32
-    shifted: bool  # the shift of phi applies
-    signed: bool  # phi may be negative
-    window: int | None  # the number of keys that a row sees
-    softcap: float | None  # c makes a scaled product z into c tanh(z / c)
-    unit: bool  # `decode` normalises the keys to length 1
-
-
-class Numbers(NamedTuple):
-    """Numbers that enter y, float32 of any strides; gradients flow to all but gain."""
-
-    bias: Tensor | None  # [B, H, Lq]; learnt, it takes the backward pass of 7 products
-    gain: Tensor | None  # [B, H, Lq]: the factor of a row's weights; None: l1
-    # [H]: y of one more key, whose value is 0, without scale and bias; n does not count it. It
-    # needs l1 and a phi that is never 0.
-    sink: Tensor | None
-    key_bias: Tensor | None  # [B, H, Lk]
-
-
 def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
@@ -150,17 +123,15 @@ def _strided(x: Tensor | None) -> Strided | None:
 
 
 def _compiled(
-    q: Tensor, choices: Choices, numbers: Numbers
-) -> tuple[tiles.Numbers, Functions, Constants]:
+    q: Tensor, phi: str, p: float, scale: float, shifted: bool, signed: bool, window: int | None,
+    softcap: float | None, unit: bool, *numbers: Tensor | None,
+) -> tuple[Numbers, Functions, Constants]:  # fmt: skip
     """The last arguments of kernels: their Numbers, and what Triton compiles them for."""
-    phi, p, scale, shifted, signed, window, softcap, unit = choices
     entry, d = PHIS[phi], q.shape[3]
     if q.dtype == torch.bfloat16:
         entry = PHIS.get(f"{phi}16", entry)
     functions = Functions(entry.function, entry.shift if shifted else None, entry.total)
-    bias, gain, sink, key_bias = numbers
-    strided = tiles.Numbers(_strided(bias), _strided(gain), sink, _strided(key_bias))
-    return strided, functions, Constants(
+    return Numbers(*map(_strided, numbers)), functions, Constants(
         D=d, BLOCK_D=max(16, triton.next_power_of_2(d)), SCALE=scale,
         SLOPE=entry.value / entry.argument, RECTIFIED=entry.rectified,
         CAP=None if softcap is None else entry.argument * softcap, P=int(p) if p % 1 == 0 else p,
@@ -186,13 +157,32 @@ def forward(
     """Causal attention of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk: the first output.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions. `save` keeps what the backward pass needs. Where phi is exp, in one stage without a
-    sink, the gradient of the bias is 0: detach it.
+    positions. `save` keeps what the backward pass needs. The kernels are compiled for
+
+        phi         an entry of PHIS
+        p           the power of stage 2; 0: there is none
+        scale       the factor on all products, in float32
+        shifted     whether the shift of phi applies
+        signed      whether phi may be negative
+        window      the number of keys that a row sees
+        softcap     c, which makes a scaled product z into c tanh(z / c)
+        unit        whether the keys are to be normalised to length 1, in `decode`
+
+    and take these numbers, in the units of y, in float32 of any strides. Gradients flow to all but
+    gain.
+
+        bias        [B, H, Lq]. A learnt bias takes the backward pass of 7 products. Where phi is
+                    exp, in one stage without a sink, its gradient is 0: detach it.
+        gain        [B, H, Lq], the factor of a row's weights; None: l1
+        sink        [H], y of one more key, whose value is 0, without scale and bias; n does not
+                    count it. It needs l1 and a phi that is never 0.
+        key_bias    [B, H, Lk]
     """
     (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
     outputs = out, u, rows = _outputs(q, save, p)
-    choices = Choices(phi, p, scale, shifted, signed, window, softcap, unit)
-    numbers, F, C = _compiled(q, choices, Numbers(bias, gain, sink, key_bias))
+    numbers, F, C = _compiled(
+        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
+    )
     shape = block_shape(FORWARD, q)
     kernel, results = (forward_two_stages, outputs) if p else (forward_one_stage, (out, rows))
     with torch.cuda.device_of(q):
@@ -237,8 +227,9 @@ def backward(
     outputs = dq, dk, dv, dbias, dsink, dkey_bias = _gradients_like(q, k, bias, sink, key_bias)
     atomic = not (learns_bias or torch.are_deterministic_algorithms_enabled())
     scaled_dout, terms = _like(dout), q.new_empty(2, B, H, Lq, dtype=torch.float32)
-    choices = Choices(phi, p, scale, shifted, signed, window, softcap, unit)
-    numbers, F, C = _compiled(q, choices, Numbers(bias, gain, sink, key_bias))
+    numbers, F, C = _compiled(
+        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
+    )
     inputs = *map(_strided, (q, k, v)), scaled_dout, rows, terms, dq
     sizes = H, H // Hk, Lq, Lk, numbers, F
     with torch.cuda.device_of(q):
@@ -302,8 +293,9 @@ def decode(
     The cache is split over enough programs to fill the GPU.
     """
     (B, H, _, d), (Hk, Lk) = q.shape, k.shape[1:3]
-    choices = Choices(phi, p, scale, shifted, signed, window, softcap, unit)
-    numbers, F, C = _compiled(q, choices, Numbers(bias, gain, sink, key_bias))
+    numbers, F, C = _compiled(
+        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
+    )
     block_n = 16 if INTERPRETED else 64
     processors = 2
     if q.is_cuda:

@@ -32,11 +32,11 @@ class Strided(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """launch.Numbers with strides."""
+    """The numbers that launch.forward takes."""
 
     bias: Strided | None
     gain: Strided | None
-    sink: Tensor | None
+    sink: Strided | None
     key_bias: Strided | None
 
 
@@ -206,7 +206,7 @@ def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
 @triton.jit
 def sink_of(NUMBERS, h, F, M: tl.constexpr):
     """y of a head's sink for M rows, and phi of it where it is the row's maximum."""
-    y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink + h)
+    y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink.data + h)
     a = F.phi(y + F.shift(y) if F.shift is not None else y)[0]
     return y, a
 
