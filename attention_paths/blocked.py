@@ -1,5 +1,6 @@
 """The reference a block of queries at a time: memory for one block's weights, on any device."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ def blocked(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context:
     def output(q: Tensor, k: Tensor, v: Tensor, inverse: Tensor | None, *more: Any) -> Tensor:
         return layer.output(q, Keys(k, inverse), v, *more)
 
+    recomputed = partial(checkpoint, output, use_reentrant=False, preserve_rng_state=False)
+
     def of_heads(part: tuple[slice, slice]) -> Tensor:
         groups = part[0], slice(part[1].start // group, -(-part[1].stop // group))
         inverse = None if keys.inverse_norm is None else keys.inverse_norm[part]
@@ -51,12 +54,7 @@ def blocked(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context:
                 block, k[:, :, first:], values[:, :, first:], inverse, part[1],
                 context.part(part, slice(start, end), slice(first, last)),
             )  # fmt: skip
-            if recompute:
-                out.append(
-                    checkpoint(output, *inputs, use_reentrant=False, preserve_rng_state=False)
-                )
-            else:
-                out.append(output(*inputs))
+            out.append(recomputed(*inputs) if recompute else output(*inputs))
             end = start
         return torch.cat(out[::-1], dim=2)
 

@@ -57,13 +57,10 @@ def factored(
 ) -> Tensor:
     """The output [B, H, 1, d] of `ReferenceAttention.forward` for a single query."""
     with torch.autocast(q.device.type, enabled=False):
-        k, inverse = k.to(torch.promote_types(q.dtype, torch.float32)), None
+        k = k.to(torch.promote_types(q.dtype, torch.float32))
+        inverse: Tensor | float = 1.0
         if layer.variant.l2_normalise:
             q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
-
-        def products(q: Tensor) -> Tensor:
-            z = k.to(q.dtype).dot(q)
-            return z if inverse is None else z * inverse
-
         rows = layer.rows(q, k.shape[2], slice(None), context)
-        return v.mix(attention_weights(layer.variant, q, products, rows))
+        weights = attention_weights(layer.variant, q, lambda q: k.dot(q) * inverse, rows)
+        return v.mix(weights)

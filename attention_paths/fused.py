@@ -32,27 +32,20 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
 
 def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
-    reason = variant_obstacle(layer.variant, layer.head_size)
-    if reason is not None:
+    if reason := variant_obstacle(layer.variant, layer.head_size):
         return reason
     if launch is None:
         return "Triton is not installed"
     if not (q.is_cuda or launch.INTERPRETED):
         return f"it needs an NVIDIA GPU, and this is {q.device.type}"
-    if q.is_cuda and (reason := gpu_obstacle(q.device)):
-        return reason
-    if q.dtype in (torch.float16, torch.float64):
-        return f"it computes in bfloat16 and float32, not in {q.dtype}"
-    return None
-
-
-def gpu_obstacle(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a GPU; None if they can."""
     if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
         return "it needs an NVIDIA GPU, and this is an AMD GPU"
-    gpu = torch.cuda.get_device_properties(device)  # torch.compile takes it as a constant
-    if gpu.major < 8:
-        return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    if q.is_cuda:
+        gpu = torch.cuda.get_device_properties(q.device)  # torch.compile takes it as a constant
+        if gpu.major < 8:
+            return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    if q.dtype in (torch.float16, torch.float64):
+        return f"it computes in bfloat16 and float32, not in {q.dtype}"
     return None
 
 

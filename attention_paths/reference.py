@@ -36,10 +36,6 @@ class Keys:
     k: Tensor
     inverse_norm: Tensor | None = None  # [B, H, 1, Lk]
 
-    @property
-    def count(self) -> int:
-        return self.k.shape[2]
-
     def dot(self, q: Tensor) -> Tensor:
         """The dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
         products = grouped_product(q, self.k.to(q.dtype).mT)
@@ -105,12 +101,12 @@ class ReferenceAttention(nn.Module):
         """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise(q, k)
-            rows = self.rows(q, keys.count, slice(None), context)
+            rows = self.rows(q, k.shape[2], slice(None), context)
             return attention_weights(self.variant, q, keys.dot, rows)
 
     def output(self, q: Tensor, keys: Keys, v: Tensor, heads: slice, context: Context) -> Tensor:
         """The output of some heads, with q and keys as `normalise` returns them."""
-        rows = self.rows(q, keys.count, heads, context)
+        rows = self.rows(q, v.shape[2], heads, context)
         weights = attention_weights(self.variant, q, keys.dot, rows)
         return grouped_product(weights.to(v.dtype), v)
 

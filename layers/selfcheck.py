@@ -1,7 +1,6 @@
 """A check of the fused kernels on this machine, before a run or an evaluation uses them."""
 
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from attention_paths.fused import obstacle
 from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
-from errors import UserError, first_line
+from errors import UserError
 
 # The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
 # TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
@@ -40,13 +39,15 @@ def check_kernels(
     """
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    paths = {layer.path(q, sys.maxsize): layer for layer in layers}
-    facts: dict[str, Any] = {"attention_path": " and ".join(sorted(paths))}
+    context = Context(log_forget=q[..., 0] if config.forget else None)
+    by_path: dict[str, list[Attention]] = {}
+    for layer in layers:
+        by_path.setdefault(layer.path(q, sys.maxsize, context), []).append(layer)
+    facts: dict[str, Any] = {"attention_path": " and ".join(sorted(by_path))}
     line = f"attention path: {facts['attention_path']}"
-    if "blocked" in paths and config.attention_impl == "auto":
-        line += f" (not triton: {obstacle(paths['blocked'], q) or 'this is cpu'})"
-    if "triton" in paths:
-        fused = [layer for layer in layers if layer.path(q, sys.maxsize) == "triton"]
+    if "blocked" in by_path and config.attention_impl == "auto":
+        line += f" (not triton: {obstacle(by_path['blocked'][0], q) or 'this is cpu'})"
+    if fused := by_path.get("triton"):
         errors, problems = zip(*(check(layer, config, q) for layer in fused), strict=True)
         if any_rank(any(problems)):
             problem = f"the fused kernels fail: {max(problems) or 'on another rank'}"
@@ -80,7 +81,7 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
                 if not error <= (8 + (layer.p or 0)) * ROUNDING:
                     problem = f"{name} differs from the reference by {error:.2g} of its size"
         except Exception as error:  # whatever Triton and CUDA raise
-            problem = f"{kernel_of(error)}: {type(error).__name__}: {first_line(error)}"
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         CHECKED[key] = largest, problem
     return CHECKED[key]
 
@@ -131,12 +132,3 @@ def evaluate(
         last = layer(q[:, :, -1:], k, v, context)
     names = ("output", "last output", *(f"gradient of {name}" for name in learnt))
     return dict(zip(names, (out.detach(), last, *gradients), strict=True))
-
-
-def kernel_of(error: Exception) -> str:
-    """The name of the kernel whose launch raised an error."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        caller: Any = frame.f_locals.get("self")
-        if type(caller).__module__.startswith("triton.runtime") and hasattr(caller, "fn"):
-            return caller.fn.__name__
-    return "a kernel"

@@ -45,11 +45,7 @@ def broken(request, monkeypatch):
     """Breaks softplus; the fixture is what is said of it."""
     entry = launch.PHIS["softplus"]._replace(function=request.param, total=None)
     monkeypatch.setitem(launch.PHIS, "softplus", entry)
-    return (
-        "forward_one_stage: .*no such phi"
-        if request.param is raises
-        else "gradient of . with 77 keys"
-    )
+    return "no such phi" if request.param is raises else "gradient of . with 77 keys"
 
 
 def check(case, *more, **others):
@@ -75,6 +71,7 @@ def test_sound_kernels_agree(automatic, case, capsys):
     [
         ("ssmax.py", "sdpa"),
         ("lssa.py --attention_impl=reference", "reference"),
+        ("fox.py", "blocked (not triton: this is cpu)"),
         ("entmax15.py", "blocked (not triton: its weights are functions of whole rows)"),
         ("hybrid_lssar_p5.py", "blocked and sdpa (not triton: this is cpu)"),
     ],
