@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from attention import VARIANTS, Variant
+from attention_paths.fingerprint import fingerprint
 from attention_paths.module import Attention
 from config import Config
 from errors import UserError, check_choice
@@ -51,6 +52,12 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
     return build_attention(config, range(split)), build_attention(
         local, range(split, config.n_head)
     )
+
+
+def formulas(config: Config) -> str:
+    """The fingerprint of the formulas of a layer's attention."""
+    local = [VARIANTS["softmax"]] if config.local_window else []
+    return fingerprint(VARIANTS[config.attention], *local)
 
 
 def check_settings(config: Config, variant: Variant) -> None:

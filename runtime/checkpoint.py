@@ -3,7 +3,8 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 environment.json   versions, machine, commit
-uncommitted.patch  `git diff HEAD` of the repository
+uncommitted.patch  the repository's changes since its commit, untracked .py files included; of a
+                   start that resumed at step 200 uncommitted_000200.patch
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
 wandb.json         the run's id in wandb
 metrics.jsonl      one object per line, for a step or a validation each
@@ -28,12 +29,14 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
+from attention_paths.fingerprint import differs
 from config import MAY_CHANGE, SETTINGS, Config, nearest_file, saved_config
 from data.tokenizer import copy_file, identify
 from errors import UserError, first_line
+from layers.heads import formulas
 from model import GPT
 from optim import learning_rate
-from runtime.device import environment, git
+from runtime.device import environment, uncommitted
 from runtime.files import (
     atomic_write,
     convert,
@@ -122,15 +125,28 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = None) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `kernels` is what layers.selfcheck found.
+    `kernels` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
+    that it began with, and says where they have changed since; each start has a patch.
     """
     for temporary in run.glob(".*.tmp"):
         delete_abandoned(temporary)
     copy_file(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
-    write_json(run / "environment.json", environment() | (kernels or {}))
-    with atomic_write(run / "uncommitted.patch") as file:
-        file.write(git("diff", "HEAD", "--binary") or b"")
+    resumed_at, made = step(run) if config.resume else None, environment() | (kernels or {})
+    made["formulas"] = formulas(config)
+    if resumed_at is not None:
+        before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
+        if differs(before, made["formulas"]):
+            print(
+                f"warning: {run} began with other formulas of {config.attention!r} than "
+                "attention.py has now",
+                file=sys.stderr,
+            )
+        made["formulas"] = before
+    write_json(run / "environment.json", made)
+    name = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
+    with atomic_write(run / name) as file:
+        file.write(uncommitted())
 
 
 def settings_of(config: Config) -> dict[str, Any]:

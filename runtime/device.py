@@ -115,13 +115,20 @@ def environment() -> dict[str, Any]:
     }
 
 
+def uncommitted() -> bytes:
+    """A patch from the commit to the code of this process: changes, and untracked .py files."""
+    untracked = (git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or b"").decode()
+    new = [("--no-index", "/dev/null", path) for path in untracked.split("\0") if path]
+    return b"".join(git("diff", "--binary", *what) or b"" for what in [("HEAD",), *new])
+
+
 def git(*arguments: str) -> bytes | None:
     """What git prints for this repository; None where it fails, as in a copy without history."""
     try:
         run = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True)
     except OSError:
         return None
-    return run.stdout if run.returncode == 0 else None
+    return run.stdout if run.returncode <= 1 else None  # 1: a diff between files found something
 
 
 def processor() -> str:

@@ -60,9 +60,12 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "notes.txt").write_text("not tracked")
+    (repository / "mine.py").write_text("attention = 'mine'\n")
     checkpoint.write_header(run, Config())
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"] and saved["commit"] == device.environment()["commit"]
+    (repository / "mine.py").unlink()
     for command in (["checkout", "model.py"], ["apply", str(run / "uncommitted.patch")]):
         subprocess.run(["git", *command], cwd=repository, check=True, capture_output=True)
     assert (repository / "model.py").read_bytes() == changed
+    assert (repository / "mine.py").read_text() == "attention = 'mine'\n"

@@ -1,16 +1,22 @@
 """What all evaluations share: options, opening a run, stored measurements, names of pictures."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from attention import VARIANTS
 from config import Config
 from errors import UserError
+from runtime import checkpoint
 from scripts import eval_length
-from scripts.common.runner import Options, Store, parse, picture_path
+from scripts.common import runner
+from scripts.common.planned import PlannedRun
+from scripts.common.runner import Options, Store, parse, picture_path, run_names
+from tests.helpers import measured_losses
 from tests.runs import ROOT
 
 # ---- options ----
@@ -92,7 +98,68 @@ def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):
     assert len(Store(tmp_path / "results.json", {"step": 7}).parts) == 40
 
 
-# ---- pictures ----
+@pytest.fixture
+def other_formula(monkeypatch):
+    """As if the entry of lssar in attention.py had been edited."""
+    edited = replace(VARIANTS["lssar"], scale=lambda rows: 0.5)
+    return lambda: monkeypatch.setitem(VARIANTS, "lssar", edited)
+
+
+def test_an_edited_formula_is_measured_anew(
+    run, call, pictures, other_formula, monkeypatch, capsys
+):
+    runner.report_other_code.cache_clear()
+
+    def losses(*options):
+        call(eval_length, run, "--lengths=128", "--tokens=128", *options)
+        return [one["parts"]["128 tokens"]["loss"] for one in measured_losses(run)]
+
+    before = losses()
+    assert "other code" not in capsys.readouterr().out
+    monkeypatch.setattr(runner, "code_of_model", lambda: "other")
+    assert losses() == losses() == before
+    said = capsys.readouterr().out
+    assert said.count("with other code of model or attention; --again repeats it") == 1
+    other_formula()
+    assert losses()[:1] == before and losses()[1] != before[0]
+    # one made before formulas were recorded is taken
+    results = run / "eval_length.json"
+    old = json.loads(results.read_text())[:1]
+    del old[0]["formulas"]
+    results.write_text(json.dumps(old))
+    assert losses() == before and losses("--again")[0] != before[0]
+
+
+def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
+    config = checkpoint.read_config(run)
+    planned = PlannedRun("lssar", config.replace(out_dir=str(run)), [])
+    assert planned.difference() is None
+    other_formula()
+    assert planned.difference() == "other formulas of 'lssar' than attention.py has now"
+    environment = json.loads((run / "environment.json").read_text())
+    checkpoint.write_header(run, config.replace(resume=True))
+    assert "began with other formulas of 'lssar'" in capsys.readouterr().err
+    now = json.loads((run / "environment.json").read_text())
+    assert now["formulas"] == environment["formulas"]
+    assert (run / f"uncommitted_{planned.step:06d}.patch").is_file()
+
+
+# ---- labels and pictures ----
+
+
+def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
+    def labels(*settings):
+        configs = [Config(seed=7).replace(**each) for each in settings]
+        for i, config in enumerate(configs):
+            (tmp_path / str(i)).mkdir(exist_ok=True)
+            (tmp_path / f"{i}/config.json").write_text(json.dumps(config.as_dict()))
+        return run_names([tmp_path / str(i) for i in range(len(configs))])
+
+    assert labels({}, {"attention": "lssar", "p": 3.0}) == ["softmax", "lssar_p3"]
+    assert labels({"seed": 1}, {"seed": 2}) == ["seed 1", "seed 2"]
+    assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax, seed 7", "lssa, seed 2"]
+    assert labels({}, {}) == ["0", "1"]
+    assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 
 
 def test_pictures_of_other_runs_have_other_names(tmp_path):
@@ -102,4 +169,4 @@ def test_pictures_of_other_runs_have_other_names(tmp_path):
     assert picture_path(runs[:1] * 2, "loss") == tmp_path / "x/loss_softmax_softmax.png"
     many = [tmp_path / "softmax" / f"seed{i}" for i in range(50)]
     names = {picture_path(runs, "loss").name for runs in (many, many[:-1], many[:-2])}
-    assert len(names) == 3 and all(len(name) < 120 for name in names)
+    assert len(names) == 3 and all(len(name) < 60 for name in names)

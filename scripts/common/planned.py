@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from attention_paths.fingerprint import differs
 from config import ROOT, Config, accumulation_steps, names
 from errors import EXIT_MISTAKE, UserError
-from layers.heads import build_parts
+from layers.heads import build_parts, formulas
 from model import GPT
 from runtime import checkpoint
 from runtime.device import PEAK_FLOPS, pick_device
@@ -86,6 +87,9 @@ class PlannedRun:
             now = self.base.step is not None and checkpoint.find(self.base.folder).id
             if read_json(self.folder / "began_with.json") != now:
                 return f"other initial weights than {self.base.folder} has now"
+        began_with = (read_json(self.folder / "environment.json") or {}).get("formulas")
+        if differs(began_with, formulas(self.config)):
+            return f"other formulas of {self.config.attention!r} than attention.py has now"
         return None
 
 

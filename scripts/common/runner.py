@@ -37,9 +37,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from attention import VARIANTS
-from config import Config, choices, names
+from attention_paths.fingerprint import differs
+from config import ROOT, Config, choices, names
 from errors import UserError, command
-from layers.heads import build_parts
+from layers.heads import build_parts, formulas
 from layers.rope import Rope
 from layers.selfcheck import check_kernels
 from model import GPT
@@ -178,6 +179,7 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
+        "formulas": formulas(config),
     }
 
 
@@ -212,12 +214,48 @@ class Store:
 
     def add(self, part: str, value: dict) -> None:
         with locked(self.path.parent):
-            others = [m for m in read_measurements(self.path) if not self._is(m)]
+            code = self.code if self.parts else code_of_model()
             parts = {"parts": self.parts | {part: value}, "environment": environment()}
-            write_json(self.path, [*others, self.facts | parts])
+            parts["environment"]["code"] = code
+            self._write(self.facts | parts)
+
+    @property
+    def code(self) -> str | None:
+        """`code_of_model` when the first part was measured; None: before it was recorded."""
+        return self.values.get("environment", {}).get("code")
+
+    def clear(self) -> None:
+        """Delete the measurement."""
+        with locked(self.path.parent):
+            self._write()
+
+    def _write(self, *own: dict) -> None:
+        others = [m for m in read_measurements(self.path) if not self._is(m)]
+        write_json(self.path, [*others, *own])
 
     def _is(self, measurement: dict) -> bool:
-        return self.facts.items() <= measurement.items()
+        """Whether the facts are the same; measurements made before recorded no formulas."""
+        facts, now = dict(self.facts), self.facts.get("formulas")
+        if now and not differs(measurement.get("formulas"), now):
+            del facts["formulas"]
+        return facts.items() <= measurement.items()
+
+
+@functools.cache
+def code_of_model() -> str:
+    """A hash of the code of the model and its attention."""
+    files = [ROOT / "attention.py", ROOT / "model.py"]
+    files += sorted((*ROOT.glob("attention_paths/*.py"), *ROOT.glob("layers/*.py")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@functools.cache
+def report_other_code(commit: str | None) -> None:
+    """Say once that measurements of this commit are of other code."""
+    print(
+        f"measured at commit {(commit or 'unknown')[:7]}, with other code of model or attention; "
+        "--again repeats it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,13 +322,18 @@ class Evaluation(Options):
 
 def measured(evaluation: Evaluation, path: str | Path) -> dict:
     """A run's measurement, which is made and stored if there is none."""
-    found = stored(evaluation, path)
+    found = None if evaluation.again else stored(evaluation, path)
     if found is None:
         run = load_run(path, evaluation)
         facts = run.facts | evaluation.facts(run.config)
-        evaluation.measure(run, Store(evaluation.results_file(path), facts))
+        store = Store(evaluation.results_file(path), facts)
+        if evaluation.again:
+            store.clear()
+        evaluation.measure(run, store)
         found = stored(evaluation, path)
         assert found is not None  # all of it has been measured
+    if found["environment"].get("code") != code_of_model():
+        report_other_code(found["environment"]["commit"])
     return found
 
 
