@@ -2,7 +2,9 @@
 
 python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
-python -m scripts.downstream RUN --tasks my_task --include_path FOLDER_OF_YAML_TASKS
+
+Tasks of your own and the harness's other options: `lm_eval --model hf` on an exported run
+(scripts.export_hf).
 
 Prints a table. RUN/downstream.json is a list of measurements: each task is saved when it is
 finished, and not measured again. The paper's values are in the tables of
@@ -12,7 +14,6 @@ requirements-eval.txt and, the first time that it reads a task's data, a network
 
 import difflib
 import functools
-import hashlib
 import logging
 import os
 import sys
@@ -54,7 +55,6 @@ class Downstream(Evaluation):
     name, unit = "downstream", "tasks"
 
     tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
-    include_path: str | None = option(None, "a folder of more tasks, as YAML files")
     max_length: int | None = option(
         None, "most tokens at once (default: 2x training; learned positions: 1x)", at_least=1
     )
@@ -67,19 +67,18 @@ class Downstream(Evaluation):
     def facts(self, config: Config) -> dict:
         length = self.max_length or max(default_lengths([config], (1, 2)))
         check_lengths(config, [length])
-        folder = hash_of(self.include_path) if self.include_path else None
-        return {"max_length": length, "limit": self.limit, "include": folder}
+        return {"max_length": length, "limit": self.limit}
 
     def check(self, config: Config) -> None:
         """Raise UserError, before a run is trained, for tasks that could not be measured."""
         self.facts(config)
-        load_tasks(self.names, self.include_path)
+        load_tasks(self.names)
 
     def parts(self, config: Config) -> dict[str, int]:
         return dict.fromkeys(self.names, 1)
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        manager, tasks = load_tasks(self.names, self.include_path)
+        manager, tasks = load_tasks(self.names)
         import lm_eval
 
         model = harness_model(run, facts["max_length"])
@@ -103,7 +102,7 @@ class Downstream(Evaluation):
 
 
 @functools.cache  # loading takes seconds
-def load_tasks(names: tuple[str, ...], folder: str | None) -> tuple[Any, dict[str, list]]:
+def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
     """The harness's TaskManager, and each name's tasks, or its group, with their data.
 
     Raises UserError where the harness is missing, for an unknown name, and for data that cannot be
@@ -114,7 +113,7 @@ def load_tasks(names: tuple[str, ...], folder: str | None) -> tuple[Any, dict[st
     require("eval", "lm_eval")
     from lm_eval.tasks import TaskManager
 
-    manager, tasks = TaskManager(include_path=folder), {}
+    manager, tasks = TaskManager(), {}
     for name in names:
         if name not in manager.task_index:
             near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
@@ -130,15 +129,6 @@ def load_tasks(names: tuple[str, ...], folder: str | None) -> tuple[Any, dict[st
         groups = loaded["groups"]
         tasks[name] = [groups[name]] if name in groups else [*loaded["tasks"].values()]
     return manager, tasks
-
-
-def hash_of(folder: str) -> str:
-    """Hash of a folder of tasks, so that a changed task is measured again."""
-    if not Path(folder).is_dir():
-        raise UserError(f"--include_path {folder}: no such folder")
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    content = b"".join(str(path.relative_to(folder)).encode() + path.read_bytes() for path in files)
-    return hashlib.sha256(content).hexdigest()
 
 
 def harness_model(run: Run, max_length: int) -> Any:
