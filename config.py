@@ -333,8 +333,9 @@ def load_config(arguments: list[str]) -> Config:
 
     Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`; `--key value` works too,
     and `--key` alone for a bool. A run's folder or its config.json stands for the run's settings,
-    and `--resume` with an out_dir needs no file at all. Raises UserError for a missing file, an
-    unknown setting (naming the nearest one), a wrong type, and values that contradict each other.
+    and `--resume` with an out_dir needs no file at all. With --init_from=hf:NAME the sizes that are
+    not set come from there. Raises UserError for a missing file, an unknown setting (naming the
+    nearest one), a wrong type, and values that contradict each other.
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -409,10 +410,10 @@ def read_run(folder: str) -> dict[str, Any]:
 
 
 def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a Hugging Face GPT-2, where values["init_from"] is one, that are not set.
+    """The sizes and positions of the Hugging Face GPT-2 in values["init_from"], if there is one.
 
-    Raises UserError where its config cannot be read, it is another architecture than OpenAI's, or
-    settings contradict it.
+    Raises UserError where its config cannot be read, it has another architecture than OpenAI's, or
+    `values` contradict it.
     """
     source = str(values.get("init_from"))
     if not source.startswith(PRETRAINED):
