@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -149,7 +150,9 @@ def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, 
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
-    assert "to train: 15 runs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "to train: 15 runs" in printed
+    assert re.search(r"\de\+\d+ FLOP: 0.0 hours of one A100 at 40% of its peak", printed)
     assert not commands and not (tmp_path / "out").exists()
 
 

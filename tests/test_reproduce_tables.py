@@ -65,6 +65,13 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
         worth = min(control["loss"][0], control["loss"][place]) - long["loss"][place]
         text = f"Available at {2**place}x, by seed: {worth:+.4f}."
         assert text in table["caption"]
+    # and other tables say so beside the gain
+    other = read_table(reproduced("loss_by_length", "--only=softmax"))
+    assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
+    assert other["caption"][-1].endswith(
+        f"trained at 16x (`reproduce headroom`), by seed {worth:+.4f}."
+    )
+    assert len(commands) == 3
 
 
 def test_passkeys_where_a_prompt_is_longer_than_the_training_length(

@@ -1,6 +1,6 @@
 """Tables of results over seeds."""
 
-from scripts.common.tables import best_entries, summarise
+from scripts.common.tables import best_entries, how_measured, summarise
 
 
 def table_of(**seeds):
@@ -22,3 +22,11 @@ def test_entries_that_the_seeds_cannot_tell_apart_are_not_ranked():
     assert best_entries(table_of(a=[1.0], b=[2.0]), 0) == set()
     higher = table_of(a=[1.0, 1.1], b=[2.0, 2.1]) | {"better": ["higher"]}
     assert best_entries(higher, 0) == {"b"}
+
+
+def test_the_caption_names_commits_with_uncommitted_changes():
+    def made(commit, modified):
+        return {"machine": "M", "torch": "2", "commit": commit * 40, "modified": modified}
+
+    runs = [{"evaluation": {"environment": made("a", True)}, "environment": made("b", False)}]
+    assert how_measured(runs) == "Measured on M; torch 2, commit bbbbbbb, aaaaaaa modified."

@@ -214,24 +214,11 @@ class Store:
 
     def add(self, part: str, value: dict) -> None:
         with locked(self.path.parent):
-            code = self.code if self.parts else code_of_model()
-            parts = {"parts": self.parts | {part: value}, "environment": environment()}
-            parts["environment"]["code"] = code
-            self._write(self.facts | parts)
-
-    @property
-    def code(self) -> str | None:
-        """`code_of_model` when the first part was measured; None: before it was recorded."""
-        return self.values.get("environment", {}).get("code")
-
-    def clear(self) -> None:
-        """Delete the measurement."""
-        with locked(self.path.parent):
-            self._write()
-
-    def _write(self, *own: dict) -> None:
-        others = [m for m in read_measurements(self.path) if not self._is(m)]
-        write_json(self.path, [*others, *own])
+            others = [m for m in read_measurements(self.path) if not self._is(m)]
+            code = self.values.get("code", {}) | {part: code_of_model()}
+            parts = {"parts": self.parts | {part: value}, "code": code}
+            own = self.facts | parts | {"environment": environment()}
+            write_json(self.path, [*others, own])
 
     def _is(self, measurement: dict) -> bool:
         """Whether the facts are the same; measurements made before recorded no formulas."""
@@ -251,11 +238,9 @@ def code_of_model() -> str:
 
 @functools.cache
 def report_other_code(commit: str | None) -> None:
-    """Say once that measurements of this commit are of other code."""
-    print(
-        f"measured at commit {(commit or 'unknown')[:7]}, with other code of model or attention; "
-        "--again repeats it"
-    )
+    """Say, once for each commit, that measurements are of other code."""
+    code = "with other code of model or attention; --again repeats it"
+    print(f"measured at commit {(commit or 'unknown')[:7]}, {code}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +272,9 @@ class Evaluation(Options):
         raise NotImplementedError
 
     def measure(self, run: Run, store: Store) -> None:
-        """Measure and store the parts that are missing."""
-        parts = self.parts(run.config)
-        todo = {name: cost for name, cost in parts.items() if name not in store.parts}
+        """Measure and store the parts that are missing; with `again`, all."""
+        parts, known = self.parts(run.config), {} if self.again else store.parts
+        todo = {name: cost for name, cost in parts.items() if name not in known}
         total = sum(todo.values())
         with tqdm(total=total, unit=self.unit, unit_scale=True, desc=str(run.path)) as bar:
             for name in todo:
@@ -326,13 +311,11 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
     if found is None:
         run = load_run(path, evaluation)
         facts = run.facts | evaluation.facts(run.config)
-        store = Store(evaluation.results_file(path), facts)
-        if evaluation.again:
-            store.clear()
-        evaluation.measure(run, store)
+        evaluation.measure(run, Store(evaluation.results_file(path), facts))
         found = stored(evaluation, path)
         assert found is not None  # all of it has been measured
-    if found["environment"].get("code") != code_of_model():
+    code = found.get("code", {})
+    if any(code.get(part) != code_of_model() for part in found["parts"]):
         report_other_code(found["environment"]["commit"])
     return found
 

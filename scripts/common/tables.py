@@ -13,7 +13,7 @@ A table of results is a dict, saved as table.json:
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runtime.files import atomic_write, write_json
@@ -58,13 +58,11 @@ def summarise(runs: list[dict]) -> dict:
 def paired(entry: dict, baseline: dict) -> dict:
     """The summary of the differences between the runs of two entries that share a seed."""
     other = {run["seed"]: run["values"] for run in baseline["runs"]}
-    differences = [
-        {"seed": run["seed"], "values": [
-            None if a is None or b is None else a - b
-            for a, b in zip(run["values"], other[run["seed"]], strict=True)
-        ]}
-        for run in entry["runs"] if run["seed"] in other
-    ]  # fmt: skip
+    differences = []
+    for run in entry["runs"]:
+        pairs = zip(run["values"], other.get(run["seed"], []), strict=False)
+        values = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+        differences += [{"seed": run["seed"], "values": values}] if values else []
     return summarise(differences)
 
 
@@ -161,51 +159,41 @@ def short(evaluation: dict) -> dict:
 
 
 def markdown(table: dict, pictures: Sequence[str]) -> str:
-    columns = table["columns"]
-    best = [best_entries(table, column) for column in range(len(columns))]
-    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    columns, rows = range(len(table["columns"])), table["rows"].items()
+    best = [best_entries(table, column) for column in columns]
+    head = [line("", table["columns"]), "|---" * (len(columns) + 1) + "|"]
     lines = [f"# {table['title']}, scale {table['scale']}", "", *head]
-    for name, entry in table["rows"].items():
-        cells = (cell(table, entry, i, name in names) for i, names in enumerate(best))
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    for name, entry in rows:
+        lines.append(line(f"`{name}`", [cell(table, entry, i, name in best[i]) for i in columns]))
     if table["baseline"]:
         lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
-        lines += differences(table)
+    for name, difference in ((name, entry.get("difference")) for name, entry in rows):
+        for label, one in by_seed(f"`{name}`", difference).items() if difference else ():
+            lines.append(line(label, [cell(table, one, i, sign="+") for i in columns]))
     lines += ["", *(f"- {sentence}" for sentence in table["caption"]), ""]
     return "\n".join(lines + [f"![{name}]({name})\n" for name in pictures])
 
 
-def differences(table: dict) -> Iterator[str]:
-    """Lines of each entry's difference from the baseline: over all seeds, then for each seed."""
-    digits = table["digits"]
-    for name, entry in table["rows"].items():
-        found = entry.get("difference", {"runs": []})
-        lines = {f"`{name}`": found} if found["runs"] else {}
-        if len(found["runs"]) > 1:
-            seeds = {f"seed {run['seed']}": summarise([run]) for run in found["runs"]}
-            lines |= seeds
-        for label, one in lines.items():
-            cells = (
-                signed(*pair, digits) for pair in zip(one["mean"], one["deviation"], strict=True)
-            )
-            yield f"| {label} | " + " | ".join(cells) + " |"
+def line(label: str, cells: Sequence[str]) -> str:
+    return f"| {label} | {' | '.join(cells)} |"
 
 
-def signed(value: float | None, deviation: float | None, digits: int) -> str:
-    if value is None:
-        return "–"
-    return f"{value:+.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+def by_seed(name: str, summary: dict) -> dict[str, dict]:
+    """A summary by its name and, if it is of several runs, one for each seed."""
+    runs = summary["runs"] if len(summary["runs"]) > 1 else []
+    return {name: summary} | {f"seed {run['seed']}": summarise([run]) for run in runs}
 
 
-def cell(table: dict, entry: dict, column: int, bold: bool) -> str:
-    """Our value ± the deviation of a comparison, or half the range over seeds, where there are
-    several; in parentheses the paper's value and ours minus it.
+def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = "") -> str:
+    """Our value ± half the range over seeds, or the standard deviation where entries are compared.
+
+    In parentheses the paper's value and ours minus it.
     """
     digits, value = table["digits"], entry["mean"][column]
     if value is None:
         return "–"
-    paper = entry["paper"] and entry["paper"][column]
-    text = f"**{value:,.{digits}f}**" if bold else f"{value:,.{digits}f}"
+    paper = (entry.get("paper") or {column: None})[column]
+    text = f"**{value:{sign},.{digits}f}**" if bold else f"{value:{sign},.{digits}f}"
     width = entry["deviation"][column] if table["baseline"] else (spread(entry, column) or 0) / 2
     if width:
         text += f" ± {width:.{digits}f}"

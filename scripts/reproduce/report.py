@@ -26,7 +26,7 @@ from scripts.common.runner import Parser, value_of
 from scripts.common.tables import how_measured, paired, ranged, seed_sentences, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
-from scripts.reproduce.tables import EXPERIMENTS, GAIN, available
+from scripts.reproduce.tables import EXPERIMENTS, GAIN, HEADROOM, available
 
 CONTROL_NOTE = (
     "Sliding window: the same weights with plain RoPE, where each query sees as many keys as in "
@@ -107,9 +107,9 @@ def build_table(work: Work, failures: list[str]) -> dict:
         raise UserError("no entry of the table is available: " + "; ".join(failures))
     rows = {name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()}
     baseline = experiment.baseline if experiment.baseline in rows else ""
-    for name in rows if baseline else ():
-        if name != baseline:
-            rows[name]["difference"] = paired(rows[name], rows[baseline])
+    for entry in [entry for name, entry in rows.items() if baseline not in ("", name)]:
+        if (difference := paired(entry, rows[baseline]))["runs"]:
+            entry["difference"] = difference
     table = {
         "name": work.name,
         "title": experiment.title,
@@ -128,35 +128,30 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "not_run": [name for name in experiment.entries if name not in results],
         "failures": failures,
     }
-    headroom = what_is_available(work, table)
-    return table | {"caption": caption(table, work) + headroom}
+    worth = what_is_available(work, table)
+    return table | {"caption": caption(table, work) + worth}
 
 
 def what_is_available(work: Work, table: dict) -> list[str]:
-    """Writes what the longest length is worth beside the gain from context; returns a sentence.
+    """Write what the longest length is worth beside the gain from context; returns a sentence.
 
-    Empty where the table has no gains, or this scale no runs of headroom.
+    None where the table has no gains, or the scale no runs of headroom.
     """
-    if GAIN not in table["columns"]:
-        return []
-    other, folder = replace(work, experiment=EXPERIMENTS["headroom"]), work.scale.out
-    found = [n for n in other.experiment.entries if (folder / work.scale.name / n).is_dir()]
-    entries = {name: other.results(name) for name in found}
-    multiple = table["multiples"][-1]
-    worth = list(available(entries, at(multiple, work.scale.config)).values())
+    runs, longest = work.scale.out / work.scale.name, (table["multiples"] or [0])[-1]
+    headroom = replace(work, experiment=EXPERIMENTS["headroom"])
+    entries = {name: headroom.results(name) for name in HEADROOM if (runs / name).is_dir()}
+    worth = available(entries, at(longest, work.scale.config)) if GAIN in table["columns"] else []
     if not worth:
         return []
-    mean, width = sum(worth) / len(worth), max(worth) - min(worth)
-    column = table["columns"].index(GAIN)
-    table["columns"][column] = f"{GAIN} (available: {mean:+.{table['digits']}f})"
-    seeds = ", ".join(f"{one:+.4f}" for one in worth)
+    mean = sum(worth) / len(worth)
+    table["columns"][table["columns"].index(GAIN)] = f"{GAIN} (available: {mean:+.4f})"
     sentence = (
-        f"Available: the gain of a softmax that was trained at {multiple:g}x (`reproduce "
-        f"headroom`), by seed {seeds}"
+        f"Available: the gain of a softmax that was trained at {longest:g}x (`reproduce "
+        f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}"
     )
-    if len(worth) > 1 and mean < width:
+    if len(worth) > 1 and mean < max(worth) - min(worth):
         sentence += (
-            "; this is less than seeds differ, so whether an entry uses the longer context is "
+            ". That is less than seeds differ: whether an entry uses the longer context is "
             "undecidable here"
         )
     return [f"{sentence}."]

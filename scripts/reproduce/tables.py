@@ -32,6 +32,7 @@ from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
 TWO = ("softmax", "lssar_p15")
 LOSS = "validation loss (nats per token)"
 GAIN = "gain from context"
+HEADROOM = ("softmax", "softmax_4t", "softmax_16t")  # each trained longer than the one before
 
 # ---- measurements that several tables share ----
 
@@ -250,33 +251,31 @@ def by_seed(table: dict) -> list[str]:
 # ---- headroom ----
 
 
-def available(entries: dict[str, list[dict]], length: int) -> dict[int, float]:
+def available(entries: dict[str, list[dict]], length: int) -> list[float]:
     """By seed, what a context of this length is worth to a model that was trained on it.
 
     `entries` are the measured runs of headroom. Softmax trained at this length, or at the next
     longer one, is compared with what softmax has with its own training length.
     """
-    longer = [run for name, runs in entries.items() if name != "softmax" for run in runs]
-    gains = {}
+    gains = []
     for run in entries.get("softmax", []):
-        short, same_seed = run["evaluation"], (r for r in longer if r["seed"] == run["seed"])
-        trained = (one["evaluation"] for one in same_seed)
-        if long := next((one for one in trained if one["trained_length"] >= length), None):
+        short, others = run["evaluation"], [entries.get(name, []) for name in HEADROOM[1:]]
+        trained = [one["evaluation"] for one in sum(others, []) if one["seed"] == run["seed"]]
+        if long := [one for one in trained if one["trained_length"] >= length]:
             alone, window = losses_at(short["control"], (short["trained_length"], length))
-            gains[run["seed"]] = gain_from_context(alone, window, *losses_at(long, (length,)))
+            gains.append(gain_from_context(alone, window, *losses_at(long[0], (length,))))
     return gains
 
 
 def headroom(table: dict) -> list[str]:
     """What is available at each length beyond the first, by seed."""
     entries = {name: entry["runs"] for name, entry in table["rows"].items()}
-    trained = entries["softmax"][0]["evaluation"]["trained_length"] if "softmax" in entries else 0
-    found = {m: available(entries, round(m * trained)) for m in table["multiples"][1:]}
-    sentences = []
-    for multiple, gains in found.items():
-        seeds = ", ".join(f"{gain:+.4f}" for gain in gains.values())
-        sentences += [f"Available at {multiple:g}x, by seed: {seeds}."] if gains else []
-    return sentences
+    lengths = next(iter(entries.values()))[0]["evaluation"]["lengths"]
+    return [
+        f"Available at {multiple:g}x, by seed: {', '.join(f'{gain:+.4f}' for gain in gains)}."
+        for multiple, length in zip(table["multiples"], lengths, strict=True)
+        if multiple > 1 and (gains := available(entries, length))
+    ]
 
 
 # ---- the tables ----
@@ -389,7 +388,7 @@ EXPERIMENTS = {
     "headroom": replace(
         loss(
             "What a longer context is worth to a model that was trained on it",
-            ("softmax", "softmax_4t", "softmax_16t"), LENGTHS, draw=grouped(),
+            HEADROOM, LENGTHS, draw=grouped(),
         ),
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
         remarks=headroom, notes=(
