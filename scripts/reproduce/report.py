@@ -137,10 +137,12 @@ def what_is_available(work: Work, table: dict) -> list[str]:
 
     None where the table has no gains, or the scale no runs of headroom.
     """
-    runs, longest = work.scale.out / work.scale.name, (table["multiples"] or [0])[-1]
+    if GAIN not in table["columns"]:
+        return []
+    runs, longest = work.scale.out / work.scale.name, table["multiples"][-1]
     headroom = replace(work, experiment=EXPERIMENTS["headroom"])
     entries = {name: headroom.results(name) for name in HEADROOM if (runs / name).is_dir()}
-    worth = available(entries, at(longest, work.scale.config)) if GAIN in table["columns"] else []
+    worth = available(entries, at(longest, work.scale.config))
     if not worth:
         return []
     mean = sum(worth) / len(worth)
