@@ -2,10 +2,10 @@
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
-python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused --lengths 1024,4096
-python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --lengths 1024,16384
+python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused
+python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --block_size=16384
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
-    --phases attention,attention_eval --lengths 1024,4096,16384
+    --phases attention,attention_eval --block_size=16384
 
 The columns are the columns of the LSSAR paper's Table A7, whose figures are printed below each
 variant. The paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`:
@@ -49,7 +49,7 @@ from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Parser, lengths_of
+from scripts.common.runner import Parser
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]
@@ -72,7 +72,6 @@ def main() -> None:
     add("--scale", metavar="CONFIG.py", help="of all models, such as configs/scales/45m.py")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
     add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
-    add("--lengths", type=lengths_of, help="in tokens, such as 1024,4096 (default: block_size)")
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
     arguments, settings = parser.parse_known_args()
@@ -83,37 +82,31 @@ def main() -> None:
     if arguments.out:
         check_writable(arguments.out.parent)
     models = parse_models(arguments, settings)
-    first = {config.block_size: name for name, config in reversed(models.items())}
-    baselines = {name: first[config.block_size] for name, config in models.items()}
     figures = measure(models, arguments.rounds, phases)
     config, made = next(iter(models.values())), environment()
     dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
-    shape = f"{config.batch_size} x {','.join(map(str, sorted(first)))}"
-    size = f"{config.n_layer} layers, {config.n_embd} wide, {shape} tokens"
-    print(f"\n{size}, {dtype}, on {made['machine']}; median of {arguments.rounds} rounds")
-    print_figures(figures, baselines, models)
+    shape = f"{config.batch_size} x {config.block_size} tokens"
+    print(
+        f"\n{config.n_layer} layers, {config.n_embd} wide, {shape}, {dtype}, on {made['machine']}; "
+        f"median of {arguments.rounds} rounds; in parentheses the ratio to the first model"
+    )
+    print_figures(figures, models)
     if arguments.out:
-        used = config.as_dict() | {"shape": shape, "dtype": dtype, "rounds": arguments.rounds}
+        used = config.as_dict() | {"dtype": dtype, "rounds": arguments.rounds}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        results = {"environment": made, "settings": used, "baselines": baselines, "rows": figures}
-        write_json(arguments.out, results)
+        write_json(arguments.out, {"environment": made, "settings": used, "rows": figures})
         print(f"written: {arguments.out}")
 
 
 def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Config]:
     """The Config of every model, by its name in the table."""
-    impls, lengths = arguments.impls.split(","), arguments.lengths or [None]
-    scale = [arguments.scale] if arguments.scale else []
+    impls, scale = arguments.impls.split(","), [arguments.scale] if arguments.scale else []
     models = {}
-    for length, path, impl in itertools.product(lengths, arguments.configs, impls):
+    for path, impl in itertools.product(arguments.configs, impls):
         chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
         files = scale if path == PLAIN else [path, *scale]
-        config = load_config([*files, "--batch_size=4", *settings, *chosen])
-        if length:  # a step is one micro-batch
-            tokens = config.batch_size * length
-            config = config.replace(block_size=length, total_batch_size=tokens)
         name = Path(path).stem + (f" {impl}" if impls[1:] and path != PLAIN else "")
-        models[name + (f" at {length}" if lengths[1:] else "")] = config
+        models[name] = load_config([*files, "--batch_size=4", *settings, *chosen])
     return models
 
 
@@ -262,9 +255,7 @@ def attention_step(config: Config, training: bool, device: torch.device) -> Call
 # ---- the table ----
 
 
-def print_figures(
-    figures: dict[str, dict], baselines: dict[str, str], models: dict[str, Config]
-) -> None:
+def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
     columns = [c for c in next(iter(figures.values())) if not c.endswith("_spread")]
     ours = {name: [steps[c] for c in columns] for name, steps in figures.items()}
@@ -273,13 +264,12 @@ def print_figures(
         for name, config in models.items()
         if columns == PAPER["columns"] and config.projections == "linear"
     }
-    table = [["", *columns]]
-    for name, baseline in baselines.items():
+    table, first = [["", *columns]], next(iter(models))
+    for name in models:
         for label, values in ((name, ours), ("  paper, A100", papers)):
-            if values.get(name) and values.get(baseline):
-                pairs = zip(values[name], values[baseline], strict=True)
+            if values.get(name) and values.get(first):
+                pairs = zip(values[name], values[first], strict=True)
                 table.append([label, *(f"{x:.1f} ({x / base:.2f})" for x, base in pairs)])
-    print("in parentheses: the ratio to the first model of that length")
     print_table(table, width=18)
 
 

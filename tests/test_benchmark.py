@@ -43,7 +43,7 @@ def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):
     assert asked["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
-def test_models_take_the_baseline_of_their_length(call, capsys, monkeypatch):
+def test_a_model_of_every_path_and_one_plain_model(call, capsys, monkeypatch):
     models = {}
 
     def measure(asked, rounds, phases):
@@ -51,13 +51,12 @@ def test_models_take_the_baseline_of_their_length(call, capsys, monkeypatch):
         return {name: {"train_ms": len(name)} for name in asked}
 
     monkeypatch.setattr(benchmark, "measure", measure)
-    more = ("--impls=auto,unfused", "--lengths=16,32", "--batch_size=2", "--phases=train")
+    more = ("--impls=auto,unfused", "--block_size=32", "--batch_size=2", "--phases=train")
     call(benchmark, "plain", "configs/lssar_p3.py", *more)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "lssar_p3 unfused at 32 22.0 (2.00)" in printed  # the baseline is plain at 32
-    assert [*models][:3] == ["plain at 16", "lssar_p3 auto at 16", "lssar_p3 unfused at 16"]
-    config = models["lssar_p3 unfused at 32"]
-    assert (config.block_size, config.total_batch_size, config.compile) == (32, 64, False)
+    assert "lssar_p3 unfused 16.0 (3.20)" in " ".join(capsys.readouterr().out.split())
+    assert [*models] == ["plain", "lssar_p3 auto", "lssar_p3 unfused"]
+    config = models["lssar_p3 unfused"]
+    assert (config.block_size, config.batch_size, config.compile) == (32, 2, False)
 
 
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
@@ -66,11 +65,11 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
     context.set_forkserver_preload(["scripts.benchmark"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     out = tmp_path / "new/b.json"
-    more = ("--rounds=3", "--lengths=16", "--phases=eval", "--out", out)
+    more = ("--rounds=3", "--block_size=16", "--phases=eval", "--out", out)
     call(benchmark, "configs/lssar_p3.py", *TINY, *more)
     saved = read_json(out)
     figures = saved["rows"]["lssar_p3"]
-    assert saved["baselines"] == {"lssar_p3": "lssar_p3"} and saved["settings"]["rounds"] == 3
+    assert saved["settings"]["rounds"] == 3
     low, high = figures["eval_ms_spread"]
     assert 0 < low <= figures["eval_ms"] <= high and figures["eval_mb"] > 50
 

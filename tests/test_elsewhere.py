@@ -77,6 +77,8 @@ def test_variants_train_and_generate(build, name, p):
     learned = [key for key, _ in model.named_parameters() if key.endswith("self_attn.variant.s")]
     assert len(learned) == (2 if name == "ssmax" else 0)
     assert not torch.allclose(model(x).logits, build()(x).logits, atol=1e-4)
+    rest = model(x[:, 12:], past_key_values=model(x[:, :12]).past_key_values).logits
+    torch.testing.assert_close(rest, model(x).logits[:, 12:])
     whole = generated(model, use_cache=False)
     assert torch.equal(generated(model), whole)
     assert torch.equal(generated(model, cache_implementation="static"), whole)

@@ -98,26 +98,23 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     assert load_run(out).facts["step"] == 18  # a run like any other
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])  # the latter has a scaler to resume
 def test_finetuning_is_resumed_and_never_overwritten(
-    run, squad, call, tmp_path, monkeypatch, capsys, dtype
+    run, squad, call, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(finetune_squad, "CHECKPOINT_INTERVAL", 2)
-    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", dtype)
+    """In float16, where the state has a scaler too."""
+    arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", "float16")
     call(finetune_squad, *arguments, "--out_dir", tmp_path / "whole")
 
     def stops(log, step, logged=Log.step, **values):
         logged(log, step, **values)
-        if step == 3 and dtype == "float32":
-            raise KeyboardInterrupt  # at once, after the checkpoint of step 2
-        if step == 2 and dtype == "float16":
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(Log, "step", stops)
         with pytest.raises(SystemExit) as stop:
             call(finetune_squad, *arguments, "--out_dir", tmp_path / "parts")
-    assert stop.value.code == (130 if dtype == "float32" else EXIT_STOPPED)
+    assert stop.value.code == EXIT_STOPPED
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     stopped = checkpoints(parts)
     assert saved(parts)["step"] == 2
