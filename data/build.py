@@ -47,12 +47,11 @@ Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 
 def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
     """The options that data.text and data.fineweb share, with their default tokenizer."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
-    parser.add_argument("--workers", type=int, default=cores, help="threads; default: all cores")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
 
 
 def build(
@@ -75,21 +74,20 @@ def build(
     documents or settings, or of unknown origin; where another process is making them; or where the
     documents have too few tokens for both splits.
     """
-    if not 0 < options.shard_size < 2**31 or options.workers < 1:
-        raise UserError(
-            f"--shard_size {options.shard_size} must be 1 to 2**31 - 1, and --workers "
-            f"{options.workers} at least 1"
-        )
-    settings: shards.Settings = {
+    if not 0 < options.shard_size < 2**31:
+        raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
+    wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
         "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "source": source,
+        "complete": False,
+        "shards": [],
     }
     if options.repeat:
-        settings["repeat"] = (options.repeat, options.within)
+        wanted["repeat"] = (options.repeat, options.within)
     with lock_folder(out_dir, "making this set"):
-        meta = _resume(out_dir, settings)
+        meta = _resume(out_dir, wanted)
         state = "already done" if meta["complete"] else "done"
         if not meta["complete"]:
             _make(out_dir, prefix, streams, options, meta)
@@ -99,37 +97,34 @@ def build(
     print(f"{out_dir}: {state}, {tokens:,} tokens in {len(meta['shards'])} shards")
 
 
-def _resume(out_dir: Path, settings: shards.Settings) -> shards.Meta:
+def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     """The meta.json to go on from: its shards up to the first one that is missing or damaged.
 
-    Raises UserError where the folder has shards made from other settings; only `source` may differ.
+    Raises UserError where the folder has shards of other settings than those of `wanted`; only
+    `source` may differ.
     """
     meta = shards.read_meta(out_dir)
     if not any(out_dir.glob("*.bin")):
-        return {**settings, "complete": False, "shards": []}
+        return wanted
     remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
     for key in ("tokenizer", "shard_size", "documents", "repeat"):
-        if (found := meta.get(key)) != (wanted := settings.get(key)):
-            raise UserError(f"{out_dir}: made with {key} {found}, not {wanted}; {remedy}")
-    whole = list(takewhile(lambda s: shards.is_whole(out_dir / s["name"]), meta["shards"]))
+        if (found := meta.get(key)) != wanted.get(key):
+            raise UserError(f"{out_dir}: made with {key} {found}, not {wanted.get(key)}; {remedy}")
+    whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     return {**meta, "complete": meta["complete"] and whole == meta["shards"], "shards": whole}
 
 
 def _make(
-    out_dir: Path,
-    prefix: str,
-    streams: list[Read],
-    options: argparse.Namespace,
-    meta: shards.Meta,
+    out_dir: Path, prefix: str, streams: list[Read], options: argparse.Namespace, meta: shards.Meta
 ) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
     place = done[-1]["next"] if done else (0, None, 0)
     shards.write_meta(out_dir, meta)
-    tokens_done = sum(shard["tokens"] for shard in done)
-    with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
+    before = sum(shard["tokens"] for shard in done)
+    with tqdm(initial=before, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
         for stream, tokens, following in _cut(streams, place, options, bar):
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
@@ -181,36 +176,36 @@ def _tokenise(
     known = get_tokenizer(options.tokenizer)
     eot = np.array([known.eot], dtype=np.uint16)
 
-    def encode(piece: str) -> NDArray[np.uint16]:
-        tokens = known.encode_array(piece)
-        return with_repeats(tokens, repeat, options.within) if repeat else tokens
+    def encode(pieces: list[str | None]) -> NDArray[np.uint16]:
+        parts = [eot if piece is None else known.encode_array(piece) for piece in pieces]
+        if repeat:  # an end of text is too short to be repeated
+            parts = [with_repeats(part, repeat, options.within) for part in parts]
+        return np.concatenate(parts)
 
-    def encode_all(pieces: list[str | None]) -> NDArray[np.uint16]:
-        return np.concatenate([eot if p is None else encode(p) for p in pieces])
-
-    pending: deque[tuple[Any, Future[NDArray[np.uint16]]]] = deque()
-    with ThreadPoolExecutor(options.workers) as pool:
+    def tasks() -> Iterator[tuple[Any, Future[NDArray[np.uint16]]]]:
         for state, texts in batches:
             # None stands for the end of text before each document
             cut = (chain([None], split_text(text, PIECE_CHARS)) for text in texts)
             pieces = chain.from_iterable(cut)
             while task := list(islice(pieces, TASK_PIECES)):
-                pending.append((state, pool.submit(encode_all, task)))
+                yield state, pool.submit(encode, task)
                 state = None
-                if len(pending) == options.workers * TASKS_PER_WORKER:
-                    at, encoded = pending.popleft()
-                    yield at, encoded.result()
-        while pending:
-            at, encoded = pending.popleft()
-            yield at, encoded.result()
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        queue = tasks()
+        running = deque(islice(queue, options.workers * TASKS_PER_WORKER))
+        while running:
+            state, task = running.popleft()
+            yield state, task.result()
+            running.extend(islice(queue, 1))
 
 
 def with_repeats(tokens: NDArray[np.uint16], share: float, within: int) -> NDArray[np.uint16]:
     """The tokens [n], where this share of their passages is followed by an excerpt of itself.
 
-    A passage is `within` tokens. The excerpt has 1/8 to 1/4 as many, and begins anywhere in the
-    passage, but so that it and its copy lie within `within` tokens. The choice is random with the
-    tokens as the seed, so it depends on nothing else.
+    A passage has `within` >= 16 tokens. The excerpt has 1/8 to 1/4 as many, and begins anywhere in
+    the passage, but so that it and its copy lie within `within` tokens. The choice is random with
+    the tokens as the seed, so it depends on nothing else.
     """
     rng = random.Random(zlib.crc32(tokens.data))
     parts = []

@@ -3,8 +3,7 @@
 GPT-2's BPE or another --tokenizer, end-of-text before every document, shards of 100M tokens: number
 0 for validation, the others for training. Documents are read over the network as they are needed,
 or from parquet files on disk (--parquet): the shards are the same. Stopped at any point, the same
-command resumes after the last whole shard. --part 3/16 makes the third of 16 parts of a set, which
-as many machines can make at the same time.
+command resumes after the last whole shard.
 """
 
 import argparse
@@ -47,10 +46,8 @@ def open_dataset(args: argparse.Namespace, repo: str, name: str | None) -> tuple
             builder = datasets.load_dataset_builder(repo, name)
         # refuses what the dataset does not have
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
-        files = list(builder.config.data_files[args.split])
-        files = choose_part(files, args.part) if args.part else files
+        files = builder.config.data_files[args.split]
         identity = [(Path(file).name, url_to_fs(file)[0].size(file)) for file in files]
-        builder.config.data_files = {args.split: files}
         if hasattr(builder.config, "columns"):  # parquet: the other columns are not read
             builder.config.columns, builder.config.batch_size = [column], BATCH
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
@@ -78,33 +75,15 @@ def reading(source: str) -> Iterator[None]:
         raise UserError(f"{source}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def choose_part(files: list[str], part: str) -> list[str]:
-    """The files of a part: for 3/16 the 3rd, 19th, 35th, ...
-
-    Raises UserError where there is no such part.
-    """
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    index, count = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= index <= count <= len(files):
-        raise UserError(f"--part {part}: give I/N, part I of N, with N at most {len(files)} files")
-    return files[index - 1 :: count]
+def default_folder(repo: str, name: str | None) -> str:
+    """fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set, small."""
+    words = f"{repo.split('/')[-1]} {name or ''}".lower()
+    folder = re.sub("[^a-z0-9]+", "_", words).strip("_")
+    return re.sub(r"_sample_(\d+)bt$", r"\1B", folder)
 
 
-def names_of(repo: str, name: str | None) -> tuple[str, str]:
-    """A dataset's prefix of shards' names, and the name of the default folder."""
-
-    def joined(text: str) -> str:
-        # a split's name in the prefix would make the shard one of that split
-        words = re.findall(r"[a-z0-9]+", text.lower())
-        return "_".join(word for word in words if word not in ("train", "val"))
-
-    prefix = joined(repo.split("/")[-1])
-    if sample := re.fullmatch(r"sample-(\d+B)T", name or ""):
-        return prefix, prefix + sample[1]
-    return prefix, f"{prefix}_{joined(name)}" if name else prefix
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
+@command
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = "a dataset of the hub, or fineweb (the default), or fineweb-edu"
@@ -113,25 +92,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--split", default="train", help="its split; default: train")
     parser.add_argument("--column", default=COLUMN, help="the column of documents; default: text")
     parser.add_argument("--parquet", nargs="+", metavar="PATH", help="files or folders on disk")
-    parser.add_argument("--part", metavar="I/N", help="make part I of N of the set, a subfolder")
-    add_options(parser, tokenizer="gpt2")
     parser.set_defaults(repeat=0)
-    return parser.parse_args(argv)
+    add_options(parser, tokenizer="gpt2")
+    args = parser.parse_args(argv)
 
-
-@command
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
     repo = DATASETS.get(args.dataset, args.dataset)
     name = args.name or (SAMPLE if repo in DATASETS.values() else None)
-    prefix, folder = names_of(repo, name)
     get_tokenizer(args.tokenizer)  # raises now, and not after the files are found
+    folder = default_folder(repo, name)
     folder += "" if args.tokenizer == "gpt2" else f"_{Path(args.tokenizer).stem}"
-    out_dir = args.out_dir or Path("data", folder)
-    out_dir /= f"part-{args.part.replace('/', '-of-')}" if args.part else ""
     read, documents = open_dataset(args, repo, name)
     source = " ".join(args.parquet or filter(None, [repo, name, args.split, args.column]))
-    build(out_dir, prefix, [read], args, source, documents)
+    build(args.out_dir or Path("data", folder), "fineweb", [read], args, source, documents)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from numpy.random import SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import check_ids, count_tokens, list_shards, open_shards, read_shard, read_windows
+from data.shards import check_ids, list_shards, open_shards, read_shard, read_windows
 from data.tokenizer import MAX_IDS
 from errors import UserError
 
@@ -66,9 +66,10 @@ class Loader(ABC):
                 f"at least {size * batching.block_size + 1} tokens"
             )
         self.n_windows, self.batching, self.device = n_windows, batching, batching.device
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._reader = ThreadPoolExecutor(1, initializer=_use_gpu, initargs=(self.device,))
+        self._reader = ThreadPoolExecutor(1)
+        if self.device.type == "cuda":  # a new thread would open a context on GPU 0
+            self.device = torch.empty(0, device=self.device).device  # with its number
+            self._reader.submit(torch.cuda.set_device, self.device)
         self._ahead: dict[int, Future[tuple[Tensor, Tensor]]] = {}  # by step
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -117,13 +118,12 @@ class TokenLoader(Loader):
     def __init__(self, data_dir: str | Path, batching: Batching, vocab_size: int) -> None:
         self.data_dir, self.source, self.vocab_size = data_dir, str(data_dir), vocab_size
         self.paths = list_shards(data_dir, "train")
-        tokens = [count_tokens(path) for path in self.paths]
+        self._files, tokens = zip(*open_shards(self.paths), strict=True)
         self.tokens = sum(tokens)
-        self.val_tokens = sum(count_tokens(path) for path in list_shards(data_dir, "val")) - 1
+        self.val_tokens = sum(n for _, n in open_shards(list_shards(data_dir, "val"))) - 1
         # index of each shard's first window, then the total number of windows
         windows = [(n - 1) // batching.block_size for n in tokens]
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
-        self._files = open_shards(self.paths)
         super().__init__(int(self.first_window[-1]), batching)
 
     def batch_location(self, step: int) -> str:
@@ -131,11 +131,11 @@ class TokenLoader(Loader):
         return f"in {self.paths[shard]} at token {offset}"
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        share = slice(self.batching.rank, None, self.batching.world_size)
+        b = self.batching
+        share = slice(b.rank, None, b.world_size)
         return validation_batches(
-            self.data_dir, self.batching.block_size, max_tokens, batch_size, self.device,
-            self.vocab_size, share,
-        )  # fmt: skip
+            self.data_dir, b.block_size, max_tokens, batch_size, self.device, self.vocab_size, share
+        )
 
     def _locate(self, step: int) -> NDArray[np.int64]:
         """Shard number and token offset of each sequence of this rank, [b, 2]."""
@@ -235,12 +235,6 @@ def validation_batches(
 def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x and y on `device`; pinned ones are copied while the process goes on."""
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-def _use_gpu(device: torch.device) -> None:
-    """Make `device` this thread's GPU: a new thread would open a context on GPU 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def inputs_and_targets(

@@ -3,13 +3,13 @@
 A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros), then
 that many little-endian uint16 tokens. A folder holds `*_val_*.bin`, `*_train_*.bin` and, if this
 repository made it, `meta.json`, with a copy of the tokenizer's file, `tokenizer.json`, unless the
-tokenizer is built in. A set made in N parts is a folder of N such folders, `part-1-of-N` to
-`part-N-of-N`.
+tokenizer is built in.
 """
 
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -45,18 +45,14 @@ class Entry(TypedDict):
     next: Place  # of the shard after it
 
 
-class Settings(TypedDict):
-    """How a set is made."""
+class Meta(TypedDict):
+    """The content of meta.json."""
 
     tokenizer: str  # see data.tokenizer.identify
     shard_size: int
     documents: str  # a hash that changes when they do
     source: str  # where they come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
-
-
-class Meta(Settings):
-    """The content of meta.json."""
 
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
@@ -72,15 +68,15 @@ def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
         file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
-def count_tokens(path: str | Path) -> int:
-    """The number of tokens of a shard, from its header.
+def open_shard(path: str | Path) -> tuple[FileIO, int]:
+    """A shard's file, and its number of tokens by its header.
 
     Raises UserError where the file is missing, is not a shard of this version, or does not have
     exactly the size that follows from its header.
     """
     try:
-        with open(path, "rb") as file:
-            size, start = os.fstat(file.fileno()).st_size, np.fromfile(file, HEADER, 3).tolist()
+        file = FileIO(path)
+        size, start = os.fstat(file.fileno()).st_size, np.fromfile(file, HEADER, 3).tolist()
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
     if len(start) < 3 or start[:2] != [MAGIC, VERSION]:
@@ -91,27 +87,25 @@ def count_tokens(path: str | Path) -> int:
             f"{path}: its header gives {start[2]} tokens, which take {expected} bytes, but the "
             f"file has {size}; it is truncated or damaged: repeat the command that made it"
         )
-    return start[2]
+    return file, start[2]
+
+
+def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
+    """`open_shard` of many: often a process may have 1,024 open files, and more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
+    return [open_shard(path) for path in paths]
 
 
 def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]:
-    """The first `count` tokens of a shard, or all, [n]. Raises UserError as `count_tokens` does."""
-    return np.fromfile(path, TOKEN, min(count_tokens(path), count), offset=HEADER_BYTES)
-
-
-def open_shards(paths: list[Path]) -> list[FileIO]:
-    """Open all shards, for `read_windows`. Raises UserError where one cannot be opened."""
-    # often 1,024 files at first, and up to a million for a process that asks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
-    try:
-        return [FileIO(path) for path in paths]
-    except OSError as error:
-        raise UserError(f"{error.filename}: the shard cannot be read: {error.strerror}") from error
+    """The first `count` tokens of a shard, or all, [n]. Raises UserError as `open_shard` does."""
+    file, available = open_shard(path)
+    with file:
+        return np.fromfile(path, TOKEN, min(available, count), offset=HEADER_BYTES)
 
 
 def read_windows(
-    files: list[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
+    files: Sequence[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
 ) -> NDArray[np.uint16]:
     """The windows [n, length] at `places` [n, 2]: numbers of a file and of a token in it.
 
@@ -136,52 +130,35 @@ def read_windows(
     return windows
 
 
-def is_whole(path: Path) -> bool:
-    """Whether this file is a shard, by its header and size."""
-    try:
-        return count_tokens(path) > 0
-    except UserError:
-        return False
+def is_whole(folder: Path, shard: Entry) -> bool:
+    """Whether a shard that meta.json lists is there, with its size."""
+    path, size = folder / shard["name"], HEADER_BYTES + shard["tokens"] * TOKEN.itemsize
+    return path.is_file() and path.stat().st_size == size
 
 
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError where the folder is unfinished, lacks a part of its set or a shard of the split
-    that its meta.json lists, or has none.
+    Raises UserError where the folder is unfinished, lacks a shard of the split that its meta.json
+    lists, or has none.
     """
-    data_dir = Path(data_dir)
-    shards: list[Path] = []
-    for folder in folders_of(data_dir):
-        found = sorted(folder.glob(f"*_{split}_*.bin"))
-        meta = read_meta(folder)
-        if meta and not meta["complete"]:
-            raise UserError(f"{folder}: unfinished; repeat the command that was making it")
-        listed = {shard["name"] for shard in meta["shards"]} if meta else set()
-        for name in sorted(listed - {path.name for path in found}):
-            if f"_{split}_" in name:
-                raise UserError(
-                    f"{folder}: {name} is missing, which meta.json lists: copy it there, or repeat "
-                    "the command that made the folder"
-                )
-        shards += found
-    if not shards:
+    found = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
+    meta = read_meta(data_dir)
+    if meta and not meta["complete"]:
+        raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
+    listed = {shard["name"] for shard in meta["shards"]} if meta else set()
+    for name in sorted(listed - {path.name for path in found}):
+        if f"_{split}_" in name:
+            raise UserError(
+                f"{data_dir}: {name} is missing, which meta.json lists: copy it there, or repeat "
+                "the command that made the folder"
+            )
+    if not found:
         raise UserError(
             f"{data_dir}: no *_{split}_*.bin there; make it with `python -m data.text FILES "
             f"--out_dir {data_dir}` or `python -m data.fineweb --out_dir {data_dir}`: docs/data.md"
         )
-    return shards
-
-
-def folders_of(data_dir: Path) -> list[Path]:
-    """The folder itself, or the folders of its parts. Raises UserError where a part is missing."""
-    found = {path.name for path in data_dir.glob("part-*-of-*")}
-    wanted = [f"part-{i}-of-{len(found)}" for i in range(1, len(found) + 1)]
-    if found != set(wanted):
-        raise UserError(
-            f"{data_dir}: has only {', '.join(sorted(found))}: make or copy the other parts there"
-        )
-    return [data_dir / name for name in wanted] or [data_dir]
+    return found
 
 
 def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:
@@ -197,17 +174,15 @@ def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: in
 
 def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
     """Raise UserError where meta.json says that another tokenizer made these shards."""
-    identity = identify(tokenizer)
-    for folder in folders_of(Path(data_dir)):
-        meta = read_meta(folder)
-        if meta and meta["tokenizer"] != identity:
-            copy = folder / TOKENIZER
-            hint = f"; give --tokenizer={copy}" if copy.exists() else ""
-            name = "" if identity == tokenizer else f" ({identity})"
-            raise UserError(
-                f"{folder} was made with tokenizer {meta['tokenizer']!r}, but tokenizer = "
-                f"{tokenizer!r}{name}{hint}"
-            )
+    identity, meta = identify(tokenizer), read_meta(data_dir)
+    if meta and meta["tokenizer"] != identity:
+        copy = Path(data_dir, TOKENIZER)
+        hint = f"; give --tokenizer={copy}" if copy.exists() else ""
+        name = "" if identity == tokenizer else f" ({identity})"
+        raise UserError(
+            f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but tokenizer = "
+            f"{tokenizer!r}{name}{hint}"
+        )
 
 
 def read_meta(data_dir: str | Path) -> Meta | None:

@@ -34,6 +34,7 @@ from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+NAMED = 10  # files for training and for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
@@ -56,6 +57,12 @@ class Source:
         numbers = self.documents[first:]
         for text in islice(read_file(self.path, self.field), numbers.start, numbers.stop):
             yield text[slice(*self.characters)]
+
+    def __str__(self) -> str:
+        """Its name and, of a part of a file that was divided, where it begins."""
+        start = self.documents.start or self.characters[0]
+        unit = "document" if self.documents.start else "character"
+        return f"{self.name} from {unit} {start} on" if start else self.name
 
 
 def list_files(
@@ -98,11 +105,9 @@ def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
     try:
         for text in read_values(path, field):
             if not isinstance(text, str):
-                raise UserError(f'{path}: a document\'s "{field}" is {text!r}, not a string')
+                raise ValueError(f'a document\'s "{field}" is {text!r}, not a string')
             if text:
                 yield text
-    except UserError:
-        raise
     except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
         raise UserError(f"{path}: cannot be read: {error}") from error
 
@@ -117,7 +122,7 @@ def read_values(path: Path, field: str) -> Iterator[Any]:
     elif path.suffix == ".parquet":
         table = pyarrow.parquet.ParquetFile(path)
         if field not in table.schema_arrow.names:
-            raise UserError(f"{path}: no column {field!r}")
+            raise ValueError(f"no column {field!r}")
         for batch in table.iter_batches(BATCH, columns=[field]):
             yield from batch[field].to_pylist()
     else:
@@ -127,8 +132,7 @@ def read_values(path: Path, field: str) -> Iterator[Any]:
                     try:
                         value = json.loads(line)[field]
                     except (ValueError, LookupError, TypeError, RecursionError) as error:
-                        message = f'{path}: line {number} has no JSON field "{field}"'
-                        raise UserError(message) from error
+                        raise ValueError(f'line {number} has no JSON field "{field}"') from error
                     yield value
 
 
@@ -144,8 +148,8 @@ def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
     return sources
 
 
-def divide(source: Source) -> tuple[Source, Source]:
-    """Split one source into (train, val): val is the last tenth of its characters.
+def divide(source: Source) -> tuple[list[Source], list[Source]]:
+    """Split one source into two, (train, val): val is the last tenth of its characters.
 
     It begins with the first document that begins in that tenth, or else with the last one. A single
     document is divided before a paragraph, or else a line or a word. Raises UserError where it has
@@ -156,7 +160,7 @@ def divide(source: Source) -> tuple[Source, Source]:
         tenth = starts.pop() * 9 / 10
         cut = next((i for i, start in enumerate(starts) if start >= tenth), len(starts) - 1)
         train, val = source.documents[:cut], source.documents[cut:]
-        return replace(source, documents=train), replace(source, documents=val)
+        return [replace(source, documents=train)], [replace(source, documents=val)]
     (text,) = source.read()
     tenth, end = len(text) * 9 // 10, len(text.rstrip())
     found = [match for pattern in ENDS if (match := pattern.search(text, max(tenth - 1, 1), end))]
@@ -166,7 +170,7 @@ def divide(source: Source) -> tuple[Source, Source]:
             "there for validation; give more text, or a file for validation with --val"
         )
     at = found[0].end()
-    return replace(source, characters=(0, at)), replace(source, characters=(at, None))
+    return [replace(source, characters=(0, at))], [replace(source, characters=(at, None))]
 
 
 def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
@@ -176,8 +180,7 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
     a single source is divided.
     """
     if val is None and len(sources) == 1:
-        train, last = divide(sources[0])
-        return [train], [last]
+        return divide(sources[0])
     if val is None:
         ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
         chosen = set(ranked[: max(1, len(sources) // 10)])
@@ -209,14 +212,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--field", default=COLUMN, help=field)
     share = "the share of the training text's passages of T tokens that an excerpt follows"
     parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
-    parser.add_argument("--within", type=int, metavar="T", help="the training length in tokens")
+    parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
     add_options(parser, tokenizer="bytes")
     args = parser.parse_args(argv)
 
-    if not 0 <= args.repeat <= 1 or (args.repeat and (args.within or 0) < 8):
+    if not 0 <= args.repeat <= 1 or (args.repeat and args.within < 16):
         raise UserError(
-            f"--repeat {args.repeat} must be 0 to 1, and --within {args.within}, the training "
-            "length, at least 8 tokens"
+            f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16"
         )
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
     source = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
@@ -225,6 +227,9 @@ def main(argv: list[str] | None = None) -> None:
     train, val = split(inspect(files, args.field), named)
     if not train or not val:
         raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
+    for name, part in ("training", train), ("validation", val):
+        more = f", and {len(part) - NAMED} more" * (len(part) > NAMED)
+        print(f"{name}: {len(part)} files: {', '.join(map(str, part[:NAMED]))}{more}")
     identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
     name = f"text_{Path(args.tokenizer).stem}" + "_repeat" * bool(args.repeat)
     out_dir = args.out_dir or Path("data", name)

@@ -6,9 +6,9 @@ modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is 
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,11 @@ TOKENIZER = "tokenizer.json"
 MAX_IDS = 1 << 16
 # Names of the end of a text in tokenizer.json files; the first that a file has is taken.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-# Whitespace as in the pattern's \s, which differs slightly from Python's.
-LONG_RUN = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}+")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
+@dataclass(frozen=True)
 class Tokenizer:
     """Text to ids and back. `name` identifies it in meta.json and checkpoints: see `identify`.
 
@@ -43,107 +42,82 @@ class Tokenizer:
     name: str
     n_vocab: int
     eot: int  # the id of the end of a text
+    mark: str  # and its text
+    to_ids: Callable[[str], NDArray[np.integer]]
+    to_text: Callable[[list[int]], str]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
         """The ids as an array [tokens]."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:  # pairs of surrogates, as JSON escapes them, are joined
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._encode(text)
+        # pairs of surrogates, as JSON escapes them, are joined
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self.to_ids(text).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         """`eot` becomes its mark, invalid UTF-8 U+FFFD; ids that are no token are left out."""
-        return self._decode([int(i) for i in ids if i < self.n_vocab])
-
-    def _encode(self, text: str) -> NDArray[np.uint16]:
-        raise NotImplementedError
-
-    def _decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
+        return self.to_text([int(i) for i in ids if i < self.n_vocab])
 
 
-class GPT2Tokenizer(Tokenizer):
+def open_gpt2() -> Tokenizer:
     """GPT-2's byte-level BPE, computed by tiktoken."""
+    import tiktoken
 
-    name, n_vocab, eot = "gpt2", 50257, 50256
-
-    def __init__(self) -> None:
-        import tiktoken
-
-        self._encoding = tiktoken.Encoding(
-            name=self.name,
-            explicit_n_vocab=self.n_vocab,
-            pat_str=PATTERN,
-            mergeable_ranks=read_ranks(MERGES_FILE),
-            special_tokens={END_OF_TEXT: self.eot},
-        )
-
-    def _encode(self, text: str) -> NDArray[np.uint16]:
-        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
-        try:
-            ids = encode(text)
-        except ValueError:
-            ids = np.concatenate([encode(piece) for piece in cut_whitespace(text)])
-        return ids.astype(np.uint16)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoding.decode(ids)
+    encoding = tiktoken.Encoding(
+        name="gpt2",
+        pat_str=PATTERN,
+        mergeable_ranks=read_ranks(MERGES_FILE),
+        special_tokens={END_OF_TEXT: 50256},
+    )
+    encode = partial(encoding.encode_to_numpy, disallowed_special=())
+    return Tokenizer("gpt2", 50257, 50256, END_OF_TEXT, encode, encoding.decode)
 
 
-class ByteTokenizer(Tokenizer):
+def open_bytes() -> Tokenizer:
     """The bytes of UTF-8 as ids 0 to 255, and an end-of-text id."""
 
-    name, n_vocab, eot = "bytes", 257, 256
+    def encode(text: str) -> NDArray[np.uint8]:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
-    def _encode(self, text: str) -> NDArray[np.uint16]:
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-
-    def _decode(self, ids: list[int]) -> str:
-        parts = [END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids]
+    def decode(ids: list[int]) -> str:
+        parts = [END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
+    return Tokenizer("bytes", 257, 256, END_OF_TEXT, encode, decode)
 
-class FileTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's tokenizers; `mark` is its end of a text.
+
+def open_file(path: str) -> Tokenizer:
+    """A tokenizer.json of Hugging Face's tokenizers.
 
     Raises UserError where the file cannot be read, has more ids than fit uint16, or has no token
     for the end of a text.
     """
+    name = identify(path)
+    try:
+        import tokenizers
 
-    def __init__(self, path: str) -> None:
-        self.name = identify(path)
-        try:
-            import tokenizers
+        tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    n_vocab = 1 + max(vocabulary.values(), default=0)
+    if n_vocab > MAX_IDS:
+        raise UserError(f"{path}: {n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}")
+    mark = next((mark for mark in ENDS_OF_TEXT if mark in vocabulary), None)
+    if mark is None:
+        raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
 
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.n_vocab = 1 + max(vocabulary.values(), default=0)
-        if self.n_vocab > MAX_IDS:
-            raise UserError(
-                f"{path}: {self.n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}"
-            )
-        found = [mark for mark in ENDS_OF_TEXT if mark in vocabulary]
-        if not found:
-            raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
-        self.mark = found[0]
-        self.eot = vocabulary[self.mark]
-
-    def _encode(self, text: str) -> NDArray[np.uint16]:
+    def encode(text: str) -> NDArray[np.integer]:
         # only a batch is encoded without Python's lock
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint16)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return Tokenizer(name, n_vocab, vocabulary[mark], mark, encode, decode)
 
 
 @cache
@@ -153,8 +127,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     Raises UserError where it is neither, or the tokenizer's file is damaged.
     """
     if name == "gpt2":
-        return GPT2Tokenizer()
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+        return open_gpt2()
+    return open_bytes() if name == "bytes" else open_file(name)
 
 
 @cache
@@ -202,16 +176,6 @@ def split_text(text: str, size: int) -> Iterator[str]:
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]
-
-
-def cut_whitespace(text: str) -> list[str]:
-    """Cut a text into parts whose GPT-2 ids, joined, are the ids of the text.
-
-    GPT-2's pattern backtracks through whitespace before a word, and a long run exhausts its stack.
-    It would match the run's last character with the word, so the cut is before that character.
-    """
-    cuts = [run.end() - 1 for run in LONG_RUN.finditer(text) if run.end() < len(text)]
-    return [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
 
 
 def byte_symbols() -> dict[int, str]:

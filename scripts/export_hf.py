@@ -26,9 +26,9 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import MAY_CHANGE, Config
 from data.tokenizer import (
+    BUILT_IN,
     END_OF_TEXT,
     MERGES_FILE,
-    FileTokenizer,
     byte_symbols,
     copy_file,
     get_tokenizer,
@@ -112,11 +112,11 @@ def transformers_tokenizer(config: Config) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    own = get_tokenizer(config.tokenizer)
-    if isinstance(own, FileTokenizer):
-        tokenizer, mark = Tokenizer.from_buffer(read_file(config.tokenizer)), own.mark
+    mark = get_tokenizer(config.tokenizer).mark
+    if config.tokenizer in BUILT_IN:
+        tokenizer = byte_level_bpe(config.tokenizer)
     else:
-        tokenizer, mark = byte_level_bpe(config.tokenizer), END_OF_TEXT
+        tokenizer = Tokenizer.from_buffer(read_file(config.tokenizer))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         split_special_tokens=True,

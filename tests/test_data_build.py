@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from data import build, fineweb, shards
-from errors import UserError
 from runtime.files import lock_folder, read_json
 from tests.corpora import (
     contents,
@@ -98,44 +97,24 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
     assert "meta.json: damaged" in refused(fineweb.main, *base)
 
 
-def test_parts_make_one_set_together(corpus, tmp_path, refused):
-    documents, folder = corpus
-    out = tmp_path / "out"
-    base = [f"--parquet={folder}", f"--out_dir={out}", "--shard_size=1000", "--part"]
-    for i in (2, 1):
-        fineweb.main([*base, f"{i}/2"])
-        if i == 2:
-            with pytest.raises(UserError, match="out: has only part-2-of-2: make or copy"):
-                shards.list_shards(out, "train")
-    parts = [documents[:40], documents[40:]]
-    for i, expected in enumerate(parts, 1):
-        assert np.array_equal(tokens_in(out / f"part-{i}-of-2"), expected_tokens(expected))
-    train, val = (shards.list_shards(out, split) for split in ("train", "val"))
-    assert [len(val), len(train)] == [2, len(list(out.rglob("*.bin"))) - 2]
-    with pytest.raises(UserError, match="part-1-of-2 was made with tokenizer 'gpt2'"):
-        shards.check_tokenizer(out, "bytes")
-    for part in ("3/2", "0/2", "1/3", "x"):
-        assert f"--part {part}: give I/N" in refused(fineweb.main, *base, part)
-
-
 @pytest.mark.parametrize("share, n", [(0.25, 400_000), (1, 5120), (1, 90), (1, 3), (1, 0)])
 def test_excerpts_follow_passages(share, n):
     """Tokens that are numbered through show what was copied, and from how far."""
-    tokens, T = np.arange(n, dtype=np.uint32), 128
+    tokens, T = np.arange(n), 128
     out = build.with_repeats(tokens, share, T)
     assert np.array_equal(out, build.with_repeats(tokens.copy(), share, T))
-    starts = np.flatnonzero(np.diff(out.astype(int)) < 0) + 1  # of the copies
-    following = np.maximum.accumulate(out)  # the text's last token, within a copy too
-    lags, passages = following[starts] + 1 - out[starts].astype(int), -(-n // T)
-    lengths = np.array([np.count_nonzero(following == following[start]) - 1 for start in starts])
-    places = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    assert np.array_equal(np.delete(out, [i for place in places for i in place]), tokens)
-    for place, lag in zip(places, lags, strict=True):
-        assert (out[place] == out[place[0]] + np.arange(len(place))).all()
-        assert len(place) <= lag <= T - len(place) and 16 <= len(place) <= 32
-        assert (following[place[0]] + 1) % T == 0 or following[place[0]] == n - 1
+    last = np.maximum.accumulate(out)  # of the text's tokens so far
+    copied = np.diff(last, prepend=-1) == 0
+    assert np.array_equal(out[~copied], tokens)
+    starts = np.flatnonzero(np.diff(out) < 0) + 1
+    lags = last[starts] + 1 - out[starts]
+    lengths = np.array([np.count_nonzero(copied & (last == last[start])) for start in starts])
+    for start, length in zip(starts, lengths, strict=True):
+        assert np.array_equal(out[start : start + length], out[start] + np.arange(length))
+    assert ((lengths <= lags) & (lags <= T - lengths)).all() and {*lengths} <= {*range(16, 33)}
+    assert (((last[starts] + 1) % T == 0) | (last[starts] == n - 1)).all()  # a passage ends there
     if n == 400_000:
-        assert 0.23 * passages < len(starts) < 0.27 * passages
+        assert 0.23 * n / T < len(starts) < 0.27 * n / T
         assert min(lags) < T / 6 and max(lags) > 5 * T / 6 and {16, 32} <= {*lengths}
     else:
-        assert len(starts) == passages * (n >= 32)
+        assert len(starts) == {5120: 40, 90: 1}.get(n, 0)

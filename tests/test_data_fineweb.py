@@ -37,17 +37,6 @@ def test_fineweb_shards(corpus, tmp_path, workers, capsys):
     assert f"done, {len(tokens):,} tokens" in capsys.readouterr().out
 
 
-def test_another_tokenizer(corpus, tmp_path, gpt2_file):
-    """The vocabulary of GPT-2 as a file gives the shards of GPT-2, made on one core or two."""
-    _, folder = corpus
-    gpt2 = run_fineweb(folder, tmp_path / "gpt2")
-    own = run_fineweb(folder, tmp_path / "own", f"--tokenizer={gpt2_file}", workers=2)
-    assert own.pop("tokenizer.json") == gpt2_file.read_bytes()
-    assert own.pop("meta.json")["tokenizer"].startswith("sha256:")
-    del gpt2["meta.json"]
-    assert own == gpt2
-
-
 def test_fineweb_refusals(corpus, tmp_path, refused):
     _, folder = corpus
     out = tmp_path / "out"
@@ -72,7 +61,6 @@ def test_fineweb_refusals(corpus, tmp_path, refused):
     foreign.mkdir()
     shards.write_shard(foreign / "fineweb_train_000007.bin", np.array([1], dtype=np.uint16))
     says("foreign: holds shards that this", "--parquet", folder, "--out_dir", foreign)
-    says("--workers 0 at least 1", *base, folder, "--workers", 0)
     says("--shard_size 0 must be", *base, folder, "--shard_size", 0)
     says("Bad split: test. Available splits: ['train']", *base, folder, "--split", "test")
 
@@ -128,16 +116,13 @@ def test_any_dataset_of_the_hub(tmp_path, hub, refused):
     options = [f"--dataset={repo}", "--name=small", "--column=body", "--shard_size=1000"]
     fineweb.main([*options, "--split=held", f"--out_dir={out}"])
     assert np.array_equal(tokens_in(out), expected_tokens(documents[::2] + documents[1::2]))
-    assert (out / "set_v2_val_000000.bin").exists()
+    assert (out / "fineweb_val_000000.bin").exists()
     assert "Bad split: none. Available splits: ['held']" in refused(
         fineweb.main, *options, "--split=none"
     )
 
 
-def test_names_of_datasets():
-    assert fineweb.names_of("HuggingFaceFW/fineweb", "sample-10BT") == ("fineweb", "fineweb10B")
-    edu = fineweb.names_of("HuggingFaceFW/fineweb-edu", "sample-350BT")
-    assert edu == ("fineweb_edu", "fineweb_edu350B")
-    assert fineweb.names_of("a/My.Set", None) == ("my_set", "my_set")
-    # *_train_* and *_val_* find the shards of a split
-    assert fineweb.names_of("a/x-train-y", "val") == ("x_y", "x_y_")
+def test_default_folders():
+    assert fineweb.default_folder("HuggingFaceFW/fineweb", "sample-10BT") == "fineweb10B"
+    assert fineweb.default_folder("HuggingFaceFW/fineweb-edu", "sample-350BT") == "fineweb_edu350B"
+    assert fineweb.default_folder("a/My.Set", None) == "my_set"

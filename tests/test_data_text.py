@@ -47,9 +47,12 @@ def documents_of(out, split, tokenizer="bytes"):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_text_of_every_kind(folder, tmp_path, tokenizer):
+def test_text_of_every_kind(folder, tmp_path, tokenizer, capsys):
     out = tmp_path / "out"
     run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
+    said = capsys.readouterr().out
+    assert "training: 23 files: 00.txt, 01.txt" in said and ", 09.txt, and 13 more\n" in said
+    assert "validation: 2 files: 18.txt, 20.txt\n" in said
     train, val = (documents_of(out, split, tokenizer) for split in ("train", "val"))
     everything = [f"text {k}\n" for k in range(21)]
     everything += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
@@ -79,43 +82,38 @@ def test_named_validation_files(folder, tmp_path):
     assert len(documents_of(out, "train")) == 24
 
 
-def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, capsys, refused):
-    out = tmp_path / "out"
-    run_text(folder, "--out_dir", out)
-    before = contents(out)
-    run_text(folder, "--out_dir", out)
-    assert "already done" in capsys.readouterr().out
+def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused):
+    base = (folder, "--out_dir", tmp_path / "out")
+    run_text(*base)
+    line = refused(text.main, *base, "--tokenizer", "gpt2")
+    assert "made with tokenizer bytes, not gpt2" in line
     (folder / "00.txt").write_text("text 9\n")
-    assert "made with documents" in refused(text.main, folder, "--out_dir", out)
-    line = refused(text.main, folder, "--out_dir", out, "--tokenizer", "gpt2")
-    assert "made with tokenizer bytes, not gpt2" in line and contents(out) == before
+    assert "made with documents" in refused(text.main, *base)
 
 
-def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("repeat", [(), ("--repeat", 0.5, "--within", 16)])
+def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch, repeat):
     lines = [json.dumps({"text": f"line {k}"}) for k in range(9)]
     (folder / "deep" / "f.jsonl").write_text("\n".join(lines))
-    more = ("--shard_size", 7, "--out_dir")
-    run_text(folder, *more, tmp_path / "whole")
+    more = ("--shard_size", 7, *repeat, "--out_dir")
+    run_text(folder, *more, tmp_path / "whole", "--workers", 3)
     stop_after_each_shard(monkeypatch, lambda: run_text(folder, *more, tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_repeats_in_the_training_text_alone(folder, tmp_path, monkeypatch, refused):
-    """The same bytes for any number of workers and resumes."""
+def test_repeats_in_the_training_text_alone(folder, tmp_path, refused):
     (folder / "long.txt").write_text("".join(f"line {k} of a longer text\n" for k in range(999)))
-    repeat = ("--repeat", 0.5, "--within", 64, "--shard_size", 3000, "--out_dir")
-    plain, out, again = (tmp_path / name for name in ("plain", "out", "again"))
-    run_text(folder, "--shard_size", 3000, "--out_dir", plain)
-    run_text(folder, *repeat, out, "--workers", 3)
-    stop_after_each_shard(monkeypatch, lambda: run_text(folder, *repeat, again))
-    assert contents(out) == contents(again) and contents(out)["meta.json"]["repeat"] == [0.5, 64]
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    run_text(folder, "--out_dir", plain)
+    run_text(folder, "--repeat", 0.5, "--within", 64, "--out_dir", out)
+    assert shards.read_meta(out)["repeat"] == (0.5, 64)
     assert documents_of(out, "val") == documents_of(plain, "val")
     longest = [len(max(documents_of(path, "train"), key=len)) for path in (out, plain)]
     assert 1.06 < longest[0] / longest[1] < 1.13  # half of 3/16
-    assert "made with repeat" in refused(text.main, folder, "--shard_size", 3000, "--out_dir", out)
-    for share, within in ((1.5, 64), (0.5, 7)):
+    assert "made with repeat" in refused(text.main, folder, "--out_dir", out)
+    for share, within in ((1.5, 64), (0.5, 15)):
         line = refused(text.main, folder, "--repeat", share, "--within", within)
-        assert f"--repeat {share} must be 0 to 1, and --within {within}, " in line
+        assert f"--repeat {share} must be 0 to 1, --within {within} at least 16" in line
 
 
 def test_text_refusals(folder, tmp_path, refused):
@@ -141,9 +139,9 @@ def test_text_refusals(folder, tmp_path, refused):
         says(message, folder)
         (folder / name).unlink()
     write_parquet(folder / "bad.parquet", ["a"], column="body")
-    says("bad.parquet: no column 'text'", folder)
+    says("bad.parquet: cannot be read: no column 'text'", folder)
     write_parquet(folder / "bad.parquet", ["a", None])
-    says('bad.parquet: a document\'s "text" is None, not a string', folder)
+    says('bad.parquet: cannot be read: a document\'s "text" is None, not a string', folder)
     assert not (tmp_path / "out").exists()
 
 
@@ -162,8 +160,9 @@ def test_where_a_single_document_is_divided(tmp_path, content, val):
     path = tmp_path / "x.txt"
     path.write_text(content)
     (source,) = text.inspect([("x.txt", path)])
-    parts = [list(part.read()) for part in text.divide(source)]
+    parts = [list(part.read()) for (part,) in text.divide(source)]
     assert parts == [[content.removesuffix(val)], [val]]
+    assert str(text.divide(source)[1][0]) == f"x.txt from character {len(content) - len(val)} on"
 
 
 def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
@@ -182,7 +181,7 @@ def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
         assert documents_of(out, "val") == documents[36:]
     files[0].write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
     (source,) = text.inspect([("x.jsonl", files[0])], "body")
-    assert [len(part.documents) for part in text.divide(source)] == [40, 1]
+    assert [len(part.documents) for (part,) in text.divide(source)] == [40, 1]
 
 
 def test_the_standard_library_without_its_tests():

@@ -12,7 +12,7 @@ import pytest
 
 from config import VOCABULARY, Config, count_ids
 from data import tokenizer
-from data.tokenizer import cut_whitespace, get_tokenizer, identify, read_ranks, split_text
+from data.tokenizer import get_tokenizer, identify, read_ranks, split_text
 from errors import UserError
 
 TEXTS = [
@@ -76,19 +76,6 @@ def test_split_text_keeps_the_ids(name):
     pieces = list(split_text("word " * 1000, 100))
     assert len(pieces) == 50 and max(map(len, pieces)) < 110
     assert list(split_text("unbroken" * 100, 100)) == ["unbroken" * 100]
-
-
-def test_whitespace_too_long_for_the_pattern():
-    """tiktoken alone refuses this text: its pattern runs out of stack."""
-    gpt2 = get_tokenizer("gpt2")
-    text = "a" + "\n" * 1_200_000 + "b" + " " * 1_200_000
-    with pytest.raises(ValueError, match="stack"):
-        gpt2._encoding.encode_to_numpy(text)
-    assert gpt2.decode(gpt2.encode_array(text)) == text
-    # the same rule on a length that the pattern can do
-    short = "a" + "\n" * 5000 + "b c" + " " * 3000 + "\nd" + " " * 2000
-    parts = cut_whitespace(short)
-    assert len(parts) == 3 and sum(map(gpt2.encode, parts), []) == gpt2.encode(short)
 
 
 def test_gpt2_is_tiktokens(monkeypatch):
