@@ -24,7 +24,6 @@ another process is training are left to it.
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from scripts.common.runner import lengths_of, shortened, shown
 from scripts.reproduce import pictures, tables
 from scripts.reproduce.entries import FILES, FREE, Entry, Scale, find_entry, open_scale
 from scripts.reproduce.measure import Experiment, Values
-from scripts.reproduce.report import carry_out, work_of, work_parser
+from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 FIXED = (*names("data"), "block_size")
@@ -63,17 +62,18 @@ def main() -> None:
         task, name = load_config([options.scale]).tasks[0], options.scale
     scale = open_scale(name, options.out, task, free)
     grid = {key: text for key, text in settings.items() if key not in FREE}
-    scale = replace(scale, more=dict(entries_of(scale, files, grid)))
+    scale = replace(scale, more=entries_of(scale, files, grid))
     experiment = compared(scale, task, options.lengths)
     name = shortened("compare_" + "_".join(experiment.entries))
-    carry_out(work_of(name, experiment, scale, experiment.entries, options), options.plan)
+    carry_out(name, experiment, scale, experiment.entries, options)
 
 
-def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> Iterator[tuple[str, Entry]]:
-    """The names and entries of the files, for each combination of the settings' values.
+def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str, Entry]:
+    """The entries by name: each file, with each combination of the settings' values.
 
-    A combination that its variant refuses, such as lssar with p = None, is left out. Raises
-    UserError for settings that may not differ, and where two entries have one name.
+    A combination that cannot be trained, such as lssar with p = None, is left out. Raises UserError
+    where a file or a value is in no other combination, for settings in which entries may not
+    differ, and where two entries have one name.
     """
     for key in grid:
         require_known_setting(key, "the command line")
@@ -83,24 +83,28 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> Iterator
                 "entries, and --seeds 3 trains three seeds"
             )
     values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
-    found = set()
+    entries: dict[str, Entry] = {}
+    used: set = set()
+    refused: list[tuple[str, set, UserError]] = []
     for file, changes in itertools.product(files, itertools.product(*values)):
         stem = Path(file).stem
         ours = stem in FILES and Path(file).resolve() == FILES[stem]
-        base = find_entry(stem) if ours else Entry(Path(file))
+        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(dict(changes))
         name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
-        entry = base.changed(dict(changes))
-        if name in found:
+        if name in entries:
             raise UserError(f"two entries are called {name}: rename a file, or drop a value")
-        found.add(name)
         try:
             build_parts(replace(scale, more={name: entry}).run(name, 0).config)
         except UserError as error:
-            if not changes:
-                raise
-            print(f"left out: {name}, as {error}")
+            refused.append((name, {file, *changes}, error))
         else:
-            yield name, entry
+            entries[name] = entry
+            used |= {file, *changes}
+    for name, needed, problem in refused:
+        if not needed <= used:
+            raise problem
+        print(f"left out: {name}, as {problem}")
+    return entries
 
 
 def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experiment:

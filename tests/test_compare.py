@@ -43,25 +43,21 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
     printed, table = capsys.readouterr().out, read_table(folder)
     assert folder.name == "compare_softmax_mine" and len(commands) == 4
     assert printed.index("4 runs") < printed.index("step 6/6") < printed.index("| `softmax` |")
-    values = {}
-    for name in ("softmax", "mine"):
-        for seed in (1337, 1338):
-            run = tmp_path / f"out/small/{name}/seed{seed}"
-            config = json.loads((run / "config.json").read_text())
-            assert (config["n_layer"], config["seed"]) == (1 if name == "mine" else 2, seed)
-            own, control = measured_losses(run)
-            gain = min(control["loss"]) - own["loss"][-1]
-            values[name, seed] = [*own["loss"], control["loss"][-1], gain]
-    difference = table["rows"]["mine"]["difference"]
-    for i, one in enumerate(zip(*(run["values"] for run in difference["runs"]), strict=True)):
-        pairs = [values["mine", s][i] - values["softmax", s][i] for s in (1337, 1338)]
-        assert list(one) == pytest.approx(pairs)
-        assert difference["mean"][i] == pytest.approx(statistics.mean(pairs))
-        assert difference["deviation"][i] == pytest.approx(statistics.stdev(pairs))
-        assert f"{difference['mean'][i]:+.4f} ± {difference['deviation'][i]:.4f}" in printed
+    for name, layers in (("softmax", 2), ("mine", 1)):
+        for seed, run in zip((1337, 1338), table["rows"][name]["runs"], strict=True):
+            config = json.loads((tmp_path / f"out/small/{name}/seed{seed}/config.json").read_text())
+            assert (config["n_layer"], config["seed"], run["seed"]) == (layers, seed, seed)
+            own, control = measured_losses(tmp_path / f"out/small/{name}/seed{seed}")
+            assert run["values"][:3] == [*own["loss"], control["loss"][-1]]
+    mine, softmax = (table["rows"][name] for name in ("mine", "softmax"))
+    for i, difference in enumerate(mine["difference"]["mean"]):
+        seeds = zip(mine["runs"], softmax["runs"], strict=True)
+        pairs = [one["values"][i] - other["values"][i] for one, other in seeds]
+        assert difference == pytest.approx(statistics.mean(pairs))
+        assert f"{difference:+.4f} ± {statistics.stdev(pairs):.4f}" in printed
         assert all(f"{pair:+.4f} |" in printed for pair in pairs)
-    own = [values["mine", seed][0] for seed in (1337, 1338)]
-    assert f"| `mine` | {statistics.mean(own):.4f} ± {statistics.stdev(own):.4f} |" in printed
+        own = [run["values"][i] for run in mine["runs"]]
+        assert f" {statistics.mean(own):.4f} ± {statistics.stdev(own):.4f} |" in printed
     assert not_blank(folder / "compare_softmax_mine.png")
 
 
@@ -103,6 +99,7 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX], ["nothing to compare", "two configs", "--p=3,5"]),
         ([SOFTMAX, SOFTMAX], ["two entries are called softmax"]),
         ([SOFTMAX, "--p=3,3.0"], ["two entries are called softmax,p=3"]),
+        ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean 'lssar'"]),
         ([SOFTMAX, "--q=3,5"], ["'q'", "not a setting"]),
         ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
         ([SOFTMAX, "--seed=1,2"], ["--seed", "--seeds 3"]),

@@ -22,7 +22,7 @@ if not __package__:  # run as a file: the repository's modules are two folders a
 
 from errors import UserError, command
 from scripts.reproduce.entries import open_scale
-from scripts.reproduce.report import carry_out, work_of, work_parser
+from scripts.reproduce.report import carry_out, work_parser
 from scripts.reproduce.tables import EXPERIMENTS
 
 
@@ -46,7 +46,7 @@ def main() -> None:
             "your own: python -m scripts.compare configs/softmax.py configs/mine.py"
         )
     scale = open_scale(options.scale, options.out, experiment.task, settings)
-    carry_out(work_of(options.name, experiment, scale, chosen, options), options.plan)
+    carry_out(options.name, experiment, scale, chosen, options)
 
 
 if __name__ == "__main__":

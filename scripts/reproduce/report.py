@@ -53,45 +53,42 @@ def work_parser(name: str, doc: str, epilog: str) -> Parser:
     return parser
 
 
-def work_of(
+def carry_out(
     name: str, experiment: Experiment, scale: Scale, chosen: tuple[str, ...], options: Any
-) -> Work:
-    """The work of a command line with the options of `work_parser`."""
+) -> None:
+    """Print the cost; then train, measure, and write the table of this name and its pictures.
+
+    `options` are those of `work_parser`; --plan prints the cost only. Exits with 1 where a run
+    failed.
+    """
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     folder = Path(options.results) / scale.name / name
-    return Work(name, experiment, scale, chosen, seeds, folder, options.again)
-
-
-def carry_out(work: Work, plan: bool) -> None:
-    """Print the cost; then, without `plan`, train, measure, and write the table and its pictures.
-
-    Exits with 1 where a run failed.
-    """
+    work = Work(name, experiment, scale, chosen, seeds, folder, options.again)
     runs, evaluations = work.runs(), work.evaluations()
     check(with_bases(runs))
-    if not plan:  # which needs no data
+    if not options.plan:  # which needs no data
         for run, evaluation in {run.name: (run, one) for run, one in evaluations}.values():
             evaluation.check(run.config)
-    check_writable(work.folder)
-    check_writable(work.scale.out)
-    print(f"{work.experiment.title}, scale {work.scale.name}, {len(work.chosen)} entries")
+    check_writable(folder)
+    check_writable(scale.out)
+    print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
     if runs:
         print(cost(runs))
         left = sum(work.again or not work.stored(run) for run, _ in evaluations)
         print(f"to evaluate: {left} runs", flush=True)
-    if plan:
+    if options.plan:
         print(price(runs))
         return
     stop_on_signals()
     failures = train(runs) + work.measure()
     table = build_table(work, failures)
-    drawn = work.experiment.draw(table)
-    pictures = {f"{work.name}.png": drawn} if isinstance(drawn, Figure) else drawn
+    drawn = experiment.draw(table)
+    pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
     for file, picture in pictures.items():
-        save_picture(picture, work.folder / file)
-    write(work.folder, table, list(pictures))
-    print("\n" + (work.folder / "table.md").read_text())
-    print(f"written: {work.folder}/table.md, table.json")
+        save_picture(picture, folder / file)
+    write(folder, table, list(pictures))
+    print("\n" + (folder / "table.md").read_text())
+    print(f"written: {folder}/table.md, table.json")
     if failures:
         sys.exit(1)
 
