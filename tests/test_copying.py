@@ -47,9 +47,8 @@ class Inducing:
 def noise(tmp_path_factory):
     """Random bytes, where two tokens hardly ever repeat."""
     folder = tmp_path_factory.mktemp("noise")
-    write_shard(
-        folder / "text_val_000000.bin", np.random.default_rng(0).integers(0, 256, 999, "u2")
-    )
+    tokens = np.random.default_rng(0).integers(0, 256, 999, np.uint16)
+    write_shard(folder / "text_val_000000.bin", tokens)
     return folder
 
 
@@ -81,8 +80,7 @@ def test_a_worth_below_twice_its_error_is_undecided():
     parts = {"4": {"worth": [0.0, 1.0]}, "32": {"worth": [1.0, 1.0]}}
     assert copying.shares_kept({"trained_length": 16, "parts": parts}) == {32: None}
     parts["4"]["worth"] = [1.0, 2.0]
-    shares = copying.shares_kept({"trained_length": 16, "parts": parts})
-    assert shares == {32: pytest.approx(1 / 1.5)}
+    assert copying.shares_kept({"trained_length": 16, "parts": parts}) == {32: 1 / 1.5}
 
 
 def test_a_layer_with_a_window_keeps_nothing_beyond_it(noise):
@@ -100,8 +98,7 @@ def test_the_command(shards, call, tmp_path, capsys):
         saved_run(tmp_path / name, GPT(small_config(f"{name}.py", f"--data_dir={shards}")))
         for name in ("softmax", "lssa")
     ]
-    few = ("--passages=5", "--lags=32,40", "--rope=yarn")
-    call(copying, *runs, *few)
+    call(copying, *runs, "--passages=5", "--lags=32,40", "--rope=yarn")
     assert not_blank(tmp_path / "copying_softmax_lssa.png")
     printed = capsys.readouterr().out
     assert "rope yarn\n\nsoftmax, 5 passages of 4 tokens\n" in printed
@@ -120,8 +117,8 @@ def test_the_command(shards, call, tmp_path, capsys):
 
     worth = loss(tokens[480:484]) - loss(tokens[120:124])  # the second passage; the last
     assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
-    for arguments, message in (
-        (["--lags=3"], "lag 3 is shorter than a passage, which has 4 tokens"),
-        (["--lags=1000"], "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
+    for option, message in (
+        ("--lags=3", "lag 3 is shorter than a passage, which has 4 tokens"),
+        ("--lags=1000", "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
     ):
-        refused(capsys, lambda a=arguments: call(copying, runs[0], *a), message)
+        refused(capsys, lambda o=option: call(copying, runs[0], o), message)

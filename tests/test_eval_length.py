@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from config import Config
 from data.shards import read_shard, write_shard
 from model import GPT
 from runtime import checkpoint
@@ -63,76 +64,59 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
     assert not_blank(run / "loss_by_length.png")
 
 
-@pytest.mark.usefixtures("pictures")
-def test_several_scalings_and_lengths(module_run, call, shards, monkeypatch):
-    run = module_run("ssmax.py")
-    for scaling in (["--rope=none"], ["--rope=ntk", "--rope_factor=2"], ["--rope=yarn"]):
-        call(eval_length, run, "--lengths=32", *scaling)
-    before = measured_losses(run)
-    assert [(one["rope"], one["rope_factor"], one["window"]) for one in before] == [
-        ("none", None, None), ("none", None, 16),  # one control for all scalings
-        ("ntk", 2, None), ("yarn", None, None),
-    ]  # fmt: skip
-    for one in (before[0], *before[2:]):
-        direct = direct_losses(run, shards, 32, one["rope"], factor=one["rope_factor"])
-        assert one["loss"] == [pytest.approx(direct.mean().item(), rel=1e-5)]
-    # another length is added to the same measurement, and only it is measured; a stopped command
-    # has stored what it had
+@pytest.fixture
+def measured(monkeypatch):
+    """The lengths that are measured from now on; the length 128 stops the command."""
     measure, lengths = eval_length.position_losses, []
 
-    def stops(run, batches):
+    def recorded(run, batches):
         means = measure(run, batches)
         if len(means) == 128:
             raise KeyboardInterrupt
         lengths.append(len(means))
         return means
 
-    monkeypatch.setattr(eval_length, "position_losses", stops)
-    with pytest.raises(SystemExit):
-        call(eval_length, run, "--rope", "yarn", "--lengths", "64,32,16,128")
-    *again, last = measured_losses(run)
-    assert lengths == [16, 64] and again == before[:3]
-    assert sorted(last["lengths"]) == [16, 32, 64] and last["loss"][0] == before[3]["loss"][0]
-    # other tokens are another measurement
-    monkeypatch.undo()
-    call(eval_length, run, "--rope", "yarn", "--lengths", "32", "--tokens", "32")
-    assert [r["tokens"] for r in measured_losses(run)] == [256] * 4 + [32] * 2
+    monkeypatch.setattr(eval_length, "position_losses", recorded)
+    return lengths
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_same_computation_is_measured_once(module_run, call, monkeypatch, capsys):
-    run, measure, lengths = module_run("softmax.py"), eval_length.position_losses, []
-
-    def recorded(run, batches):
-        means = measure(run, batches)
-        lengths.append(len(means))
-        return means
-
-    monkeypatch.setattr(eval_length, "position_losses", recorded)
-    for options, measured in (
+def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
+    run = module_run("softmax.py")
+    for options, lengths in (
         ([], [16, 32, 32]),  # the control at 16 is plain RoPE in a window that hides nothing
         (["--rope=none"], [32]),
         (["--rope=none", "--window=64"], []),
         (["--rope=none", "--rope_theta=500"], [16, 32]),
         (["--rope=ntk", "--rope_factor=2", "--no_control"], [16]),  # at 32 as dynamic NTK
         (["--whole_documents", "--no_control"], [16, 32]),
+        (["--rope=yarn", "--lengths=64,32"], [32, 64, 64]),  # and the control
     ):
         capsys.readouterr()
-        call(eval_length, run, "--lengths=16,32", "--tokens=256", *options)
-        assert lengths == measured, options
-        lengths.clear()
+        call(eval_length, run, "--lengths=16,32", *options)
+        assert measured == lengths, options
+        measured.clear()
         assert ("gain:" in capsys.readouterr().out) == ("--no_control" not in options)
     found = measured_losses(run)
-    assert [(one["rope"], one["window"]) for one in found] == [
-        ("none", 16), ("none", None), ("none", 64), ("none", None), ("ntk", None),
-        ("dynamic_ntk", None),  # the last to get a part
+    opened = [(one["rope"], one["window"], one["rope_theta"]) for one in found]
+    assert opened == [
+        ("none", None, None), ("none", 64, None), ("none", None, 500), ("ntk", None, None),
+        ("dynamic_ntk", None, None), ("yarn", None, None), ("none", 16, None),
     ]  # fmt: skip
-    *others, first = found
-    assert {one["loss"][0] for one in others[:3]} == {first["loss"][0]}
-    assert first["loss"][1] not in {one["loss"][1] for one in others[:4]}
+    assert len({one["loss"][0] for one in (found[0], found[1], found[4], found[6])}) == 1
+    for one in (found[0], *found[2:4]):
+        scale = {"theta": one["rope_theta"]} if one["rope_theta"] else {}
+        direct = direct_losses(run, shards, 32, one["rope"], factor=one["rope_factor"], **scale)
+        assert one["loss"][1] == pytest.approx(direct.mean().item(), rel=1e-5)
     # all of these tokens are one document
-    parts = first["parts"]
+    parts = found[4]["parts"]
     assert parts["32 tokens in 32 of whole documents"] == parts["32 tokens"]
+    # a stopped command has stored what it had; other tokens are another measurement
+    with pytest.raises(SystemExit):
+        call(eval_length, run, "--rope=yarn", "--lengths=16,32,128")
+    assert sorted(measured_losses(run)[-1]["lengths"]) == [16, 32, 64]
+    call(eval_length, run, "--rope=yarn", "--lengths=32", "--tokens=32")
+    assert [one["tokens"] for one in measured_losses(run)] == [256] * 7 + [32] * 2
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
@@ -209,6 +193,16 @@ def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, 
     assert [measured_losses(path)[0]["tokens"] for path in (run, longer)] == [128, 128]
 
 
+def test_a_small_model_is_measured_on_fewer_tokens():
+    for config, lengths, tokens in (
+        (Config(), (1024, 16384), 3538944),  # 85M weights in blocks
+        (Config(n_layer=4, n_head=4, n_embd=128), (128, 2048), 32768),
+        (Config(n_layer=4, n_head=4, n_embd=128), (128, 8192), 65536),  # 8 windows
+        (Config(n_layer=4, n_head=4, n_embd=128, val_tokens=999), (128,), 999),
+    ):
+        assert eval_length.default_tokens(config, lengths) == tokens
+
+
 def test_smoothed_is_a_mean_over_neighbours():
     values = torch.rand(400, dtype=torch.float64).tolist()
     smooth = eval_length.smoothed(values)
@@ -223,7 +217,6 @@ def test_refusals_before_anything_is_measured(module_run, call, capsys):
     run, bad = module_run("softmax.py"), module_run("softmax.py")
     for arguments, message in (
         ("--data_dir=nowhere", "nowhere"),
-        ("--rope=yern", "'yern'"),
         ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
     ):
         refused(capsys, lambda one=arguments: call(eval_length, run, one), message)

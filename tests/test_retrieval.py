@@ -10,11 +10,9 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from generation import generate
-from model import GPT
-from runtime import checkpoint
 from scripts import needle, passkey
 from scripts.common import retrieval
-from scripts.common.runner import Store
+from scripts.common.runner import Store, load_run
 from tests.helpers import Reader, small_config, small_model, stub_run
 from tests.runs import refused
 
@@ -67,41 +65,35 @@ def test_passkey_prompts():
     trials = passkey.make_trials(tokenizer, 1024, 60, seed=1)
     for trial in trials:
         assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
-        text = tokenizer.decode(trial.prompt)
+        text, n = tokenizer.decode(trial.prompt), trial.number
         task, before, told, after, question = text.split("\n")
         assert task.startswith("<|endoftext|>There is an important info")
-        assert (
-            told == f"The pass key is {trial.number}. Remember it. {trial.number} is the pass key."
-        )
+        assert told == f"The pass key is {n}. Remember it. {n} is the pass key."
         assert question == "What is the pass key? The pass key is"
         whole = " ".join([passkey.FILLER] * 100)
         assert whole.startswith(before) and whole.startswith(after)
-        share = len(before) / (len(before) + len(after))
-        assert share == pytest.approx(trial.depth, abs=0.02)
+        assert len(before) / len(before + after) == pytest.approx(trial.depth, abs=0.02)
         # the pieces are tokens of the text as a whole, too
         assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
     depths, keys = [t.depth for t in trials], [t.number for t in trials]
     assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
     assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
-    for seed in (1, 2):
-        assert (passkey.make_trials(tokenizer, 1024, 3, seed) == trials[:3]) == (seed == 1)
+    assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
 
 
-def test_passkey_of_trained_runs(run, call, pictures):
-    arguments = (run, "--trials", 5)
-    call(passkey, *arguments, "--lengths", "320,300")
+def test_passkeys_of_a_trained_run(run, call, pictures):
+    call(passkey, run, "--trials=5", "--lengths=320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
     assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
     assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
     assert pictures == [run / "passkey.png"]
     # an answer is what the model itself writes after that prompt
-    model = GPT(checkpoint.read_config(run)).eval()
-    checkpoint.load_weights(model, run)
-    model.scale_rope("dynamic_ntk")
-    trials = passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337)
-    for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
-        out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
-        assert trial.number == judged["key"]
+    opened = load_run(run)
+    for trial, judged in zip(
+        passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337),
+        result["parts"]["320"]["trials"], strict=True,
+    ):  # fmt: skip
+        out = generate(opened.model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
         assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
 
 
