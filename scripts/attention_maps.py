@@ -120,8 +120,8 @@ class AttentionMaps(AtLengths, OnText):
             raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
 
-    def lengths_of(self, config: Config) -> tuple[int, ...]:
-        return super().lengths_of(config) if self.tokens else ()
+    def lengths_of(self, *configs: Config) -> tuple[int, ...]:
+        return super().lengths_of(*configs) if self.tokens else ()
 
     def validation(self, config: Config) -> NDArray:
         lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))

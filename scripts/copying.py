@@ -47,18 +47,11 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from errors import UserError
 from runtime.device import autocast
-from scripts.common.plots import Curve, draw_curves
+from scripts.common.plots import THIN, Curve, draw_curves
 from scripts.common.retrieval import batches
-from scripts.common.runner import Run, as_command, option, title_of
+from scripts.common.runner import Run, as_command, option, title_of, with_controls
 from scripts.common.tables import print_table
-from scripts.common.validation import (
-    SHARD,
-    Controlled,
-    check_lengths,
-    checked_tokens,
-    default_lengths,
-    with_controls,
-)
+from scripts.common.validation import Controlled, check_lengths, checked_tokens, default_lengths
 
 PASSAGE = 1 / 4  # of the training length
 WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
@@ -88,7 +81,7 @@ class Copying(Controlled):
         check_lengths(config, [self.longest(config)])
         if shortest < size:
             raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
-        available, needed = len(checked_tokens(SHARD, config)), max(longest, self.passages * size)
+        available, needed = len(checked_tokens(config)), max(longest, self.passages * size)
         if available < needed:
             raise UserError(
                 f"{config.data_dir}: {available} validation tokens, but {self.passages} passages "
@@ -101,7 +94,7 @@ class Copying(Controlled):
         return {str(lag): 2 * self.passages * (lag + size) for lag in self.lags_of(config)}
 
     def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        lag, tokens = int(name), checked_tokens(SHARD, run.config)
+        lag, tokens = int(name), checked_tokens(run.config)
         pair = copies(tokens, self.passages, lag, facts["passage_tokens"])
         copied, other = (copy_losses(run, windows, lag, bar) for windows in pair)
         return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
@@ -174,8 +167,7 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
         panel.append(Curve(name, lags, worths, low, high, thin=is_control))
     ticks = sorted({lag for curve in panel for lag in curve.x})
     x, trained = "lag in tokens (dotted: training length)", {r["trained_length"] for _, r in runs}
-    thin = "" if evaluation.no_control else "thin: sliding window"
-    return {"copying": draw_curves({title: panel}, x, UNIT, "x", ticks, thin, trained)}
+    return {"copying": draw_curves({title: panel}, x, UNIT, "x", ticks, THIN, trained)}
 
 
 main = as_command(Copying, show)

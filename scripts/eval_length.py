@@ -58,17 +58,17 @@ from config import Config
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import Run, as_command, option, read_measurements, title_of
-from scripts.common.tables import print_table
-from scripts.common.validation import (
-    AtLengths,
-    Controlled,
-    default_lengths,
-    stretches,
-    windows,
+from scripts.common.plots import THIN, Curve, draw_curves
+from scripts.common.runner import (
+    Run,
+    as_command,
+    option,
+    read_measurements,
+    title_of,
     with_controls,
 )
+from scripts.common.tables import print_table
+from scripts.common.validation import AtLengths, Controlled, stretches, windows
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -77,7 +77,6 @@ FIRST_DRAWN = 1 / 32
 # Options that may change nothing at a length.
 OPENED = ("rope", "rope_factor", "rope_theta", "window")
 UNIT = "validation loss (nats per token)"
-CONTROL = "sliding window, plain RoPE"
 MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
 
 
@@ -149,7 +148,7 @@ class LossByLength(AtLengths, Controlled):
                 f"losses on different text cannot be compared: the runs were trained on "
                 f"{' and '.join(sorted(texts))}; --data_dir DIR measures all runs on one text"
             )
-        lengths = self.lengths or default_lengths(configs, self.multiples)
+        lengths = self.lengths_of(*configs)
         tokens = self.tokens or min(default_tokens(config, lengths) for config in configs)
         return replace(self, lengths=lengths, tokens=tokens)
 
@@ -243,8 +242,7 @@ def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False
             x, y = range(begin + 1, len(losses) + 1), losses[begin:]
         curves.append(Curve(name, x, y, thin=thin))
     axis = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
-    legend = f"thin: {CONTROL}" if any(curve.thin for curve in curves) else ""
-    return draw_curves({title: curves}, axis, UNIT, "x", ticks, legend, trained)
+    return draw_curves({title: curves}, axis, UNIT, "x", ticks, THIN, trained)
 
 
 def smoothed(losses: list[float]) -> list[float]:

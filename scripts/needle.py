@@ -46,7 +46,7 @@ from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
 from scripts.common.runner import Run, as_command, option, title_of
-from scripts.common.validation import SHARD, OnText, checked_tokens
+from scripts.common.validation import OnText, checked_tokens
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -117,7 +117,7 @@ class Needles(Retrieval, OnText):
     score_trials: int = option(100, "needles to score", at_least=1)
 
     def haystack(self, config: Config) -> Haystack:
-        return Haystack(checked_tokens(SHARD, config), get_tokenizer(config.tokenizer))
+        return Haystack(checked_tokens(config), get_tokenizer(config.tokenizer))
 
     @property
     def scores(self) -> str:

@@ -26,6 +26,7 @@ def test_a_heat_map_has_a_number_where_something_was_measured():
 @pytest.mark.parametrize("panels, count, label", [(1, 2, "a"), (1, 9, "b" * 40), (3, 43, "c" * 25)])
 def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, label):
     curves = [Curve(f"{label} {i}", [1, 2], [i, i]) for i in range(count)]
+    curves.append(Curve(f"{label} 0", [1, 2], [0, 1], thin=True))
     figure = draw_curves({str(i): curves for i in range(panels)}, "x", "y", thin="thin: a window")
     save_picture(figure, tmp_path / "a.png")
     (legend,) = figure.legends

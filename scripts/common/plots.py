@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from runtime.files import atomic_write
 
 MARKERS = "osD^v<>pPX*hd8H"
+# The controls of scripts.common.validation in a legend.
+THIN = "thin: sliding window, plain RoPE"
 Values = Sequence[float] | np.ndarray
 
 
@@ -104,7 +106,7 @@ def draw_curves(
     """A panel for each title; a label has the same style in all of them.
 
     `log` names the logarithmic axes, `ticks` are of the x axis, `thin` is the legend's text for
-    thin curves, `marks` are places on the x axis with a dotted line.
+    thin curves, if there are any, `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels = list(dict.fromkeys(curve.label for curves in panels_of.values() for curve in curves))
@@ -115,7 +117,7 @@ def draw_curves(
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
             draw(axes, curve, labels.index(curve.label))
-        if thin:
+        if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         axes.set(xlabel=x, ylabel=y)
         axes.set_title(title, fontsize="medium")

@@ -27,7 +27,7 @@ import importlib.util
 import os
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -339,6 +339,14 @@ def with_control(evaluation: Evaluation, path: str | Path, get: Callable = measu
         return own
     controlled = get(control, path)
     return controlled and own | {"control": controlled}
+
+
+def with_controls(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
+    """Names and measurements, each followed by its control, if there is one."""
+    for name, result in runs:
+        yield name, result, False
+        if "control" in result:
+            yield name, result["control"], True
 
 
 def title_of(measurements: Sequence[dict]) -> str:

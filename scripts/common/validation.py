@@ -38,9 +38,8 @@ class AtLengths(Evaluation):
         None, "in tokens, such as 1024,2048 (default: multiples of the training length)"
     )
 
-    def lengths_of(self, config: Config) -> tuple[int, ...]:
-        default = default_lengths([config], self.multiples)
-        return default if self.lengths is None else self.lengths
+    def lengths_of(self, *configs: Config) -> tuple[int, ...]:
+        return self.lengths or default_lengths(configs, self.multiples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +75,6 @@ class Controlled(OnText):
         return None if same else control
 
 
-def with_controls(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
-    """Names and measurements, each followed by its control, if there is one."""
-    for name, result in runs:
-        yield name, result, False
-        if "control" in result:
-            yield name, result["control"], True
-
-
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
     """These multiples of the training lengths, up to the end of any run's learned positions."""
     ends = [config.block_size for config in configs if config.positions == "learned"]
@@ -114,7 +105,7 @@ def stretches(
     """
     check_lengths(config, lengths)
     unit = math.lcm(*lengths)
-    tokens = checked_tokens(sys.maxsize if whole_documents else wanted, config)
+    tokens = checked_tokens(config, sys.maxsize if whole_documents else wanted)
     bounds = {0, len(tokens)}
     if whole_documents:  # a document begins with end-of-text
         bounds |= {*np.flatnonzero(tokens == get_tokenizer(config.tokenizer).eot).tolist()}
@@ -146,7 +137,7 @@ def windows(
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
-def checked_tokens(wanted: int, config: Config) -> NDArray[np.uint16]:
+def checked_tokens(config: Config, wanted: int = SHARD) -> NDArray[np.uint16]:
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)

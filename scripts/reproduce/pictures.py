@@ -68,9 +68,8 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
             if title not in other and (control := control_of(entry)):
                 shown.append(Curve(label, x, control, thin=True))
     ticks = {multiple: f"{multiple:g}x" for multiple in x}
-    thin = THIN if any(curve.thin for shown in curves.values() for curve in shown) else ""
     alike = DIFFERENCE not in panels
-    return draw_curves(curves, LENGTH, table["unit"], "x", ticks, thin, sharey=alike)
+    return draw_curves(curves, LENGTH, table["unit"], "x", ticks, THIN, sharey=alike)
 
 
 def compared(table: dict) -> Figure:
