@@ -62,6 +62,7 @@ from scripts.common.plots import THIN, Curve, draw_curves
 from scripts.common.runner import (
     Run,
     as_command,
+    code_of_model,
     option,
     read_measurements,
     title_of,
@@ -123,7 +124,8 @@ class LossByLength(AtLengths, Controlled):
         """This part of a measurement with other options that are the same at this length."""
         same = {key: value for key, value in facts.items() if key not in OPENED}
         for other in read_measurements(self.results_file(run.path)):
-            if same.items() <= other.items() and name in other["parts"]:
+            by_this_code = other.get("code", {}).get(name) == code_of_model()
+            if by_this_code and same.items() <= other.items():
                 if opened(run, other, length) == opened(run, facts, length):
                     return other["parts"][name]
         return None

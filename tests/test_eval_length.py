@@ -12,6 +12,7 @@ from data.shards import read_shard, write_shard
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
+from scripts.common.runner import code_of_model
 from scripts.common.validation import checked_tokens, stretches, validation_id
 from tests.helpers import measured_losses, not_blank, saved_run, small_config
 from tests.runs import refused
@@ -117,6 +118,12 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
     assert sorted(measured_losses(run)[-1]["lengths"]) == [16, 32, 64]
     call(eval_length, run, "--rope=yarn", "--lengths=32", "--tokens=32")
     assert [one["tokens"] for one in measured_losses(run)] == [256] * 7 + [32] * 2
+    # nor is a measurement of other code taken for another
+    measured.clear()
+    text = (run / "eval_length.json").read_text()
+    (run / "eval_length.json").write_text(text.replace(code_of_model(), "other"))
+    call(eval_length, run, "--rope=linear", "--lengths=16", "--no_control")
+    assert measured == [16]
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
