@@ -57,7 +57,7 @@ HIDDEN = ("projections", "q_rank", "kv_rank", "n_head", "norm", "tie_embeddings"
 class State(msgspec.Struct, kw_only=True):
     """The content of a checkpoint; best.pt has no optimizers and no scaler."""
 
-    model: dict[str, Any]
+    model: dict[str, torch.Tensor]
     step: Annotated[int, msgspec.Meta(ge=0)]
     config: Settings
     best_val_loss: float = math.inf

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-import weakref
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import attention
 from attention import VARIANTS, Phi, Variant
@@ -49,10 +46,6 @@ SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py", "s
 SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
 RELU = [case for case in CASES if "relu" in case]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def among(case, names):
-    return any(name in case for name in names)
 
 
 def build(case, *more):
@@ -132,16 +125,7 @@ def test_small_and_large_scores(case, size):
     assert_near(attn.weights(q, k), textbook.weights(attn, q, k), rtol=1e-8)
 
 
-# ---- gradients ----
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients(case):
-    attn = build(case, "--n_embd=4").double()
-    inputs = *leaves(*draw(5, 5, B=1, d=2, seed=3)), *attn.parameters()
-    assert gradcheck(
-        lambda q, k, v, *_: (attn(q, k, v), attn.weights(q, k)), inputs, fast_mode=True
-    )
+# ---- blocks ----
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -212,20 +196,16 @@ def test_a_window_equals_the_formula(case, small_blocks, monkeypatch):
 
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
 def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypatch):
-    shapes = []
+    shapes, output, fused = [], ReferenceAttention.output, F.scaled_dot_product_attention
 
-    def spy(owner, name):
-        function = getattr(owner, name)
+    def record(function, owner, q, k, *rest, **settings):
+        shapes.append((q.shape[2], (k.k if owner else k).shape[2]))
+        return function(*owner, q, k, *rest, **settings)
 
-        def record(*args, **settings):
-            q, k = [x for x in args if isinstance(x, torch.Tensor)][:2]
-            shapes.append((q.shape[2], k.shape[2]))
-            return function(*args, **settings)
-
-        monkeypatch.setattr(owner, name, record)
-
-    spy(F, "scaled_dot_product_attention")
-    spy(ReferenceAttention, "output")
+    monkeypatch.setattr(ReferenceAttention, "output", lambda self, *a: record(output, [self], *a))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **settings: record(fused, [], *a, **settings)
+    )
     attn = build(case, "--window=6")
     attn(*draw(20, 50, B=1, H=1))
     assert shapes == [(4, 9)] * 5
@@ -301,7 +281,6 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
 def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
     attn = build(case)
     q, k, v = draw(6, 6, dtype=dtype)
-    k = -q.sign()
     q = q[:, :, :1] + torch.zeros_like(q)  # every query points away from every key
     k = -q.sign()
     q, k, v = leaves(q, k, v)
@@ -319,7 +298,7 @@ def test_zero_queries_and_scores_of_ten_thousand_are_finite(case, dtype):
     signs = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 1, 1], dtype=dtype)[:, None]
     large = math.sqrt(1e4 / 8) * signs + torch.zeros_like(k)
     inputs = {"zero": (torch.zeros_like(q), k, v), "large": (large.abs(), large, v)}
-    if dtype == torch.float16 and among(case, ("lss", "cosine")):
+    if dtype == torch.float16 and ("lss" in case or "cosine" in case):
         del inputs["zero"]  # the bound of the gradient, 1e6 times the scale, is beyond float16
     if case == "ablations/exp.py":
         del inputs["large"]
@@ -329,19 +308,6 @@ def test_zero_queries_and_scores_of_ten_thousand_are_finite(case, dtype):
         out, A = attn(q, k, v), attn.weights(q, k)
         out.backward(torch.ones_like(out))
         assert_finite(out, A, q.grad, k.grad, v.grad, *(x.grad for x in attn.parameters()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["lssar_p15.py", "softmax_p15.py", "sigmoid_logn_l1_p15.py"])
-def test_p_of_100_at_2048_keys(case, dtype):
-    attn = build(case, "--p=100")
-    q, k, v = draw(40, 2048, B=1, dtype=dtype)
-    q[:, :, -1] = 4 * k[:, :, 100]  # one winner far ahead: n A is near n
-    q, k, v = leaves(q, k, v)
-    out, A = attn(q, k, v), attn.weights(q, k)
-    out.backward(torch.ones_like(out))
-    assert_finite(out, A, q.grad, k.grad, v.grad)
-    assert_near(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -502,40 +468,3 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
             with torch.no_grad():
                 last = attn(q[:, :, -1:], *inputs[1:3], context)
             assert_near(last, expected[0][:, :, -1:])
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of the tensors that live at the same time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes, self.most = set(), 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and id(storage := x.untyped_storage()) not in self.live:
-                self.add(id(storage), storage.nbytes())
-                weakref.finalize(storage, self.add, id(storage), -storage.nbytes())
-        return out
-
-    def add(self, storage, size):
-        (self.live.add if size >= 0 else self.live.discard)(storage)
-        self.bytes += size
-        self.most = max(self.most, self.bytes)
-
-
-@pytest.mark.parametrize("case", ["lssar_p15.py", "ablations/softmax_recentred_l1.py"])
-def test_long_rows_take_the_memory_of_blocks(case, monkeypatch):
-    """Forward and backward: less than half of one matrix of all scores; the formula makes ten."""
-    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 16)
-    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
-    monkeypatch.setattr(blocked, "KEEP_SCORES", 0)
-    matrix, most = 4 * 2 * 1024**2, {}
-    for path in ("blocked", "reference"):
-        attn = build(case, f"--attention_impl={path}")
-        inputs = leaves(*draw(1024, 1024, B=1, dtype=torch.float32))
-        with Peak() as peak:
-            attn(*inputs).sum().backward()
-        most[path] = peak.most
-    assert most["blocked"] < matrix / 2 and most["reference"] > 3 * matrix

@@ -26,7 +26,6 @@ from model import GPT
 from runtime import checkpoint
 from scripts import sample
 from tests.helpers import SMALL, SMALLER, saved_run
-from tests.runs import same_weights
 
 
 def fuzz(examples):
@@ -76,16 +75,6 @@ def test_command_lines(pairs, equals):
     valid_or_refused(lambda: load_config(arguments))
 
 
-@fuzz(200)
-@given(st.lists(st.tuples(st.sampled_from(sorted(SETTINGS)), st.one_of(json_values, texts))))
-def test_config_files_of_settings(tmp_path, pairs):
-    file = tmp_path / "config.py"
-    lines = [f"{key} = {value!r}" for key, value in pairs]
-    lines = [line.replace("inf", "float('inf')").replace("nan", "float('nan')") for line in lines]
-    file.write_text("\n".join(lines), errors="replace")
-    valid_or_refused(lambda: load_config([str(file)]))
-
-
 # ---- runs ----
 
 settings_of_a_run = {
@@ -115,21 +104,6 @@ def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
     shutil.rmtree(tmp_path / name, ignore_errors=True)
 
 
-@pytest.fixture
-def run(train, tmp_path):
-    """A finished run to break, and a copy of it to restore it from."""
-    folder = train("run", "--max_iters=2", "--vocab_size=400")
-    return folder, shutil.copytree(folder, tmp_path / "good")
-
-
-def opened(folder):
-    """Read a run as the scripts do: its config, last and best weights; returns the best."""
-    model = GPT(checkpoint.read_config(folder))
-    checkpoint.load_weights(model, folder)
-    checkpoint.load_weights(model, folder, "best")
-    return model.state_dict()
-
-
 def mutated(draw, data):
     """These bytes with some of them changed, cut off or added."""
     data = bytearray(data)
@@ -146,27 +120,12 @@ other_tensors = st.sampled_from(
 
 @fuzz(40)
 @given(st.data())
-def test_checkpoints_of_other_content(run, train, data):
-    """A damaged checkpoint has the weights that it had, or is refused; so is one of other fields,
-    or a run goes on from it."""
-    folder, good = run
-    file = data.draw(st.sampled_from(sorted(path.name for path in good.glob("*.pt"))))
-    if data.draw(st.booleans()):
-        (folder / file).write_bytes(mutated(data.draw, (good / file).read_bytes()))
-        if valid_use(lambda: opened(folder)):
-            assert same_weights(opened(folder), opened(good))
-    else:
-        content = torch.load(good / file, weights_only=True)
-        torch.save(
-            altered(data.draw, content, st.one_of(json_values, other_tensors)), folder / file
-        )
-        valid_use(lambda: opened(folder))
-    try:
-        train("run", "--vocab_size=400", "--resume", "--max_iters=3")
-    except SystemExit as stop:
-        assert stop.code == 2
-    shutil.rmtree(folder)
-    shutil.copytree(good, folder)
+def test_checkpoints_of_other_content(trained, tmp_path, data):
+    """A checkpoint with other fields, and no checksum beside it, is loaded or refused."""
+    file = tmp_path / "alone.pt"
+    content = torch.load(trained / "step_000006.pt", weights_only=True)
+    torch.save(altered(data.draw, content, st.one_of(json_values, other_tensors)), file)
+    valid_use(lambda: checkpoint.load_weights(GPT(checkpoint.read_config(file)), file))
 
 
 # ---- every file that is read from a folder ----
