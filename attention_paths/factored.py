@@ -26,9 +26,6 @@ class Factors:
         B, _, Lk, H = self.a.shape
         return B, H, Lk, self.b.shape[3]
 
-    def to(self, dtype: torch.dtype) -> "Factors":
-        return Factors(self.a.to(dtype), self.b.to(dtype))
-
     def expand(self) -> Tensor:
         """x, [B, H, Lk, d]."""
         return torch.einsum("brlh,brld->bhld", self.a, self.b)
@@ -57,7 +54,8 @@ def factored(
 ) -> Tensor:
     """The output [B, H, 1, d] of `ReferenceAttention.forward` for a single query."""
     with torch.autocast(q.device.type, enabled=False):
-        k = k.to(torch.promote_types(q.dtype, torch.float32))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        k = Factors(k.a.to(dtype), k.b.to(dtype))
         inverse: Tensor | float = 1.0
         if layer.variant.l2_normalise:
             q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)

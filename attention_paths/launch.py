@@ -94,8 +94,7 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
     elif q.dtype == torch.float32:
         kind = _precision()
     else:
-        capability = triton.runtime.driver.active.get_current_target().arch
-        kind = GENERATIONS.get(capability, "small")
+        kind = GENERATIONS.get(triton.runtime.driver.active.get_current_target().arch, "small")
     shapes = SHAPES[kind][kernel]
     m, n, warps, stages = shapes[min(size for size in shapes if q.shape[3] <= size)]
     return dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)

@@ -92,14 +92,11 @@ def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> d
     With a window, the last QUERIES queries follow so many keys that it hides some.
     """
     found, impl, g = {}, layer.impl, torch.Generator().manual_seed(0)
+    heads = layer.n_head
     for keys in {QUERIES, QUERIES + (layer.window or 0)}:
-        tensors = [
-            torch.randn(1, heads, length, layer.head_size, generator=g).to(q)
-            for heads, length in (
-                (layer.n_head, QUERIES), (groups, keys), (groups, keys), (layer.n_head, QUERIES)
-            )
-        ]  # fmt: skip
-        gates = F.logsigmoid(2 + torch.randn(1, layer.n_head, keys, generator=g)).to(q.device)
+        shapes = [(heads, QUERIES), (groups, keys), (groups, keys), (heads, QUERIES)]
+        tensors = [torch.randn(1, *x, layer.head_size, generator=g).to(q) for x in shapes]
+        gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
         log_forget = gates if forget else None
         ours = evaluate(layer, tensors, log_forget)
         layer.impl = "reference"
