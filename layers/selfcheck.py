@@ -65,9 +65,9 @@ def check_kernels(
 
 
 def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
-    """The kernels' largest error for a layer, on the device and in the dtype of q; their problem.
+    """The largest error of a layer's kernels, in the dtype of q, and what is wrong with them.
 
-    The same layer of another model of this process is not computed again.
+    A layer with the settings of one that this process has checked is not computed again.
     """
     groups = layer.n_head if config.kv_heads == config.n_head else 1
     # a module's plain attributes are its settings
