@@ -1,12 +1,11 @@
 """The curves of runs while they train: loss, validation loss, learning rate and gradient norm.
 
 python -m scripts.curves RUN [RUN ...]
-python -m scripts.curves out/tiny/*/seed1337 --x tokens --smooth 20 --out curves.pdf
+python -m scripts.curves out/tiny/*/seed1337 --smooth 20 --out curves.pdf
 
-Draws a panel for each quantity from the runs' metrics.jsonl, also of a run in training: curves.png
-in the run's folder, or for several runs curves_RUN_RUN.png in the folder that contains them (or
---out). The x axis has steps, tokens trained on so far, or the hours of the steps so far, without
-validations and checkpoints; the gradient norm is the norm before clipping.
+Draws a panel for each quantity by step, from the runs' metrics.jsonl, also of a run in training:
+curves.png in the run's folder, or for several runs curves_RUN_RUN.png in the folder that contains
+them (or --out). The gradient norm is the norm before clipping.
 """
 
 import sys
@@ -38,7 +37,6 @@ Steps = list[dict[str, float]]
 class Curves:
     """The curves of runs while they train."""
 
-    x: str = option("steps", "of the panels", choices=("steps", "tokens", "hours"))
     smooth: int = option(
         1, "draw means of so many steps, over a faint curve of each step", at_least=1
     )
@@ -52,17 +50,8 @@ def main() -> None:
 
 
 def read_steps(path: str | Path) -> Steps:
-    """The steps and validations of a run, each with the steps, tokens and hours so far.
-
-    A step's tokens are its own: the steps of scripts.finetune_squad differ in length. Raises
-    UserError where there are no steps.
-    """
-    steps, tokens, hours = [], 0, 0.0
-    for values in read_metrics(checkpoint.folder_of(path)):
-        seconds = values.get("ms", 0) / 1000
-        tokens += round(values.get("tokens_per_s", 0) * seconds)
-        hours += seconds / 3600
-        steps.append(values | {"steps": values["step"], "tokens": tokens, "hours": hours})
+    """The steps and validations of a run. Raises UserError where there are none."""
+    steps = list(read_metrics(checkpoint.folder_of(path)))
     if not steps:
         raise UserError(f"{path}: its metrics.jsonl has no step yet")
     return steps
@@ -73,14 +62,14 @@ def plot(runs: dict[str, Steps], options: Curves) -> Figure:
     for key, title in PANELS.items():
         for name, steps in runs.items():
             known = [step for step in steps if key in step]
-            places, values = (np.array([step[k] for step in known]) for k in (options.x, key))
+            places, values = (np.array([step[k] for step in known]) for k in ("step", key))
             if key in ("loss", "grad_norm") and options.smooth > 1:
                 drawn[title].append(Curve(name, places, values, thin=True))
                 size = max(1, min(options.smooth, len(values)))
                 values = np.convolve(values, np.ones(size) / size, "valid")
                 places = places[size // 2 :][: len(values)]
             drawn[title].append(Curve(name, places, values))
-    figure = draw_curves(drawn, options.x, "", sharey=False)
+    figure = draw_curves(drawn, "step", "", sharey=False)
     figure.axes[-1].set_yscale("log")  # norms of gradients span decades
     return figure
 
