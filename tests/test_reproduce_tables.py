@@ -57,20 +57,17 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
     configs = [read_config(folder_of(tmp_path, f"softmax{n}")) for n in ("", "_4t", "_16t")]
     shapes = [(c.block_size, c.batch_size, c.total_batch_size) for c in configs]
     assert shapes == [(8, 8, 128), (32, 2, 128), (128, 1, 128)]
-    (_, control), (four, _), (sixteen,) = (
-        measured_losses(folder_of(tmp_path, f"softmax{n}")) for n in ("", "_4t", "_16t")
+    (four, _), (sixteen,) = (
+        measured_losses(folder_of(tmp_path, f"softmax{n}")) for n in ("_4t", "_16t")
     )
     assert table["rows"]["softmax_16t"]["mean"] == sixteen["loss"]
     for place, long in ((2, four), (4, sixteen)):
-        worth = min(control["loss"][0], control["loss"][place]) - long["loss"][place]
-        text = f"Available at {2**place}x, by seed: {worth:+.4f}."
-        assert text in table["caption"]
+        worth = long["loss"][0] - long["loss"][place]
+        assert f"Available at {2**place}x, by seed: {worth:+.4f}." in table["caption"]
     # and other tables say so beside the gain
     other = read_table(reproduced("loss_by_length", "--only=softmax"))
     assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
-    assert other["caption"][-1].endswith(
-        f"trained at 16x (`reproduce headroom`), by seed {worth:+.4f}."
-    )
+    assert any(text.endswith(f"headroom`), by seed {worth:+.4f}.") for text in other["caption"])
     assert len(commands) == 3
 
 

@@ -23,7 +23,15 @@ from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.runner import Parser, value_of
-from scripts.common.tables import how_measured, paired, ranged, seed_sentences, summarise, write
+from scripts.common.tables import (
+    how_measured,
+    paired,
+    ranged,
+    seed_sentences,
+    spread,
+    summarise,
+    write,
+)
 from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
 from scripts.reproduce.tables import EXPERIMENTS, GAIN, HEADROOM, available
@@ -130,7 +138,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
 
 
 def what_is_available(work: Work, table: dict) -> list[str]:
-    """Write what the longest length is worth beside the gain from context; returns a sentence.
+    """Write what the longest length is worth beside the gain from context; returns sentences.
 
     None where the table has no gains, or the scale no runs of headroom.
     """
@@ -138,22 +146,20 @@ def what_is_available(work: Work, table: dict) -> list[str]:
         return []
     runs, longest = work.scale.out / work.scale.name, table["multiples"][-1]
     headroom = replace(work, experiment=EXPERIMENTS["headroom"])
-    entries = {name: headroom.results(name) for name in HEADROOM if (runs / name).is_dir()}
+    entries = {name: headroom.results(name) for name in HEADROOM[1:] if (runs / name).is_dir()}
     worth = available(entries, at(longest, work.scale.config))
     if not worth:
         return []
-    mean = sum(worth) / len(worth)
-    table["columns"][table["columns"].index(GAIN)] = f"{GAIN} (available: {mean:+.4f})"
-    sentence = (
-        f"Available: the gain of a softmax that was trained at {longest:g}x (`reproduce "
-        f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}"
-    )
-    if len(worth) > 1 and mean < max(worth) - min(worth):
-        sentence += (
-            ". That is less than seeds differ: whether an entry uses the longer context is "
-            "undecidable here"
-        )
-    return [f"{sentence}."]
+    mean, column = sum(worth) / len(worth), table["columns"].index(GAIN)
+    table["columns"][column] = f"{GAIN} (available: {mean:+.4f})"
+    wider = [n for n, entry in table["rows"].items() if (spread(entry, column) or 0) > mean]
+    names = ", ".join(f"`{name}`" for name in wider)
+    undecided = f"Undecidable here, as the gain differs by more between seeds: {names}."
+    return [
+        f"Available: what {longest:g}x is worth to a softmax that was trained on it (`reproduce "
+        f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}.",
+        *([undecided] if wider else []),
+    ]
 
 
 def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[dict[str, list], str]:

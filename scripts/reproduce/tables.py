@@ -20,7 +20,7 @@ from scripts.attention_maps import (
 )
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
-from scripts.eval_length import LossByLength, gain, gain_from_context, smoothed
+from scripts.eval_length import LossByLength, gain, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
 from scripts.recall import LEARNED, PERCENT, Recall, accuracies, learned
@@ -252,19 +252,19 @@ def by_seed(table: dict) -> list[str]:
 
 
 def available(entries: dict[str, list[dict]], length: int) -> list[float]:
-    """By seed, what a context of this length is worth to a model that was trained on it.
+    """By seed, what a context of this length is worth to a softmax that was trained on it.
 
-    `entries` are the measured runs of headroom. Softmax trained at this length, or at the next
-    longer one, is compared with what softmax has with its own training length.
+    `entries` are the measured runs of headroom. Of the run that was trained at this length, or at
+    the next longer one, it is the loss at T, reading T tokens at a time, minus the loss at the
+    length. A sliding window of T would have a lower loss, so the context is worth this at most.
     """
-    gains = []
-    for run in entries.get("softmax", []):
-        short, others = run["evaluation"], [entries.get(name, []) for name in HEADROOM[1:]]
-        trained = [one["evaluation"] for one in sum(others, []) if one["seed"] == run["seed"]]
-        if long := [one for one in trained if one["trained_length"] >= length]:
-            alone, window = losses_at(short["control"], (short["trained_length"], length))
-            gains.append(gain_from_context(alone, window, *losses_at(long[0], (length,))))
-    return gains
+    gains: dict[int, float] = {}
+    for run in (run for name in HEADROOM[1:] for run in entries.get(name, [])):
+        measured = run["evaluation"]
+        if measured["trained_length"] >= length:
+            alone, loss = losses_at(measured, (measured["lengths"][0], length))
+            gains.setdefault(run["seed"], alone - loss)
+    return list(gains.values())
 
 
 def headroom(table: dict) -> list[str]:
@@ -393,8 +393,10 @@ EXPERIMENTS = {
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
         remarks=headroom, notes=(
             "`softmax_4t` is trained at 4 times the length on as many tokens a step. Available at "
-            "a length is what it gains there: the loss of `softmax` with the sliding window, or at "
-            "1x if that is lower, minus the loss of the model that was trained at that length.",
+            "a length is what it is worth to the model that was trained at that length, or at the "
+            "next longer one: its loss at 1x, where it reads so many tokens at a time, minus its "
+            "loss at the length. A sliding window would be better than 1x: the worth is at most "
+            "this.",
         ),
     ),
     "league_passkey": passkeys(
