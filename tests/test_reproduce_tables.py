@@ -87,7 +87,7 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
 def test_what_cannot_be_measured_is_refused_before_training(
     reproduced, commands, scale, monkeypatch, capsys
 ):
-    def offline(names, folder):
+    def offline(names):
         raise UserError(f"{names}: their data are not on this machine")
 
     monkeypatch.setattr(downstream, "load_tasks", offline)
