@@ -13,7 +13,10 @@ copy does not count, because nothing announces it.
 The lags T / 4, T / 2 and 3 T / 4 are within the training length. The mean worth over them, the
 worth within T, is what the model has to lose. The share kept at a longer lag is the worth there
 over the worth within T. It is undecided where the worth within T is less than twice its standard
-error over passages: such a model hardly copies, and has nothing to keep.
+error over passages: such a model hardly copies, and has nothing to keep. In place of the share
+stands "hurt" where the loss on the second copy, with the first in view, is above the loss within T
+without it: there a long context costs more than the copy gives, and any text that resembles the
+passage may sway the model as much.
 
 Beside every run stands its control, the same weights with plain RoPE where each query sees the last
 T keys only. From a lag of T on it sees no token of the first copy directly, so that what it keeps
@@ -141,26 +144,36 @@ def worth_at(result: dict, lags: Sequence[int]) -> tuple[float, float]:
     return worths.mean(), worths.std(ddof=1) / math.sqrt(len(worths))
 
 
-def shares_kept(result: dict) -> dict[int, float | None]:
-    """At each lag beyond the training length, the worth over the worth within; None: undecided."""
+def shares_kept(result: dict) -> dict[int, float | str]:
+    """The worth over the worth within T, at each lag from T on; or "undecided" or "hurt"."""
     lags, trained = sorted(map(int, result["parts"])), result["trained_length"]
-    worth, error = worth_at(result, [lag for lag in lags if lag < trained])
-    decided = worth > 0 and worth >= 2 * error
-    beyond = [lag for lag in lags if lag >= trained]
-    return {lag: worth_at(result, [lag])[0] / worth if decided else None for lag in beyond}
+    losses = {lag: result["parts"][str(lag)]["loss"] for lag in lags}
+    within = [lag for lag in lags if lag < trained]
+    worth, error = worth_at(result, within)
+    without = np.mean([losses[lag] for lag in within]) + worth  # the first copy
+
+    def share(lag: int) -> float | str:
+        if worth <= 0 or worth < 2 * error:
+            return "undecided"
+        return "hurt" if losses[lag] > without else worth_at(result, [lag])[0] / worth
+
+    return {lag: share(lag) for lag in lags if lag >= trained}
 
 
 def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
-    """Print the worth of the first copy and the share kept by lag, and draw the worth."""
+    """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
     title, panel = title_of([result for _, result in runs]), []
     print("\n" + ", ".join(filter(None, (UNIT, title))))
     for name, result, is_control in with_controls(runs):
         lags = sorted(map(int, result["parts"]))
         worths, errors = zip(*(worth_at(result, [lag]) for lag in lags), strict=True)
-        shares = ["undecided" if s is None else f"{s:.2f}" for s in shares_kept(result).values()]
+        kept = shares_kept(result).values()
+        shares = [share if isinstance(share, str) else f"{share:z.2f}" for share in kept]
         label = f"{name}, sliding window of {result['window']}" if is_control else name
         print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
-        table = [["lag", *map(str, lags)], ["worth", *(f"{worth:.4f}" for worth in worths)]]
+        losses = [result["parts"][str(lag)]["loss"] for lag in lags]
+        table = [["lag", *map(str, lags)], ["loss", *(f"{loss:.4f}" for loss in losses)]]
+        table += [["worth", *(f"{worth:z.4f}" for worth in worths)]]
         table += [["standard error", *(f"{error:.4f}" for error in errors)]]
         print_table([*table, ["share kept", *[""] * (len(lags) - len(shares)), *shares]])
         low, high = np.subtract(worths, errors), np.add(worths, errors)
