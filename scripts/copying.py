@@ -16,7 +16,7 @@ over the worth within T. It is undecided where the worth within T is less than t
 error over passages: such a model hardly copies, and has nothing to keep. In place of the share
 stands "hurt" where the loss on the second copy, with the first in view, is above the loss within T
 without it: there a long context costs more than the copy gives, and any text that resembles the
-passage may sway the model as much.
+passage may sway the model as much. Such a worth is not drawn.
 
 Beside every run stands its control, the same weights with plain RoPE where each query sees the last
 T keys only. From a lag of T on it sees no token of the first copy directly, so that what it keeps
@@ -167,8 +167,8 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
     for name, result, is_control in with_controls(runs):
         lags = sorted(map(int, result["parts"]))
         worths, errors = zip(*(worth_at(result, [lag]) for lag in lags), strict=True)
-        kept = shares_kept(result).values()
-        shares = [share if isinstance(share, str) else f"{share:z.2f}" for share in kept]
+        kept = shares_kept(result)
+        shares = [share if isinstance(share, str) else f"{share:z.2f}" for share in kept.values()]
         label = f"{name}, sliding window of {result['window']}" if is_control else name
         print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
         losses = [result["parts"][str(lag)]["loss"] for lag in lags]
@@ -176,8 +176,9 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
         table += [["worth", *(f"{worth:z.4f}" for worth in worths)]]
         table += [["standard error", *(f"{error:.4f}" for error in errors)]]
         print_table([*table, ["share kept", *[""] * (len(lags) - len(shares)), *shares]])
-        low, high = np.subtract(worths, errors), np.add(worths, errors)
-        panel.append(Curve(name, lags, worths, low, high, thin=is_control))
+        drawn = np.where([kept.get(lag) == "hurt" for lag in lags], math.nan, worths)
+        low, high = drawn - errors, drawn + errors
+        panel.append(Curve(name, lags, drawn, low, high, thin=is_control))
     ticks = sorted({lag for curve in panel for lag in curve.x})
     x, trained = "lag in tokens (dotted: training length)", {r["trained_length"] for _, r in runs}
     return {"copying": draw_curves({title: panel}, x, UNIT, "x", ticks, THIN, trained)}
