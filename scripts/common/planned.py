@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attention_paths.fingerprint import differs
-from config import ROOT, Config, accumulation_steps, names
+from config import ROOT, Config, accumulation_steps
 from errors import EXIT_MISTAKE, UserError
 from layers.heads import build_parts, formulas
 from model import GPT
@@ -20,10 +20,9 @@ from runtime import checkpoint
 from runtime.device import PEAK_FLOPS, pick_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
+from scripts.common.runner import LEARNED
 
 POLL_SECONDS = 0.5
-# The settings in which a planned run and the run in its folder must agree.
-COMPARED = names("attention", "model", "data", "optimisation")
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class PlannedRun:
         if self.step is None:
             return None
         saved, wanted = map(comparable, (checkpoint.read_config(self.folder), self.config))
-        for key in COMPARED:
+        for key in LEARNED:
             if saved[key] != wanted[key]:
                 return f"{key} = {saved[key]!r}, not {wanted[key]!r}"
         if self.base:

@@ -54,7 +54,7 @@ BATCH_TOKENS = 16384
 # The longest label of a run, and the longest file name of a picture, in characters.
 LONGEST_LABEL, LONGEST_NAME = 40, 59
 PICTURES = (".png", ".pdf", ".svg")
-# The settings that two runs may differ in besides where and how they were made.
+# The settings that decide what a run learns.
 LEARNED = names("attention", "model", "data", "optimisation")
 
 

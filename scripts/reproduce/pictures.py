@@ -87,12 +87,11 @@ def beside_the_paper(table: dict) -> Figure:
     return over_length(table, {title: ours} | ({PAPER: papers} if papers else {}))
 
 
-def together(name: str) -> list[tuple[str, str]]:
-    return [("", name)]
+Places = Callable[[str], list[tuple[str, str]]]  # the panels and labels of an entry, by its name
 
 
-def grouped(of: Callable[[str], list[tuple[str, str]]] = together) -> Callable[[dict], Figure]:
-    """A panel for each title; `of` gives the titles and labels of an entry by its name."""
+def grouped(of: Places = lambda name: [("", name)]) -> Callable[[dict], Figure]:
+    """A panel for each title of `of`."""
 
     def draw(table: dict) -> Figure:
         groups: dict[str, dict[str, str]] = {}
@@ -114,7 +113,7 @@ def by_stage(name: str) -> list[tuple[str, str]]:
     return [("not re-weighted" if p is None else f"re-weighted, p = {p:g}", variant)]
 
 
-def by_kind(kinds: Mapping[str, Iterable[str]]) -> Callable[[str], list[tuple[str, str]]]:
+def by_kind(kinds: Mapping[str, Iterable[str]]) -> Places:
     return lambda name: [(kind, name) for kind, names in kinds.items() if name in names]
 
 

@@ -396,7 +396,7 @@ EXPERIMENTS = {
             "a length is what it is worth to the model that was trained at that length, or at the "
             "next longer one: its loss at 1x, where it reads so many tokens at a time, minus its "
             "loss at the length. A sliding window would be better than 1x: the worth is at most "
-            "this.",
+            "this. The thin line of `softmax_4t` is its own sliding window, of 4x.",
         ),
     ),
     "league_passkey": passkeys(
