@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from config import Config
+from runtime import checkpoint
 from scripts import finetune_squad
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import entries, tables
@@ -72,10 +75,22 @@ def test_the_recipe_of_ssmax():
     assert recipe == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SlimPajama"}
 
 
-def test_the_fine_tuning_of_ssmax():
+def test_the_fine_tuning_of_ssmax(monkeypatch, tmp_path):
     """Its Table 3, in scripts/finetune_squad.py."""
-    paper, base = dict(SSMAX["finetuning"]), Config()
-    settings = finetune_squad.recipe(base, paper.pop("examples"), finetune_squad.FineTuning())
+    paper, base, settings = dict(SSMAX["finetuning"]), Config(), {}
+    examples = [finetune_squad.Example(np.zeros(0), 0)] * paper.pop("examples")
+    stubs = {
+        "GPT": lambda config: torch.nn.Identity(), "check_kernels": lambda *given, **more: {},
+        "read_squad": lambda path: examples, "encode_all": lambda *given: examples,
+    }  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(finetune_squad, name, stub)
+    found = checkpoint.Found(tmp_path, 0, "")
+    monkeypatch.setattr(checkpoint, "read_config", lambda run: base)
+    monkeypatch.setattr(checkpoint, "load_weights", lambda *given: found)
+    monkeypatch.setattr(Config, "replace", lambda self, **more: settings.update(more) or self)
+    with pytest.raises(StopIteration):  # the optimizers: a model without parameters
+        finetune_squad.finetune("run", tmp_path, finetune_squad.FineTuning(device="cpu"))
     for name in ("weight_decay", "grad_clip", "learning_rate"):
         assert settings[name] == paper.pop(name), name
     for name in ("optimizer", "schedule"):

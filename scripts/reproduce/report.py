@@ -167,14 +167,11 @@ def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[di
 
     A value is None where the paper has none; entries without any value are left out.
     """
-    section, values_of = experiment.paper, experiment.paper_scale
-    if section is None:
-        return {}, values_of
-    if "scales" in section and scale in section["scales"]:
-        values_of = scale
-    rows = section["scales"][values_of] if "scales" in section else section["rows"]
+    section = experiment.paper or {"rows": {}, "lengths": []}
+    scales = section.get("scales") or {experiment.paper_scale: section["rows"]}
+    values_of = scale if scale in scales else experiment.paper_scale
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
-    known = {name: dict(zip(keys, values, strict=True)) for name, values in rows.items()}
+    known = {name: dict(zip(keys, row, strict=True)) for name, row in scales[values_of].items()}
     paper = {name: [values.get(key) for key in columns] for name, values in known.items()}
     return {name: values for name, values in paper.items() if set(values) != {None}}, values_of
 
