@@ -5,7 +5,7 @@ checked by layers.heads.
 """
 
 import ast
-import difflib
+import hashlib
 import json
 import math
 import operator
@@ -14,14 +14,13 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import UserError, check_choice, first_line
+from errors import UserError, check_choice, did_you_mean, first_line
 
 ROOT = Path(__file__).parent
 # Before the name or the folder of a Hugging Face GPT-2 in init_from, and what it must be.
@@ -33,6 +32,8 @@ GPT2 = {
 }  # fmt: skip
 # The number of token ids of each built-in tokenizer, end-of-text included.
 VOCABULARY = {"gpt2": 50257, "bytes": 257}
+# The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
+TOKENIZER = "tokenizer.json"
 # The number of token ids of all recall tasks.
 RECALL_IDS = 256
 
@@ -40,6 +41,7 @@ RECALL_IDS = 256
 ANY: dict[str, tuple] = {}
 ROPE = {"positions": ("rope",)}
 LINEAR, TPA = {"projections": ("linear",)}, {"projections": ("tpa",)}
+HYBRID = {"positions": ("rope", "alibi"), **LINEAR}
 ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
@@ -74,38 +76,26 @@ class Config:
     number of steps, and gives no learning rate, batch size or schedule.
     """
 
+    # fmt: off
     # ---- attention: what a layer computes ----
     attention: str = setting("softmax", "name in attention.VARIANTS")
     p: float | None = setting(None, "power of the re-weighting; None: no re-weighting", at_least=1)
     block_size: int = setting(1024, "training length in tokens", at_least=1)
     window: int | None = setting(None, "each query sees its last keys only: how many", at_least=1)
-    positions: str = setting(
-        "rope",
-        "'learned' positions are GPT-2's own, and end at block_size",
-        choices=("rope", "alibi", "none", "learned"),
-    )
+    positions: str = setting("rope", "'learned' positions are GPT-2's own, and end at block_size",
+                             choices=("rope", "alibi", "none", "learned"))
     rope_theta: float = setting(10000.0, "base of RoPE", at_least=1, needs=ROPE)
-    nope_every: int = setting(
-        0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4)", at_least=0, needs=ROPE
-    )
-    nope_share: float = setting(
-        0.0,
-        "share of heads, the first, without RoPE or ALiBi",
-        at_least=0,
-        below=1,
-        needs={"positions": ("rope", "alibi"), **LINEAR},
-    )
+    nope_every: int = setting(0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4)",
+                              at_least=0, needs=ROPE)
+    nope_share: float = setting(0.0, "share of heads, the first, without RoPE or ALiBi",
+                                at_least=0, below=1, needs=HYBRID)
     local_window: int | None = setting(
-        None,
-        "the heads beyond nope_share are softmax over this many keys; None: as the first heads",
-        at_least=1,
-    )
+        None, "the heads beyond nope_share are softmax over this many keys; None: as the first "
+        "heads", at_least=1)
     softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50", above=0)
     sink: str = setting(
-        "none",
-        "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score per head",
-        choices=("none", "one", "learned"),
-    )
+        "none", "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score "
+        "per head", choices=("none", "one", "learned"))
     forget: bool = setting(False, "forget gates (FoX) lower the scores")
     s_init: float = setting(1.0, "initial s of SSMax; (e) and (f): 0.1685")
     b_init: float = setting(0.0, "initial b of SSMax (d) and Eq. 3")
@@ -113,22 +103,17 @@ class Config:
     # ---- model: the weights, and the layers around attention ----
     n_layer: int = setting(12, "transformer blocks", at_least=1)
     n_head: int = setting(12, "attention heads per block", at_least=1)
-    n_kv_head: int | None = setting(
-        None, "heads of keys and values; None: n_head", at_least=1, needs=LINEAR
-    )
+    n_kv_head: int | None = setting(None, "heads of keys and values; None: n_head",
+                                    at_least=1, needs=LINEAR)
     head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = setting(768, "width of the residual stream", at_least=1)
     qk_norm: bool = setting(False, "RMSNorm of q and k before RoPE (Qwen3)", needs=LINEAR)
     gate: str = setting(
-        "none",
-        "sigmoid gate on attention's output, per 'head' or 'element' (Qiu et al. 2025)",
-        choices=("none", "head", "element"),
-    )
+        "none", "sigmoid gate on attention's output, per 'head' or 'element' (Qiu et al. 2025)",
+        choices=("none", "head", "element"))
     projections: str = setting(
-        "linear",
-        "q, k and v are 'linear' in the input, or 'tpa': Tensor Product Attention (T6)",
-        choices=("linear", "tpa"),
-    )
+        "linear", "q, k and v are 'linear' in the input, or 'tpa': Tensor Product Attention (T6)",
+        choices=("linear", "tpa"))
     q_rank: int | None = setting(6, "rank of q in 'tpa'; None: linear", at_least=1, needs=TPA)
     kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1, needs=TPA)
     norm: str = setting("layernorm", "of the residual stream", choices=("layernorm", "rmsnorm"))
@@ -136,50 +121,34 @@ class Config:
     mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd", at_least=1)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
-    vocab_size: int | None = setting(
-        None, "token ids; None: the tokenizer's", at_least=1, needs=LANGUAGE
-    )
+    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's",
+                                     at_least=1, needs=LANGUAGE)
     # ---- data: what the loss is measured on ----
     task: str = setting(
-        "language",
-        "'orbits': simulated planets; 'recall': what lies far away; with '+': batches in turn",
-        choices=("language", "orbits", "recall", "language+recall"),
-    )
+        "language", "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
+        choices=("language", "orbits", "recall", "language+recall"))
     data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")
     val_tokens: int = setting(10485760, "validation tokens, from the first on (llm.c)", at_least=1)
     planets: int = setting(10, "orbits: most planets of a system", at_least=1, needs=ORBITS)
     bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1, needs=ORBITS)
-    recall: str = setting(
-        "lookup",
-        "task of recall",
-        choices=("lookup", "mqar", "latest", "latest_2", "sort"),
-        needs=RECALL,
-    )
+    recall: str = setting("lookup", "task of recall", needs=RECALL,
+                          choices=("lookup", "mqar", "latest", "latest_2", "sort"))
     # ---- optimisation ----
     systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1, needs=ORBITS)
     first_batch: int = setting(0, "the first step takes this batch; for SSMax (f)", at_least=0)
     total_batch_size: int = setting(524288, "tokens per step, over all processes", at_least=1)
     max_iters: int = setting(18865, "optimizer steps", at_least=0)
-    optimizer: str = setting(
-        "adamw", "'muon' for hidden matrices and AdamW for the rest", choices=("adamw", "muon")
-    )
+    optimizer: str = setting("adamw", "'muon' for hidden matrices and AdamW for the rest",
+                             choices=("adamw", "muon"))
     learning_rate: float = setting(6e-4, "peak learning rate", at_least=0)
-    schedule: str = setting(
-        "cosine",
-        "of the learning rate after the warm-up",
-        choices=("cosine", "constant", "trapezoidal"),
-    )
+    schedule: str = setting("cosine", "of the learning rate after the warm-up",
+                            choices=("cosine", "constant", "trapezoidal"))
     warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
-    cooldown_iters: int = setting(
-        0,
-        "last steps of 'trapezoidal', linear to min_lr",
-        at_least=0,
-        needs={"schedule": ("trapezoidal",)},
-    )
-    min_lr: float = setting(
-        0.0, "final learning rate", at_least=0, needs={"schedule": ("cosine", "trapezoidal")}
-    )
+    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr",
+                                  at_least=0, needs={"schedule": ("trapezoidal",)})
+    min_lr: float = setting(0.0, "final learning rate",
+                            at_least=0, needs={"schedule": ("cosine", "trapezoidal")})
     weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
     beta1: float = setting(0.9, "AdamW", at_least=0, below=1)
     beta2: float = setting(0.95, "AdamW", at_least=0, below=1)
@@ -189,17 +158,13 @@ class Config:
     # ---- machine: the losses are the same up to rounding ----
     device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..")
     dtype: str = setting(
-        "auto",
-        "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+        "auto", "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32",
+        choices=("auto", "float32", "bfloat16", "float16"))
     compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
     batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1)
     attention_impl: str = setting(
-        "auto",
-        "how attention is computed; 'auto': the fastest that works here",
-        choices=("auto", "triton", "blocked", "reference"),
-    )
+        "auto", "how attention is computed; 'auto': the fastest that works here",
+        choices=("auto", "triton", "blocked", "reference"))
     # ---- logs: validation, checkpoints, printed lines ----
     eval_interval: int = setting(250, "steps between validations; also first and last", at_least=1)
     checkpoint_interval: int = setting(1000, "steps between checkpoints", at_least=1)
@@ -207,23 +172,19 @@ class Config:
     keep_every: int = setting(0, "also keep checkpoints of every Nth step", at_least=0)
     log_interval: int = setting(1, "steps between printed lines", at_least=1)
     wandb_mode: str = setting(
-        "auto",
-        "'auto': online if an API key is set, else offline",
-        choices=("auto", "online", "offline", "disabled"),
-    )
+        "auto", "'auto': online where you are logged in to wandb, else disabled",
+        choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = setting("sharp-attention", "project in wandb")
     # ---- run: where and how it starts ----
     out_dir: str = setting(
-        "", "the run's folder, may name settings in braces; empty: out/<config name>"
-    )
+        "", "the run's folder, may name settings in braces; empty: out/<config name>")
     resume: bool | str = setting(
-        False,
-        "continue the run in out_dir; 'auto': if it has a checkpoint, else start it",
-        choices=(False, True, "auto"),
-    )
+        False, "continue the run in out_dir; 'auto': if it has a checkpoint, else start it",
+        choices=(False, True, "auto"))
     init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2 with its sizes")
     dry_run: bool = setting(False, "check everything, print what it takes, write nothing")
     timeout: float = setting(600.0, "seconds to wait for a dead process", at_least=5)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_each_setting(self)
@@ -252,6 +213,11 @@ class Config:
     def tasks(self) -> list[str]:
         """What the batches are of: of "language+recall" in turn."""
         return self.task.split("+")
+
+    @cached_property
+    def tokenizer_id(self) -> str:
+        """What a checkpoint records of the tokenizer: its name, or its file's sha256."""
+        return identify(self.tokenizer)
 
     @property
     def d_head(self) -> int:
@@ -370,7 +336,8 @@ def read_file(path: str) -> dict[str, Any]:
     if os.path.isdir(folder) or folder != path:
         return read_run(folder)
     if not os.path.isfile(path):
-        hint = nearest_file(Path(path), (ROOT / "configs").rglob("*.py"))
+        files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
+        hint = did_you_mean(path, (os.path.relpath(file) for file in files))
         raise UserError(
             f"config file or run {path} does not exist; {hint}settings are written --key=value"
         )
@@ -384,16 +351,6 @@ def read_file(path: str) -> dict[str, Any]:
             require_known_setting(key, path)
             values[key] = value
     return values
-
-
-def nearest_file(missing: Path, others: Iterable[Path] = ()) -> str:
-    """A question that names the file nearest to a missing one, there or among others, if any."""
-    files = list(others)
-    with suppress(OSError, ValueError):
-        files += missing.parent.iterdir()
-    by_name = {file.stem: file for file in files if not file.name.startswith(".")}
-    near = difflib.get_close_matches(missing.stem, by_name, n=1)
-    return f"did you mean {os.path.relpath(by_name[near[0]])}? " if near else ""
 
 
 def read_run(folder: str) -> dict[str, Any]:
@@ -464,7 +421,7 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
                 f"{source} has {key!r}, which is not a setting here: another version of this "
                 "repository wrote it; the run's environment.json names the commit"
             )
-    copy = Path(source).parent / "tokenizer.json"
+    copy = Path(source).parent / TOKENIZER
     if values.get("tokenizer", "gpt2") in VOCABULARY or not copy.is_file():
         return values
     return values | {"tokenizer": str(copy)}
@@ -478,9 +435,10 @@ def find_data(data_dir: str) -> str:
 
 def require_known_setting(key: str, where: str) -> None:
     if key not in SETTINGS:
-        near = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "; python train.py --help lists them"
-        raise UserError(f"{where} sets {key!r}, which is not a setting{hint}")
+        hint = did_you_mean(key, SETTINGS)
+        raise UserError(
+            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists them"
+        )
 
 
 def pop_value(key: str, arguments: list[str]) -> str:
@@ -645,12 +603,25 @@ def check_training(config: Config) -> None:
     accumulation_steps(config, world_size=1)
 
 
-def count_ids(tokenizer: str) -> int:
-    """The number of token ids of a tokenizer.json. Raises UserError where it cannot be read."""
+def identify(tokenizer: str) -> str:
+    """A tokenizer in meta.json and checkpoints: its built-in name, or its file's checksum."""
+    if tokenizer in VOCABULARY:
+        return tokenizer
+    return f"sha256:{hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest()}"
+
+
+def tokenizer_file(tokenizer: str) -> Path:
+    """The path of a tokenizer.json. Raises UserError where there is no file."""
     if not Path(tokenizer).is_file():
         check_choice("tokenizer", tokenizer, (*VOCABULARY, "the path of a tokenizer.json"))
+    return Path(tokenizer)
+
+
+def count_ids(tokenizer: str) -> int:
+    """The number of token ids of a tokenizer.json. Raises UserError where it cannot be read."""
+    file = tokenizer_file(tokenizer)
     try:
-        content = json.loads(Path(tokenizer).read_bytes())
+        content = json.loads(file.read_bytes())
         vocabulary = content["model"]["vocab"]  # a list of Unigram, a dict of the other models
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + int(max([*ids, *(token["id"] for token in content["added_tokens"])]))

@@ -4,7 +4,7 @@ import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 EXIT_MISTAKE = 2
@@ -21,9 +21,16 @@ def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise UserError, with the nearest right value, where a value is not among these."""
     if value not in allowed:
         texts = [str(one) for one in allowed]
-        near = difflib.get_close_matches(str(value), texts, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(str(value), texts)
         raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(texts)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names the nearest known name, and a space; "" where none is near."""
+    words = list(known)
+    initials = [word for word in words if name == "".join(part[:1] for part in word.split("_"))]
+    near = initials or difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def first_line(error: Exception) -> str:

@@ -31,9 +31,9 @@ from evaluation import mean_loss
 from layers.heads import build_parts
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import build_optimizers, learning_rate
+from optim import learning_rate
 from runtime import checkpoint
-from runtime.checkpoint import State, Training
+from runtime.checkpoint import Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, seed_randomness, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
 from runtime.divergence import finite_step, finite_weights, stop_diverged
@@ -66,31 +66,32 @@ def main() -> None:
 def train(config: Config, rank: int, world_size: int, device: torch.device) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
     run, is_main, state = Path(config.out_dir), rank == 0, None
+    dtype = pick_dtype(config.dtype, device)
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
 
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
-    if state is not None and state.tokens not in (0, loader.tokens):
-        raise UserError(
-            f"{loader.source} has {loader.tokens:,} training tokens, but the run was trained on "
-            f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-        )
-    loader.validation_batches(config.val_tokens, config.batch_size)  # raises now for too few tokens
-    val_windows = loader.validation_windows(config.val_tokens)
+    if loader is not None:
+        if state is not None and state.tokens not in (0, loader.tokens):
+            raise UserError(
+                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
+                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
+            )
+        loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
 
     # ---- model ----
     torch.manual_seed(config.seed)
     model = GPT(config).to(device)
+    flops_per_token = model.flops_per_token()
     kernels = check_kernels(
-        model, config, pick_dtype(config.dtype, device),
-        lambda failed: all_reduce_max(failed, device) > 0, say=say if is_main else None,
+        model, config, dtype, lambda failed: all_reduce_max(failed, device) > 0,
+        say=say if is_main else None,
     )  # fmt: skip
     began_with = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
-    training, module = begin(config, model, state), cast(nn.Module, model)
-    training.tokens = loader.tokens
+    training, module = Training.begin(model, config, dtype, state), cast(nn.Module, model)
     del state  # and with it the optimizer's tensors in host memory
     if pick_compile(config.compile, device):
         module = compile_model(model)
@@ -100,9 +101,10 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
 
     # ---- loop ----
     if is_main:
-        say(describe(config, model, loader, world_size, training.step))
-    if config.dry_run:
+        say(describe(config, training, loader, world_size))
+    if config.dry_run or loader is None:
         return False
+    training.tokens = loader.tokens
     if is_main:
         checkpoint.write_header(run, config, kernels)
         if began_with:  # never on resume: the file stays as it is
@@ -113,11 +115,12 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
         pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
         return Batch(pairs, divisor=len(pairs), tokens=config.total_batch_size)
 
+    val_windows = loader.validation_windows(config.val_tokens)
     objective = Objective(
         loss=module,
         batch=batch,
         batch_location=lambda step: loader.batch_location(config.first_batch + step),
-        flops_per_token=model.flops_per_token(),
+        flops_per_token=flops_per_token,
         validation=lambda: loader.validation_batches(config.val_tokens, config.batch_size),
         validation_batches=math.ceil(val_windows / (world_size * config.batch_size)),
     )
@@ -147,22 +150,9 @@ class Objective:
     validation_batches: int = 0  # of a rank, at most
 
 
-def begin(config: Config, model: GPT, state: State | None) -> Training:
-    """A model on its device with its optimizers, new or in the state of a checkpoint."""
-    device = next(model.parameters()).device
-    # small gradients underflow in float16: the loss is scaled up, the gradients back down
-    half = pick_dtype(config.dtype, device) == torch.float16
-    scaler = torch.amp.GradScaler(device.type, enabled=half)
-    training = Training(model, build_optimizers(model, config), scaler)
-    if state is not None:
-        training.restore(state)
-    return training
-
-
 def fit(config: Config, t: Training, objective: Objective) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
-    run, device = Path(config.out_dir), next(t.model.parameters()).device
-    dtype = pick_dtype(config.dtype, device)
+    run, device = Path(config.out_dir), t.device
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with (
         stop_signals() as received,
@@ -175,7 +165,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
             if new and objective.validation and (last or t.step % config.eval_interval == 0):
                 name, count = f"validation of step {t.step}", objective.validation_batches
                 batches = log.progress(objective.validation(), name, count)
-                val_loss = mean_loss(t.model.eval(), batches, device, dtype)
+                val_loss = mean_loss(t.model.eval(), batches, device, t.dtype)
                 t.model.train()
                 log.validation(t.step, val_loss)
                 if val_loss < t.best_val_loss:
@@ -193,12 +183,12 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
             if last or stop:
                 break
 
-            started, lr = time.perf_counter(), learning_rate(t.step, config)
-            batch = objective.batch(t.step)
+            started, batch = time.perf_counter(), objective.batch(t.step)
             seed_randomness(config.seed, t.step, rank)
+            lr = learning_rate(t.step, config)
             for group in (group for optimizer in t.optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
-            loss, grad_norm = train_step(t, objective.loss, batch, config.grad_clip, dtype)
+            loss, grad_norm = train_step(t, objective.loss, batch, config.grad_clip)
             if not finite_step(loss, grad_norm, t.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
                 stop_diverged(run, t.step + 1, error, objective.batch_location(t.step))
@@ -215,21 +205,18 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
         return not last
 
 
-def train_step(
-    t: Training, loss_fn: Loss, batch: Batch, grad_clip: float, dtype: torch.dtype
-) -> tuple[float, float]:
+def train_step(t: Training, loss_fn: Loss, batch: Batch, grad_clip: float) -> tuple[float, float]:
     """Update the model once, by the gradient of the batch's loss.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
     clipping). Both are the same on all ranks; if one is not finite, the weights do not change.
     """
-    device = next(t.model.parameters()).device
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=t.device)
     for i, (x, y) in enumerate(batch.micro_batches, 1):
         # DDP decides in the forward pass whether this backward will synchronise gradients
         more = i < len(batch.micro_batches)
         with loss_fn.no_sync() if isinstance(loss_fn, DDP) and more else nullcontext():
-            with autocast(device, dtype):
+            with autocast(t.device, t.dtype):
                 micro_loss = loss_fn(x, y) / batch.divisor
             t.scaler.scale(micro_loss).backward()
         total += micro_loss.detach()

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from config import VOCABULARY, identify
 from data import shards
-from data.tokenizer import BUILT_IN, copy_file, get_tokenizer, identify, split_text
+from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from errors import UserError
 from runtime.files import lock_folder
 
@@ -47,7 +48,7 @@ Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 
 def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
     """The options that data.text and data.fineweb share, with their default tokenizer."""
-    names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
+    names = f"{', '.join(VOCABULARY)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
@@ -91,7 +92,7 @@ def build(
         state = "already done" if meta["complete"] else "done"
         if not meta["complete"]:
             _make(out_dir, prefix, streams, options, meta)
-            copy_file(options.tokenizer, out_dir)
+            copy_tokenizer(options.tokenizer, out_dir)
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {state}, {tokens:,} tokens in {len(meta['shards'])} shards")

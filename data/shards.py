@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from data.tokenizer import TOKENIZER, identify
+from config import TOKENIZER, identify
 from errors import UserError
 from runtime.files import atomic_write, read_json, write_json
 
@@ -48,7 +48,7 @@ class Entry(TypedDict):
 class Meta(TypedDict):
     """The content of meta.json."""
 
-    tokenizer: str  # see data.tokenizer.identify
+    tokenizer: str  # see config.identify
     shard_size: int
     documents: str  # a hash that changes when they do
     source: str  # where they come from
@@ -154,11 +154,15 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
                 "the command that made the folder"
             )
     if not found:
-        raise UserError(
-            f"{data_dir}: no *_{split}_*.bin there; make it with `python -m data.text FILES "
-            f"--out_dir {data_dir}` or `python -m data.fineweb --out_dir {data_dir}`: docs/data.md"
-        )
+        raise UserError(f"{data_dir}: no *_{split}_*.bin there; {how_to_make(data_dir)}")
     return found
+
+
+def how_to_make(data_dir: str | Path) -> str:
+    return (
+        f"make it with `python -m data.text FILES --out_dir {data_dir}` or `python -m data.fineweb "
+        f"--out_dir {data_dir}`: docs/data.md"
+    )
 
 
 def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:

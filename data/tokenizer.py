@@ -4,7 +4,6 @@
 modified MIT licence, copyright 2019 OpenAI), byte for byte, so that nothing is ever downloaded.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,16 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from config import TOKENIZER, VOCABULARY, identify, tokenizer_file
 from errors import UserError
-from runtime.files import atomic_write
+from runtime.files import copy_file
 
-BUILT_IN = ("gpt2", "bytes")
 END_OF_TEXT = "<|endoftext|>"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 # GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-# The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
-TOKENIZER = "tokenizer.json"
 MAX_IDS = 1 << 16
 # Names of the end of a text in tokenizer.json files; the first that a file has is taken.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -33,7 +30,7 @@ SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. `name` identifies it in meta.json and checkpoints: see `identify`.
+    """Text to ids and back. `name` identifies it in meta.json and checkpoints: see config.identify.
 
     Nothing is added to a text, and the mark of a special token within a text is ordinary text.
     Characters that UTF-8 cannot encode, lone surrogates, become U+FFFD.
@@ -97,7 +94,7 @@ def open_file(path: str) -> Tokenizer:
     try:
         import tokenizers
 
-        tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path))
+        tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error
     tokenizer.no_truncation()
@@ -131,31 +128,10 @@ def get_tokenizer(name: str) -> Tokenizer:
     return open_bytes() if name == "bytes" else open_file(name)
 
 
-@cache
-def identify(tokenizer: str) -> str:
-    """A tokenizer's name in meta.json and checkpoints: its name in BUILT_IN, or its checksum."""
-    if tokenizer in BUILT_IN:
-        return tokenizer
-    return f"sha256:{hashlib.sha256(read_file(tokenizer)).hexdigest()}"
-
-
-def read_file(path: str) -> bytes:
-    """The content of a tokenizer's file. Raises UserError where it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"tokenizer {path!r} is neither one of {', '.join(BUILT_IN)} nor the path of a "
-            f"tokenizer.json ({error}); tiktoken's other encodings have more than {MAX_IDS:,} ids"
-        ) from error
-
-
-def copy_file(tokenizer: str, folder: Path) -> None:
+def copy_tokenizer(tokenizer: str, folder: Path) -> None:
     """Copy a tokenizer's file into a folder; a built-in tokenizer has none."""
-    if tokenizer not in BUILT_IN:
-        content = read_file(tokenizer)
-        with atomic_write(folder / TOKENIZER) as file:
-            file.write(content)
+    if tokenizer not in VOCABULARY:
+        copy_file(tokenizer_file(tokenizer), folder / TOKENIZER)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:

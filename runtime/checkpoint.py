@@ -30,16 +30,16 @@ import msgspec
 import torch
 
 from attention_paths.fingerprint import differs
-from config import MAY_CHANGE, SETTINGS, Config, nearest_file, saved_config
-from data.tokenizer import copy_file, identify
-from errors import UserError, first_line
+from config import MAY_CHANGE, SETTINGS, TOKENIZER, VOCABULARY, Config, saved_config
+from errors import UserError, did_you_mean, first_line
 from layers.heads import formulas
 from model import GPT
-from optim import learning_rate
+from optim import build_optimizers, learning_rate
 from runtime.device import environment, uncommitted
 from runtime.files import (
     atomic_write,
     convert,
+    copy_file,
     delete_abandoned,
     read_json,
     sha256_of,
@@ -71,12 +71,30 @@ class Training:
     """A model in training: what its checkpoints save and restore."""
 
     model: GPT
+    dtype: torch.dtype  # of matrix products: see runtime.device.autocast
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
     resumed_at: int | None = None
+
+    @classmethod
+    def begin(
+        cls, model: GPT, config: Config, dtype: torch.dtype, state: State | None
+    ) -> "Training":
+        """A model on its device with its optimizers, new or in the state of a checkpoint."""
+        device = next(model.parameters()).device
+        # small gradients underflow in float16: the loss is scaled up, the gradients back down
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        training = cls(model, dtype, build_optimizers(model, config), scaler)
+        if state is not None:
+            training.restore(state)
+        return training
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def state(self, config: Config, best: bool = False) -> State:
         """All that resuming needs; for a best.pt, what evaluations and new runs need."""
@@ -130,7 +148,8 @@ def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = Non
     """
     for temporary in run.glob(".*.tmp"):
         delete_abandoned(temporary)
-    copy_file(config.tokenizer, run)
+    if config.tokenizer not in VOCABULARY:
+        copy_file(config.tokenizer, run / TOKENIZER)
     write_json(run / "config.json", config.as_dict())
     resumed_at, made = step(run) if config.resume else None, environment() | (kernels or {})
     made["formulas"] = formulas(config)
@@ -150,8 +169,8 @@ def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = Non
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The settings of a run, its tokenizer as data.tokenizer.identify gives it."""
-    return config.as_dict() | {"tokenizer": identify(config.tokenizer)}
+    """The settings of a run as a checkpoint holds them, wherever the tokenizer's file lies."""
+    return config.as_dict() | {"tokenizer": config.tokenizer_id}
 
 
 class Saver:
@@ -254,7 +273,8 @@ def resumes(run: Path, resume: bool | str) -> bool:
 
 def no_checkpoint(run: str | Path) -> str:
     """A sentence on a path without a checkpoint."""
-    hint = "" if Path(run).exists() else nearest_file(Path(run))
+    run = Path(run)
+    hint = "" if run.exists() else did_you_mean(str(run), map(str, run.parent.glob("*")))
     return (
         f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
         "the .pt file of a checkpoint in it"

@@ -120,13 +120,15 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
-    path, mode = run / "wandb.json", cast(Any, config.wandb_mode)
+    path, mode = run / "wandb.json", config.wandb_mode
     if mode == "disabled":
         return None
     import wandb  # takes a second
 
-    if mode == "auto":
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    if mode == "auto" and not wandb.login(prompt=False, verify=False):
+        say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
+        return None
+    mode = cast(Any, "online" if mode == "auto" else mode)
     before = (read_json(path, dict[str, str]) if resumed else None) or {}
     start = functools.partial(
         wandb.init, project=config.wandb_project, name=run.name, dir=run, id=before.get("id"),

@@ -1,26 +1,53 @@
 """What a run prints before its first step: its model, its data, and what they cost."""
 
+import torch
+
 from config import Config, accumulation_steps
 from data.loader import Loader
-from model import GPT
-from runtime.device import pick_dtype
+from data.shards import how_to_make
+from runtime.checkpoint import Training
+
+# A run that sees its data more often is told so: repeated tokens are worth less after about four
+# epochs (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+MANY_EPOCHS = 4
 
 
-def describe(config: Config, model: GPT, loader: Loader, world_size: int, step: int) -> str:
-    """Lines on a run that is about to do the updates after `step`."""
-    device = next(model.parameters()).device
-    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
-    tokens = (config.max_iters - step) * config.total_batch_size
-    val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
+def describe(config: Config, training: Training, loader: Loader | None, world_size: int) -> str:
+    """Lines on a run that is about to start or continue; `loader` is None without data."""
+    model, step, total = training.model, training.step, config.total_batch_size
+    tokens = config.max_iters * total
+    flops = (tokens - step * total) * model.flops_per_token()
+    data = f"{config.data_dir}: not there yet; {how_to_make(config.data_dir)}"
+    if loader is not None:
+        val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
+        data = (
+            f"{loader.source}: {loader.tokens:,} tokens in {loader.n_windows:,} windows, "
+            f"{val_tokens:,} tokens for validation"
+        )
+        epochs = tokens / (loader.n_windows * config.block_size)
+        data += f"; the run goes through them {epochs:,.0f} times" * (epochs > MANY_EPOCHS)
     lines = [
-        f"{config.variant_name}: {model.count_parameters():,} parameters on {device.type} in "
-        f"{dtype}, {tokens * model.flops_per_token():.1e} FLOP; run folder {config.out_dir}",
-        f"{loader.source}: {loader.tokens:,} training tokens in {loader.n_windows:,} windows, "
-        f"{val_tokens:,} validation tokens",
-        f"{config.total_batch_size:,} tokens a step (processes x micro-batches x batch_size x "
+        f"{config.variant_name}: {model.count_parameters():,} parameters on "
+        f"{training.device.type} in {str(training.dtype).removeprefix('torch.')}; weights, "
+        f"gradients and optimizer take {state_bytes(training) / 1e6:,.0f} MB; run folder "
+        f"{config.out_dir}",
+        data,
+        f"{tokens:,} tokens in steps of {total:,} (processes x micro-batches x batch_size x "
         f"block_size = {world_size} x {accumulation_steps(config, world_size)} x "
-        f"{config.batch_size} x {config.block_size}), step {step} of {config.max_iters}",
+        f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step {step} of "
+        f"{config.max_iters}",
     ]
     if config.dry_run:
         lines.append("dry run: all checks passed; nothing was written")
     return "\n".join(lines)
+
+
+def state_bytes(training: Training) -> int:
+    """The memory that does not depend on the batch: a gradient and the moments of each weight."""
+    per_weight = {torch.optim.AdamW: 4, torch.optim.Muon: 3}
+    return sum(
+        p.nbytes * per_weight[type(optimizer)]
+        for optimizer in training.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )

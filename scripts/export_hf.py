@@ -24,15 +24,13 @@ import torch
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import MAY_CHANGE, Config
+from config import MAY_CHANGE, VOCABULARY, Config
 from data.tokenizer import (
-    BUILT_IN,
     END_OF_TEXT,
     MERGES_FILE,
     byte_symbols,
-    copy_file,
+    copy_tokenizer,
     get_tokenizer,
-    read_file,
 )
 from errors import UserError, command
 from runtime.checkpoint import settings_of
@@ -65,7 +63,7 @@ def main() -> None:
             new = Path(temporary, folder.name)
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
-            copy_file(run.config.tokenizer, new)  # the run's own tokenizer.json, byte for byte
+            copy_tokenizer(run.config.tokenizer, new)
             for name, text in sources().items():
                 (new / name).write_text(text, encoding="utf-8")
             shutil.copy(ROOT / "LICENSE", new)
@@ -113,10 +111,10 @@ def transformers_tokenizer(config: Config) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     mark = get_tokenizer(config.tokenizer).mark
-    if config.tokenizer in BUILT_IN:
+    if config.tokenizer in VOCABULARY:
         tokenizer = byte_level_bpe(config.tokenizer)
     else:
-        tokenizer = Tokenizer.from_buffer(read_file(config.tokenizer))
+        tokenizer = Tokenizer.from_file(config.tokenizer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         split_special_tokens=True,

@@ -44,13 +44,14 @@ from errors import UserError, command
 from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
+from runtime.checkpoint import Training
 from runtime.device import open_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say
 from scripts.common.retrieval import ASK
 from scripts.common.runner import Options, Parser, add_options, from_arguments, option
-from train import Batch, Objective, begin, fit
+from train import Batch, Objective, fit
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -115,7 +116,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
 
     # ---- model, then data ----
     model = GPT(base).to(device)
-    kernels = check_kernels(model, base, pick_dtype(options.dtype, device), say=say)
+    dtype = pick_dtype(options.dtype, device)
+    kernels = check_kernels(model, base, dtype, say=say)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
@@ -134,7 +136,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
             f"{out} was fine-tuned on {before}, now {data}: give the same run and --squad, or "
             "another --out_dir"
         )
-    training = begin(config, model, state)
+    training = Training.begin(model, config, dtype, state)
     del state
 
     # ---- loop ----

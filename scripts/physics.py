@@ -41,12 +41,13 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 
 from config import Config
 from data.loader import epoch_order
+from runtime.checkpoint import Training
 from runtime.device import autocast, open_device
 from runtime.divergence import finite_step
 from scripts.common.runner import Evaluation, Run, as_command, option, require
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
-from train import Batch, begin, train_step
+from train import Batch, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = {
@@ -200,7 +201,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
     model.to(run.device).train()
-    training = begin(config, model, state=None)
+    training = Training.begin(model, config, run.dtype, state=None)
     labels = np.where(task.labelled[..., None], task.targets, np.nan)
     x = torch.from_numpy(task.tokens).long().to(run.device)
     y = torch.from_numpy(labels).float().to(run.device)
@@ -213,7 +214,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
         places = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
         parts = [part[places].split(config.batch_size) for part in (x, y)]
         batch = Batch([*zip(*parts, strict=True)], int(task.labelled[places].sum()) * outputs, 0)
-        loss, norm = train_step(training, squared_error, batch, config.grad_clip, run.dtype)
+        loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not finite_step(loss, norm, training.scaler):
             raise RuntimeError(
                 f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"

@@ -99,7 +99,7 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX], ["nothing to compare", "two configs", "--p=3,5"]),
         ([SOFTMAX, SOFTMAX], ["two entries are called softmax"]),
         ([SOFTMAX, "--p=3,3.0"], ["two entries are called softmax,p=3"]),
-        ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean 'lssar'"]),
+        ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean lssar?"]),
         ([SOFTMAX, "--q=3,5"], ["'q'", "not a setting"]),
         ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
         ([SOFTMAX, "--seed=1,2"], ["--seed", "--seeds 3"]),

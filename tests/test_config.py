@@ -230,7 +230,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # names
         ("--learing_rate=1", "the command line sets 'learing_rate', which is not a setting; "
          "did you mean learning_rate?"),
-        ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'? it is one of softmax,"),
+        ("--attention=lsar", "attention = 'lsar'; did you mean lssar? it is one of softmax,"),
         # types
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         # ranges
@@ -242,7 +242,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--vocab_size=65537", "vocab_size = 65537 makes 65537 token ids, and a token is a uint16"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         # choices
-        ("--tokenizer=byte", "tokenizer = 'byte'; did you mean 'bytes'? it is one of gpt2, bytes"),
+        ("--tokenizer=byte", "tokenizer = 'byte'; did you mean bytes? it is one of gpt2, bytes"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "

@@ -123,7 +123,7 @@ def test_text_refusals(folder, tmp_path, refused):
     says("empty.txt: no text for training or", folder / "deep" / "empty.txt")
     says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
     says("00.txt: no text for training", folder / "00.txt", "--val", folder / "00.txt")
-    says("tokenizer 'gtp2' is neither one of gpt2", folder, "--tokenizer", "gtp2")
+    says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
         ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),

@@ -224,7 +224,7 @@ def test_refusals_before_anything_is_measured(module_run, call, capsys):
     run, bad = module_run("softmax.py"), module_run("softmax.py")
     for arguments, message in (
         ("--data_dir=nowhere", "nowhere"),
-        ("--attention=lsar", "attention = 'lsar'; did you mean 'lssar'?"),
+        ("--attention=lsar", "attention = 'lsar'; did you mean lssar?"),
     ):
         refused(capsys, lambda one=arguments: call(eval_length, run, one), message)
     # what is wrong with any of the runs, before the first of them is measured

@@ -375,7 +375,7 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
 @pytest.mark.parametrize(
     "settings, arguments, message",
     [
-        ((), dict(scaling="ntkk"), "rope scaling = 'ntkk'; did you mean 'ntk'"),
+        ((), dict(scaling="ntkk"), "rope scaling = 'ntkk'; did you mean ntk?"),
         ((), dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
         ((), dict(scaling="none", theta=-1.0), "rope theta = -1.0 must be above 1"),
         (["--positions=alibi"], dict(scaling="ntk"), "positions = 'alibi': there is no RoPE"),

@@ -38,7 +38,7 @@ def test_orbits_are_trained_as_language_is(train, capsys):
                 "--data_dir=none"]  # fmt: skip
     whole = train("whole", "configs/lssar_p3.py", *settings, "--max_iters=30")
     said = capsys.readouterr().out
-    assert "simulated orbits of 1 to 2 planets: 320 training tokens in 20 windows" in said
+    assert "simulated orbits of 1 to 2 planets: 320 tokens in 20 windows" in said
     losses, validation = metrics(whole), metrics(whole, "val_loss")
     # uniform over 50 bins, or 2 time steps, at first
     assert losses[1] == pytest.approx(math.log(53), abs=0.3) and losses[30] < losses[1] - 0.5
@@ -163,7 +163,7 @@ def test_resuming_on_other_data_is_refused(train, capsys, shards, tmp_path):
     fewer = shutil.copytree(shards, tmp_path / "fewer")
     (fewer / "text_train_000002.bin").unlink()
     again = ("run", "--resume", "--max_iters=4")
-    says = ("fewer has 3,000 training tokens", "was trained on 3,999", "give the same data")
+    says = ("fewer has 3,000 tokens", "was trained on 3,999", "give the same data")
     refused(capsys, lambda: train(*again, f"--data_dir={fewer}"), *says)
     moved = shutil.copytree(shards, tmp_path / "moved")
     train(*again, f"--data_dir={moved}")
@@ -241,9 +241,9 @@ def one_step(model, loss_fn, pairs, lr, grad_clip=0.0, optimizer=torch.optim.SGD
     enabled = scale is not None
     scaler = torch.amp.GradScaler("cpu", scale or 1.0, backoff_factor=0.5, enabled=enabled)
     optimizers = [optimizer(part.parameters(), lr=lr) for part in model.children()]
-    training = Training(model, optimizers, scaler)
+    training = Training(model, torch.float32, optimizers, scaler)
     batch = train_module.Batch(pairs, divisor=1, tokens=0)
-    call = (training, loss_fn, batch, grad_clip, torch.float32)
+    call = (training, loss_fn, batch, grad_clip)
     return training, functools.partial(train_module.train_step, *call)
 
 
