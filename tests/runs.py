@@ -1,9 +1,6 @@
 """What tests read of a run's folder, and how they start one."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,20 +25,6 @@ def saved(run, which="latest"):
 
 def weights(run):
     return saved(run)["model"]
-
-
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def launch(processes, *arguments):
-    """train.py as a command: under torchrun for several processes. Returns the finished process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
 
 
 def refused(capsys, call, *parts):

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -92,7 +91,7 @@ def test_scales_are_the_papers():
 
 def test_later_files_and_then_the_command_line_win(tmp_path):
     one = write(tmp_path / "one.py", "max_iters = 1\nseed = 1\nbeta1 = 0.1\n")
-    two = write(tmp_path / "two.py", "max_iters = 2\nseed = 2\n")
+    two = write(tmp_path / "two.py", "import math\n_half = 1\nmax_iters = 2\nseed = 2 * _half\n")
     config = load_config(["--max_iters=3", one, two])
     assert (config.max_iters, config.seed, config.beta1) == (3, 2, 0.1)
     assert load_config([two, one]).seed == 1
@@ -103,25 +102,16 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
     "arguments, key, value",
     [
         (["--max_iters", "1e3"], "max_iters", 1000),
-        (["--learning_rate=1e-3"], "learning_rate", 0.001),
         (["--p", "3", "--attention=lssar"], "p", 3.0),
         (["--b_init", "-2"], "b_init", -2.0),
         (["--resume"], "resume", True),
         (["--bias", "false", "--seed=1"], "bias", False),
-        (["--compile"], "compile", True),
-        (["--init_from=123"], "init_from", "123"),
-        (["--data_dir=a=b"], "data_dir", "a=b"),
+        (["--init_from=1=2"], "init_from", "1=2"),
     ],
 )
 def test_command_line_values(arguments, key, value):
     found = getattr(load_config(arguments), key)
     assert found == value and type(found) is type(value)
-
-
-def test_config_files_may_compute(tmp_path):
-    text = "import math\n_layers = 3\nn_layer = 2 * _layers\nlearning_rate = math.sqrt(1e-6)\n"
-    config = load_config([write(tmp_path / "mine.py", text)])
-    assert config.n_layer == 6 and config.learning_rate == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -159,21 +149,11 @@ def test_a_run_stands_for_its_settings(tmp_path):
         assert config.resume and config.init_from == ""  # which was for its beginning
     # beside config files, the command is what it says
     assert load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"]).attention == "ssmax"
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"n_layer": 0}, "{path}: n_layer = 0 must be at least 1"),
-        ({"dropout": 0.1}, "{path} has 'dropout', which is not a setting here: another version"),
-    ],
-)
-def test_a_run_of_another_version_is_named(tmp_path, changes, message):
-    path = saved(tmp_path / "run", **changes)
-    with pytest.raises(UserError) as caught:
+    path = saved(tmp_path / "run", dropout=0.1)
+    says = f"{path} has 'dropout', which is not a setting here: another version"
+    with pytest.raises(UserError, match=re.escape(says)):
         checkpoint.read_config(tmp_path / "run")
-    assert message.format(path=path) in str(caught.value)
-    assert message.format(path=path).removeprefix(f"{path}: ") in refusal("--resume", path)
+    assert says in refusal("--resume", path)
 
 
 def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -188,28 +168,25 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
-@pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1", "lsar.py"])
+@pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])
 def test_help_and_refusals_do_not_wait_for_torch(argument):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "train.py", argument],
         cwd=CONFIGS.parent, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == (0 if argument == "--help" else 2)
+    if argument != "--help":
+        assert done.returncode == 2 and "did you mean learning_rate" in done.stderr
+        assert "Traceback" not in done.stderr
     assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
 
 
-def test_a_share_of_heads_is_whole_up_to_rounding():
+def test_derived_values():
     for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
         assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads == heads
-
-
-def test_a_config_is_checked_and_survives_as_dict():
     config = load_config([at("lssar_p3.py")])
     assert Config(**config.as_dict()) == config
     assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
     assert config.replace(p=2.5).variant_name == "lssar_p2.5"
-    with pytest.raises(UserError, match="p = 0.5"):
-        config.replace(p=0.5)
 
 
 def test_help_has_every_setting_with_its_default_and_a_word():
@@ -237,12 +214,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--learning_rate=1e300", "learning_rate = 1e+300 must be a finite number below 1e38"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
+        ("--attention=ssmax --s_init=1e999", "s_init = inf must be a finite number"),
         ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be above 0"),
         ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
-        ("--vocab_size=65537", "vocab_size = 65537 makes 65537 token ids, and a token is a uint16"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
-        # choices
-        ("--tokenizer=byte", "tokenizer = 'byte'; did you mean bytes? it is one of gpt2, bytes"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
         ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
@@ -250,7 +225,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--n_head=256", "heads of width 3 must be even: RoPE rotates pairs"),
-        ("--n_kv_head=5", "n_head = 12 is not divisible by n_kv_head = 5"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be a multiple of n_head / n_kv_head = 4"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
@@ -258,21 +232,14 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # settings without effect
         ("--s_init=2 --attention=lssa", "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),
-        ("--gamma=2", "attention = 'softmax' takes no gamma (gamma = 2.0)"),
         ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
          "'linear'"),
-        ("--projections=tpa --n_kv_head=2", "n_kv_head = 2 has an effect with projections = 'lin"),
-        ("--positions=alibi --rope_theta=5e5", "rope_theta = 500000.0 has an effect with position"),
         ("--nope_every=4 --positions=none", "nope_every = 4 has an effect with positions = 'rope'"),
         ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
-        ("--nope_share=0.5 --positions=none", "an effect with positions = 'rope' or 'alibi' only"),
         ("--local_window=9", "local_window is for the heads beyond nope_share, which is 0"),
         ("--min_lr=1e-5 --schedule=constant", "an effect with schedule = 'cosine' or 'trapezoid"),
-        ("--cooldown_iters=9", "cooldown_iters = 9 has an effect with schedule = 'trapezoidal' on"),
-        ("--task=orbits --tie_embeddings=False --vocab_size=9", "vocab_size = 9 has an effect wit"),
         # the command line itself
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
-        ("zzzzz", "config file or run zzzzz does not exist; settings are written --key=value"),
         ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--p", "--p needs a value: --p=None"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
@@ -282,32 +249,20 @@ def test_refused(arguments, message):
     assert message in refusal(*arguments.split())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_are_finite(value):
-    for key in ("p", "s_init", "learning_rate"):
-        with pytest.raises(UserError, match=f"{key} = .* must be a finite number"):
-            Config(attention="ssmax", **{"p": 3, key: value})
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
         ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
-        ("n_layer == = 3", "config file {path} fails: SyntaxError"),
-        ("\0\x07", "config file {path} fails: "),
     ],
 )
 def test_refused_files(text, message, tmp_path):
-    path = write(tmp_path / "mine.py", text + "\n")
+    path = write(tmp_path / "mine.py", text)
     assert message.format(path=path) in refusal(path)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-@pytest.mark.parametrize(
-    "total, batch, block",
-    [(524288, 48, 1024), (524288, 1024, 1024), (1000, 3, 64), (1, 1, 2)],
-)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("total, batch, block", [(524288, 48, 1024), (1000, 3, 64), (1, 1, 2)])
 def test_what_a_refused_batch_proposes_works(total, batch, block, world_size):
     sizes = dict(total_batch_size=total, batch_size=batch, block_size=block)
     with pytest.raises(UserError, match=f"total_batch_size = {total} is not a mult") as caught:

@@ -43,8 +43,8 @@ def assert_near(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def tokens(B, L, seed=0):
-    return torch.randint(0, 257, (B, L), generator=torch.Generator().manual_seed(seed))
+def tokens(*shape, seed=0, n=257):
+    return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def on_meta(config):
@@ -79,14 +79,10 @@ def test_parameter_count(files, count):
     assert model.wte.num_embeddings % 128 == 0
 
 
-def pairs(B, L, seed=0):
-    return torch.randint(0, 103, (B, L, 2), generator=torch.Generator().manual_seed(seed))
-
-
 def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
     settings = ["--task=orbits", "--tie_embeddings=False", "--bins=100", "--positions=learned"]
     model = small_model("lssar_p3.py", *settings)
-    x, y = pairs(2, 16), pairs(2, 16, seed=1)
+    x, y = tokens(2, 16, 2, n=103), tokens(2, 16, 2, n=103, seed=1)
     logits = model(x)
     assert logits.shape == (2, 16, 2, 103)
     both = [F.cross_entropy(logits[..., i, :].flatten(0, 1), y[..., i].flatten()) for i in (0, 1)]
@@ -299,34 +295,27 @@ def base(frequencies):
     return theta
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rotations_are_exact_also_in_a_converted_model(dtype):
-    trunk = GPT(small_config("softmax.py")).to(dtype).trunk
+def test_rotations_are_exact_also_in_a_converted_model():
+    trunk = GPT(small_config("softmax.py")).bfloat16().trunk
     for L in (16, 17):  # 16: the length that the model was made with
-        trunk(torch.zeros(1, L, 16, dtype=dtype))
-        cos, _ = angles_of(L, d=8)
-        assert_near(trunk.rope.cos.double(), cos, 1e-12 if dtype == torch.float64 else 1e-6)
+        trunk(torch.zeros(1, L, 16, dtype=torch.bfloat16))
+        assert_near(trunk.rope.cos.double(), angles_of(L, d=8)[0], 1e-6)
 
 
-@pytest.mark.parametrize(
-    "length, theta", [(2048, 20452), (4096, 41829), (8192, 85550), (16384, 174970)]
-)
-def test_dynamic_ntk_has_its_published_bases(length, theta):
-    frequencies, on_scores = Rope(64, 1024, scaling="dynamic_ntk").frequencies(length)
-    assert round(base(frequencies)) == theta and on_scores == 1
-
-
-@pytest.mark.parametrize("factor, s", [(None, 3.0), (8.0, 8.0)])
-def test_linear_ntk_and_plain_frequencies(factor, s):
+def test_frequencies():
+    """The published bases of dynamic NTK; position interpolation; NTK-aware scaling."""
+    for length, theta in ((2048, 20452), (16384, 174970)):
+        frequencies, on_scores = Rope(64, 1024, scaling="dynamic_ntk").frequencies(length)
+        assert round(base(frequencies)) == theta and on_scores == 1
     plain = torch.tensor([10000 ** (-m / 32) for m in range(32)], dtype=torch.float64)
-    linear, on_scores = Rope(64, 1024, scaling="linear", factor=factor).frequencies(3072)
-    assert_near(linear, plain / s)
-    assert on_scores == 1
-    ntk, on_scores = Rope(64, 1024, scaling="ntk", factor=factor).frequencies(3072)
-    assert base(ntk) == pytest.approx(10000 * s ** (64 / 62))
-    assert_near(ntk[-1], plain[-1] / s)  # the slowest pair is interpolated in full
-    assert on_scores == 1
     assert_near(Rope(64, 1024).frequencies(3072)[0], plain)
+    for factor, s in ((None, 3.0), (8.0, 8.0)):
+        linear, on_scores = Rope(64, 1024, scaling="linear", factor=factor).frequencies(3072)
+        assert_near(linear, plain / s)
+        assert on_scores == 1
+        ntk, on_scores = Rope(64, 1024, scaling="ntk", factor=factor).frequencies(3072)
+        assert base(ntk) == pytest.approx(10000 * s ** (64 / 62)) and on_scores == 1
+        assert_near(ntk[-1], plain[-1] / s)  # the slowest pair is interpolated in full
 
 
 def yarn(d, theta, trained, s):
@@ -347,10 +336,8 @@ def yarn(d, theta, trained, s):
 @pytest.mark.parametrize(
     "d, theta, trained, length, factor",
     [
-        (64, 10000.0, 1024, 4096, None),
         (64, 10000.0, 1024, 4096, 16.0),
         (128, 500000.0, 8192, 16384, None),
-        (32, 10000.0, 128, 1024, None),
         # every pair turns more than once in the training length: none is interpolated in full
         (64, 100.0, 1024, 4096, None),
     ],
@@ -375,9 +362,7 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
 @pytest.mark.parametrize(
     "settings, arguments, message",
     [
-        ((), dict(scaling="ntkk"), "rope scaling = 'ntkk'; did you mean ntk?"),
         ((), dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
-        ((), dict(scaling="none", theta=-1.0), "rope theta = -1.0 must be above 1"),
         (["--positions=alibi"], dict(scaling="ntk"), "positions = 'alibi': there is no RoPE"),
         (["--nope_share=0.5"], dict(scaling="yarn"), "nope_share = 0.5 leaves heads without RoPE"),
     ],
@@ -404,12 +389,9 @@ def test_learned_positions_are_added_and_end():
     assert 0.015 < std < 0.025
 
 
-@pytest.mark.parametrize(
-    "setting, rotated",
-    [("nope_every=0", "1111"), ("nope_every=2", "1010"), ("nope_every=4", "1110")],
-)
-def test_every_nth_layer_has_no_rope(setting, rotated):
-    model, seen = small_model("softmax.py", "--n_layer=4", f"--{setting}"), []
+@pytest.mark.parametrize("every, rotated", [(0, "1111"), (2, "1010"), (4, "1110")])
+def test_every_nth_layer_has_no_rope(every, rotated):
+    model, seen = small_model("softmax.py", "--n_layer=4", f"--nope_every={every}"), []
     for block in model.trunk.blocks:
         block.attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     model(tokens(1, 5))
@@ -475,27 +457,19 @@ def test_a_cache_that_is_too_small_is_refused():
         model(tokens(1, 1), cache=cache)
 
 
-def sampled_shares(model, x, n=4000, **settings):
-    g = torch.Generator().manual_seed(1)
-    ids = generate(model, x.expand(n, -1), 1, generator=g, **settings)
-    return ids[:, -1].bincount(minlength=257) / n
-
-
-@pytest.mark.parametrize("temperature", [0.7, 3.0])
-def test_samples_follow_the_softmax_of_logits_over_temperature(temperature):
+@pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])
+def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
+    """Of the k likeliest alone, and 5 standard errors of 4,000 samples around it."""
     model, x = small_model("softmax.py"), tokens(1, 3)
-    chances = (model(x)[0, -1] / temperature).softmax(-1)
-    shares = sampled_shares(model, x, temperature=temperature)
+    top = model(x)[0, -1].topk(k or 257)
+    chances = torch.zeros(257).double()
+    chances[top.indices] = (top.values / temperature).softmax(-1)
+    settings = {"temperature": temperature, "top_k": k, "generator": torch.Generator()}
+    settings["generator"].manual_seed(1)
+    ids = generate(model, x.expand(4000, -1), 1, **settings)
+    shares = ids[:, -1].bincount(minlength=257) / 4000
     assert (shares - chances).abs().max() < 5 * math.sqrt(chances.max().item() / 4000)
-
-
-def test_top_k_samples_from_the_k_likeliest():
-    model, x = small_model("softmax.py"), tokens(1, 3)
-    top = model(x)[0, -1].topk(3)
-    shares = sampled_shares(model, x, temperature=3.0, top_k=3)
-    assert set(shares.nonzero().flatten().tolist()) == set(top.indices.tolist())
-    assert_near(shares[top.indices].double(), (top.values / 3).softmax(-1), 0.05)
-    assert generate(model, x, 1, top_k=10**6).shape == (1, 4)
+    assert not shares[chances == 0].any()
 
 
 # ---- loss ----
@@ -552,14 +526,13 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
 
 @pytest.mark.parametrize("scale", [None, "355m", "45m", "tiny"])
 def test_t6_has_as_many_parameters_as_gpt2(scale):
-    files = [] if scale is None else [str(CONFIGS / f"scales/{scale}.py")]
-    shape = [] if scale is None else [str(CONFIGS / f"scales/t6/{scale}.py")]
-    gpt2 = load_config(files)
-    t6, lssar = (
-        load_config([str(CONFIGS / row), *files, *shape]) for row in ("t6.py", "t6_lssar_p15.py")
+    scales = [] if scale is None else [f"scales/{scale}.py", f"scales/t6/{scale}.py"]
+    gpt2, t6, lssar = (
+        load_config([str(CONFIGS / file) for file in files])
+        for files in (scales[:1], ["t6.py", *scales], ["t6_lssar_p15.py", *scales])
     )
-    parameters = [on_meta(config).count_parameters() for config in (gpt2, t6)]
-    assert parameters[1] == pytest.approx(parameters[0], rel=6e-3)
+    parameters = on_meta(t6).count_parameters()
+    assert parameters == pytest.approx(on_meta(gpt2).count_parameters(), rel=6e-3)
     assert t6.d_head == gpt2.d_head and t6.mlp_hidden == 8 * t6.n_embd // 3
     assert lssar.replace(attention="softmax", p=None, out_dir=t6.out_dir) == t6
 
@@ -576,11 +549,3 @@ def test_first_weights_of_t6_are_its_authors():
         drawn = torch.nn.init.xavier_uniform_(torch.empty(shape))
         assert part.std().item() == pytest.approx(drawn.std().item(), rel=0.01)
         assert part.abs().max().item() == pytest.approx(drawn.abs().max().item(), rel=1e-3)
-
-
-@torch.no_grad()
-def test_numbers_that_a_cache_keeps():
-    model = GPT(load_config([str(CONFIGS / "t6.py"), "--n_layer=2", "--tokenizer=bytes"]))
-    cache = KVCache(10)
-    generate(model, tokens(3, 4), 6, cache=cache)
-    assert cache.nbytes == 3 * 10 * 2 * (2 * 2 * (34 + 64)) * 4  # B, positions, layers, 392, bytes

@@ -18,14 +18,11 @@ from model import GPT
 from runtime import checkpoint
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
-from tests.helpers import SMALL
 from tests.runs import (
     assert_same_run,
     identical,
-    launch,
     metrics,
     refused,
-    same_weights,
     saved,
     weights,
 )
@@ -110,12 +107,12 @@ def test_resumed_equals_uninterrupted_bit_for_bit(train, monkeypatch, optimizer,
 
 
 def test_a_finished_run_resumed_stays_as_it_is(train, capsys):
-    run = train("run")
+    run = train("run", "--resume=auto")  # with nothing to resume: a new run
     before = weights(run), (run / "metrics.jsonl").read_text()
     capsys.readouterr()
-    train("run", "--resume")
+    train("run", "--resume=auto")
     assert capsys.readouterr().out.splitlines()[4:] == ["step 6 of 6 is saved: finished"]
-    assert same_weights(weights(run), before[0])
+    assert identical(weights(run), before[0])
     assert (run / "metrics.jsonl").read_text() == before[1]
 
 
@@ -149,12 +146,6 @@ def test_a_run_is_not_resumed_with_other_settings(train, capsys, tmp_path):
     (tmp_path / "file").touch()
     where = f"{tmp_path / 'file/run'}: no file can be written there: Not a directory"
     refused(capsys, lambda: train("file/run"), where)
-
-
-def test_auto_resumes_where_a_checkpoint_is(train, capsys):
-    for steps in (3, 5):
-        run = train("run", "--resume=auto", f"--max_iters={steps}")
-        assert list(metrics(run)) == list(range(1, steps + 1))
 
 
 def test_resuming_on_other_data_is_refused(train, capsys, shards, tmp_path):
@@ -214,12 +205,6 @@ def test_compiled_agrees_and_saves_plain_names(train, monkeypatch):
     compiled = train("compiled", *arguments, "--compile")
     assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
     assert weights(compiled).keys() == weights(plain).keys()
-
-
-def test_a_mistake_in_a_command_is_one_sentence(shards, tmp_path):
-    done = launch(1, *SMALL, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--lerning_rate=1")
-    assert done.returncode == 2 and "did you mean learning_rate" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_data_is_checked_before_any_work(train, capsys, tmp_path, shards):
