@@ -7,7 +7,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from config import load_config
+from config import Config, load_config
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length, physics
@@ -36,17 +36,16 @@ def searched(monkeypatch):
     monkeypatch.setattr(physics, "search", search)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config():
     return load_config([*SMALL, *ORBITS])
 
 
 @pytest.fixture(scope="module")
-def orbit_run(tmp_path_factory):
+def orbit_run(config, tmp_path_factory):
     """A saved model of orbits, not trained: fine-tuning is what these tests are about."""
     torch.manual_seed(0)
-    model = GPT(load_config([*SMALL, *ORBITS]))
-    return saved_run(tmp_path_factory.mktemp("runs") / "orbits", model)
+    return saved_run(tmp_path_factory.mktemp("runs") / "orbits", GPT(config))
 
 
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
@@ -110,15 +109,9 @@ def test_no_label_that_is_judged_is_seen(orbit_run, config):
     predicted = finetuned(orbit_run, request, task)
     task.forces[~task.labelled] = 1e6
     assert np.array_equal(finetuned(orbit_run, request, task), predicted)
-    task.forces[task.labelled] = 1.0
-    assert not np.allclose(finetuned(orbit_run, request, task), predicted)
-
-
-def test_fine_tuning_learns_its_labels(orbit_run, config):
-    request = Physics(steps=60, batch=8)
-    task = vector_task(config)
-    task.forces[:] = [0.5, -0.25] * task.scale
-    assert np.abs(finetuned(orbit_run, request, task) - [0.5, -0.25]).mean() < 0.1
+    task.forces[:] = [0.5, -0.25] * task.scale  # and what is seen is learned
+    learned = finetuned(orbit_run, Physics(steps=60, batch=8), task)
+    assert np.abs(learned - [0.5, -0.25]).mean() < 0.1
 
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
@@ -132,18 +125,19 @@ def test_the_best_score_is_the_largest_drop_of_log_loss_per_node():
     candidates = [Equation(1, 1.0, "a"), Equation(3, 0.9, "b"), Equation(5, 1e-3, "c"),
                   Equation(9, 0.8, "worse than c"), Equation(15, 1e-4, "d")]  # fmt: skip
     assert best_score(candidates).formula == "c"
-    assert best_score(candidates[:1]).formula == "a"
-    assert best_score([Equation(1, 1.0, "a"), Equation(7, 0.0, "exact")]).formula == "exact"
+    assert best_score([candidates[0], Equation(7, 0.0, "exact")]).formula == "exact"
 
 
 def test_laws_are_products_of_powers():
     newton = law("2.5*((-0.0001) + (3.0*((m1/(2.0*r))*(m2/(0.5*r)))))", deviation=1.0)
-    assert newton["powers"] == [-2, 1, 1] and newton["factor"] == pytest.approx(7.5)
-    assert newton["equation"] == "7.5*m1*m2/r^2"
+    assert newton == {
+        "powers": [-2, 1, 1],
+        "factor": pytest.approx(7.5),
+        "equation": "7.5*m1*m2/r^2",
+    }
     assert law("27.02*m1/r**2", 1.0)["powers"] == [-2, 1, 0]
     for formula in ("m1*m2/r**2 + 0.5", "(sin(1/sin(r - 0.24)) + 1.45)/(1/r + m2)", "0.3"):
         assert law(formula, 1.0)["powers"] is None
-    assert "0.5" in law("m1*m2/r**2 + 0.5", 1.0)["equation"]
 
 
 def test_pyoperon_finds_newtons_law():
@@ -161,13 +155,12 @@ def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monk
     refused(capsys, lambda: call(physics, orbit_run), 'and pyoperon: pip install -e ".[physics]"')
 
 
-def test_table3_from_nothing(call, commands, searched, tmp_path):
+def test_table3_from_nothing(call, commands, searched, config, tmp_path):
     """The numbers, the equations and the pictures of entries at the scale of the tests above."""
     from scripts.reproduce import __main__ as reproduce
 
-    small = load_config([*SMALL, *ORBITS])
     scale = tmp_path / "small.py"
-    changed = {k: v for k, v in small.as_dict().items() if v != getattr(type(small), k)}
+    changed = {k: v for k, v in config.as_dict().items() if v != getattr(Config, k)}
     scale.write_text("".join(f"{k} = {v!r}\n" for k, v in changed.items() if k != "out_dir"))
     paths = [f"--scale={scale}", f"--out={tmp_path}/out", f"--results={tmp_path}/results"]
     only = "--only=oracle,softmax,softmax_window,untrained"

@@ -47,12 +47,7 @@ def haystack_of(text, name):
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
     evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
-    for change, accuracy in (
-        (str, 1),
-        (lambda key: int(key) + 1, 0),
-        (lambda key: key + "0", 0),
-        (lambda key: "no idea", 0),
-    ):
+    for change, accuracy in ((str, 1), (lambda key: key + "0", 0), (lambda key: "no idea", 0)):
         reader, parts = answers(evaluation, name, pattern, change)
         # prompt and answer together have the length
         assert reader.lengths == {320 - 16, 400 - 16} and reader.never == {None}
@@ -88,13 +83,11 @@ def test_passkeys_of_a_trained_run(run, call, pictures):
     assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
     assert pictures == [run / "passkey.png"]
     # an answer is what the model itself writes after that prompt
-    opened = load_run(run)
-    for trial, judged in zip(
-        passkey.make_trials(get_tokenizer("bytes"), 320, 5, 1337),
-        result["parts"]["320"]["trials"], strict=True,
-    ):  # fmt: skip
-        out = generate(opened.model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
-        assert judged["answer"] == get_tokenizer("bytes").decode(out.tolist()).split("<|end")[0]
+    model, tokenizer = load_run(run).model, get_tokenizer("bytes")
+    trials = passkey.make_trials(tokenizer, 320, 5, 1337)
+    for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
+        out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
+        assert judged["answer"] == tokenizer.decode(out.tolist()).split("<|end")[0]
 
 
 # ---- needles ----
@@ -179,10 +172,7 @@ def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, picture
 
 def test_refusals(trained, call, capsys):
     before = sorted(path.name for path in trained.iterdir())
-    for module, lengths, *message in (
-        (passkey, ["--lengths=200"], "too short"),
-        (needle, ["--lengths=100"], "too short"),
-        (needle, ["--lengths=200,4096", "--score_length=200"], "600 validation tokens"),
-    ):
-        refused(capsys, lambda m=module, n=lengths: call(m, trained, *n), *message)
+    refused(capsys, lambda: call(passkey, trained, "--lengths=200"), "too short")
+    longer = ("--lengths=200,4096", "--score_length=200")
+    refused(capsys, lambda: call(needle, trained, *longer), "600 validation tokens")
     assert sorted(path.name for path in trained.iterdir()) == before
