@@ -20,10 +20,6 @@ class KVCache:
         # by layer and part of its heads: keys, values and forget gates, or factors and gates
         self.layers: dict[tuple[int, int], list[Tensor]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.nbytes for layer in self.layers.values() for stored in layer)
-
     def append(
         self, key: tuple[int, int], new: list[Tensor], context: Context, attention: Attention
     ) -> tuple[list[Tensor], Context]:
