@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 # it. A module may import what is in the lines above its own, and the other modules of its package.
 LAYERS = (
     ("errors",),
-    ("runtime.files",),
+    ("config", "runtime.files"),
     ("runtime.device", "runtime.distributed"),
-    ("data", "attention", "config"),
+    ("data", "attention"),
     ("attention_paths", "tasks"),
     ("layers",),
     ("model",),
