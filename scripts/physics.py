@@ -44,18 +44,14 @@ from data.loader import epoch_order
 from runtime.checkpoint import Training
 from runtime.device import autocast, open_device
 from runtime.divergence import finite_step
+from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Run, as_command, option, require
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from train import Batch, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
-SOLAR_SYSTEM = {
-    "Mercury": (1.652e-7, 0.387, 0.205), "Venus": (2.447e-6, 0.723, 0.007),
-    "Earth": (3.003e-6, 1.000, 0.017), "Mars": (3.213e-7, 1.524, 0.093),
-    "Jupiter": (9.544e-4, 5.203, 0.048), "Saturn": (2.857e-4, 9.537, 0.054),
-    "Uranus": (4.354e-5, 19.189, 0.047), "Neptune": (5.165e-5, 30.069, 0.009),
-}  # fmt: skip
+SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
 INNER = 4
 # Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
 VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2

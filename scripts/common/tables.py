@@ -91,22 +91,13 @@ def best_entries(table: dict, column: int) -> set[str]:
     }
 
 
-def seed_sentences(table: dict, seeds: int) -> list[str]:
-    """Sentences of the caption on the spread over so many seeds, and on the bold values."""
-    ranked = any(table["better"])
+def spread_sentence(table: dict, seeds: int) -> str:
+    """A sentence of the caption: what ± and bold mean over so many seeds."""
     if seeds < 2:
-        one = "One seed: the spread between seeds is not known, so nothing is ranked."
-        return [one] if ranked else []
+        return "One seed: the spread between seeds is not known, so nothing is ranked."
     if table["baseline"]:
-        return [
-            "± is the standard deviation over seeds. A difference is between two runs with the "
-            "same seed, which saw the same batches."
-        ]
-    bold = (
-        "Bold: the best value of a column, and every value that cannot be distinguished from it "
-        "because the means differ by no more than the larger of the two ranges."
-    )
-    return ["± is half the range over seeds, where it is not 0.", *([bold] if ranked else [])]
+        return "± is the standard deviation over seeds, of differences too."
+    return "± is half the range over seeds; a bold value cannot be distinguished from the best."
 
 
 def how_measured(runs: list[dict]) -> str:

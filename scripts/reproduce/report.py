@@ -27,8 +27,8 @@ from scripts.common.tables import (
     how_measured,
     paired,
     ranged,
-    seed_sentences,
     spread,
+    spread_sentence,
     summarise,
     write,
 )
@@ -36,13 +36,7 @@ from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
 from scripts.reproduce.tables import EXPERIMENTS, GAIN, HEADROOM, available
 
-CONTROL_NOTE = (
-    "Sliding window: the same weights with plain RoPE, where each query sees as many keys as in "
-    "training at most; independent windows of that length have the loss of 1x at any length. The "
-    "gain from context is the lower of the two minus the loss with the full context, at the "
-    "longest length: above 0 the model uses the text beyond its training length, below 0 that text "
-    "hurts it."
-)
+HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
 
 
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
@@ -183,22 +177,15 @@ def caption(table: dict, work: Work) -> list[str]:
     seeds = sorted({run["seed"] for run in runs} - {None})
     sentences = [trained(table, work, seeds) if seeds else f"{table['unit']}."]
     if any(entry["paper"] for entry in entries):
-        sentences.append("In parentheses the paper's value and our value minus it.")
-        if seeds and table["scale"] != table["paper_scale"]:
-            sentences.append(
-                f"The paper's values are for {table['paper_scale']}. At scale {table['scale']} the "
-                "model, the data and the number of tokens differ, so compare the entries with "
-                "each other, not with the paper's values."
-            )
-    sentences += [*(seed_sentences(table, len(seeds)) if seeds else []), how_measured(runs)]
-    if any("control" in run["evaluation"] for run in runs):
-        sentences.append(CONTROL_NOTE)
+        scale = f" at scale {table['paper_scale']}" if seeds else ""
+        sentences.append(f"In parentheses the paper's value{scale}, and our value minus it.")
+    sentences += [*([spread_sentence(table, len(seeds))] if seeds else []), how_measured(runs)]
     if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
         sentences.append(f"The picture is of seed {seeds[0]}.")
     sentences += [*work.experiment.notes, *work.experiment.remarks(table)]
     if table["not_run"]:
         sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
-    return sentences + [f"{failure}." for failure in table["failures"]]
+    return [*sentences, HOW_TO_READ, *(f"{failure}." for failure in table["failures"])]
 
 
 def trained(table: dict, work: Work, seeds: list[int]) -> str:

@@ -12,12 +12,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from layers.rope import Rope
 from scripts import passkey
-from scripts.attention_maps import (
-    AttentionMaps,
-    mean_over_heads,
-    mean_shares,
-    positive_curve,
-)
+from scripts.attention_maps import AttentionMaps, mean_over_heads, mean_shares, positive_curve
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain, smoothed
@@ -320,10 +315,6 @@ COMPONENTS = (
 )  # fmt: skip
 ROPES = (*(name for name in Rope.SCALINGS if name != "ntk"), "ntk16")
 DEAD = ("near", "far", "all", "dead rows", "dead keys")
-LAWS_OF_THE_PAPER = "; ".join(
-    f"{name} {'' if constant is None else f'{constant:g} '}{law}"
-    for name, (law, constant) in LSSAR["table3"]["rows"].items()
-)
 
 RECALL_ENTRIES = (
     *(form.format(name) for name in NORMALISERS for form in pictures.RECALL_POSITIONS),
@@ -359,7 +350,6 @@ EXPERIMENTS = {
         ("lssa", "lssa:p3", "lssa:p15", "lssar_p3", *(f"lssar_p3:p{p}" for p in (1, 5, 15)),
          "lssar_p15", *(f"lssar_p15:p{p}" for p in (1, 3, 5, 10, 20, 30))),
         LENGTHS, draw=grouped(pictures.by_run), paper=TABLE1,
-        notes=("`lssa:p15` are the weights of `lssa`, evaluated with p = 15.",),
     ),
     "components": loss(
         "LSSAR taken apart: phi, scale and re-weighting", COMPONENTS, LENGTHS,
@@ -373,16 +363,14 @@ EXPERIMENTS = {
         "RoPE scalings and variants",
         tuple(f"{name}:{rope}" for name in ("softmax", "ssmax", "lssar_p15") for rope in ROPES),
         LENGTHS, draw=grouped(pictures.by_run), notes=(
-            "`softmax:yarn` are the weights of `softmax`, evaluated with YaRN. Linear scaling and "
-            "YaRN take s = length / training length, `ntk16` s = 16 at every length.",
+            "Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
         ),
     ),
     "league": loss(
         "What users pick instead", LEAGUE_ENTRIES, LENGTHS,
         draw=grouped(pictures.by_kind(LEAGUE)), paper=TABLE1, notes=(
-            "`softmax:adaptive_temperature` are the weights of `softmax`, as its paper has it. "
-            "RoPE is scaled where there is RoPE; `:plain_rope` are the same weights without "
-            "scaling. `swa` has its own, shorter window in the control too.",
+            "RoPE is scaled by dynamic NTK, but not in `:plain_rope`. `swa` has its own, shorter "
+            "window in the control too.",
         ),
     ),
     "headroom": replace(
@@ -392,11 +380,9 @@ EXPERIMENTS = {
         ),
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
         remarks=headroom, notes=(
-            "`softmax_4t` is trained at 4 times the length on as many tokens a step. Available at "
-            "a length is what it is worth to the model that was trained at that length, or at the "
-            "next longer one: its loss at 1x, where it reads so many tokens at a time, minus its "
-            "loss at the length. A sliding window would be better than 1x: the worth is at most "
-            "this. The thin line of `softmax_4t` is its own sliding window, of 4x.",
+            "Available is the loss at 1x minus the loss at the length, of the model that was "
+            "trained at that length or at the next longer one. The thin line of `softmax_4t` is "
+            "its own sliding window, of 4x.",
         ),
     ),
     "league_passkey": passkeys(
@@ -407,10 +393,7 @@ EXPERIMENTS = {
     "t6": loss(
         "T6: queries, keys and values from factors, with softmax and with LSSAR",
         ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
-        LENGTHS, draw=grouped(), notes=(
-            "`t6` is T6 (Zhang et al. 2025), with as many parameters as GPT-2 to 0.6%; `_swiglu` "
-            "is T6 with linear projections and GPT-2's first weights: docs/t6.md.",
-        ),
+        LENGTHS, draw=grouped(), notes=("docs/t6.md explains the entries.",),
     ),
     "loss_by_position": loss_by_position(
         "Loss at each position, to 16 times the training length", TWO, 16
@@ -421,11 +404,10 @@ EXPERIMENTS = {
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
         draw=pictures.recall, remarks=by_seed, notes=(
-            "A guess has 6.2 in lookup. RoPE is scaled by dynamic NTK; `:plain_rope` is the same "
-            "run without scaling. `_nope` has no positions, and `hybrid_` none in half of the "
-            "heads, while the other half is softmax with RoPE over a quarter of the training "
-            "length. Shorter training batches have fewer tokens than these counts say. 512 "
-            "answers a length: a value near 50 has a standard error of 2.2.",
+            "A guess has 6.2 in lookup; 512 answers a length: a value near 50 has a standard error "
+            "of 2.2. RoPE is scaled by dynamic NTK, but not in `:plain_rope`. `_nope` has no "
+            "positions, and `hybrid_` none in half of the heads; the other half is softmax with "
+            "RoPE over a quarter of the training length.",
         ),
     ),
     "attention_maps": Experiment(
@@ -442,12 +424,9 @@ EXPERIMENTS = {
         tuple(PHYSICS), newton, physics,
         better=tuple(PHYSICS.values()), digits=2, task="orbits", remarks=equations,
         draw=pictures.forces, notes=(
-            "Cosine and error are of force vectors in the solar system, over eight planets. The "
-            "other columns are of magnitudes in two-body systems; the last two count the draws, of "
-            "five, in which symbolic regression gives the law. docs/physics.md explains the "
-            "entries, the columns and what the paper leaves open.",
+            "docs/physics.md explains the entries and the columns, and has the paper's laws.",
             f"Arrows: the true forces, then the predictions of the first seed, at up to {ARROWS} "
-            f"positions. The paper's Table 3: {LAWS_OF_THE_PAPER}.",
+            "positions.",
         ),
     ),
     "gradient_norm": Experiment(
@@ -506,8 +485,7 @@ EXPERIMENTS = {
         draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", "x"),
         notes=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
-            "training length; far: at least half of it. The weights of dead rows are all 0; dead "
-            "keys get weight 0 from every later query of the window (of its first half).",
+            "training length; far: at least half of it.",
         ),
     ),
     "ssmax_figure1": Experiment(
@@ -522,8 +500,7 @@ EXPERIMENTS = {
         "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
         ("a_1", "a_2", "R²"), read=metrics.learned_p,
         draw=lines("input vector size n", "p_n", log="x"), notes=(
-            "By least squares over n >= 2: a row of one key has weight 1 whatever p_1 is. In the "
-            "paper p_n closely follows the logarithm.",
+            "By least squares over n >= 2. In the paper p_n closely follows the logarithm.",
         ),
     ),
     "ssmax_figure3": Experiment(
@@ -532,8 +509,7 @@ EXPERIMENTS = {
         draw=lines("z_max; the other n - 1 scores are spread evenly from 0 to 1",
                    "weight of z_max"),
         paper=formulas.FOCUS_RULE, notes=(
-            "The n - 1 other scores are spread evenly from 0 to 1. The paper's values are its rule "
-            "that z_max must exceed the others by approximately 1 / s, whatever n is.",
+            "The paper's values are its rule that z_max must exceed the others by about 1 / s.",
         ),
     ),
     "ssmax_figure4": Experiment(
@@ -548,11 +524,9 @@ EXPERIMENTS = {
         "SSMax Fig. 5, loss by position", SSMAX_ENTRIES,
         SSMAX["figure5"]["length"] / TRAINED_LENGTH, SSMAX["figure5"]["sequences"],
         rope="none", theta=SSMAX["figure5"]["rope_theta"], notes=(
-            "(e) is the last weights of softmax with SSMax. (f) trains softmax for seven eighths "
-            "of the steps and SSMax for the rest, in the same data order: docs/ssmax_swaps.md.",
-            "The paper takes {sequences:,} random sequences of {length:,} tokens of SlimPajama's "
-            "test set; here they lie side by side in the validation text: as many as it has, at "
-            "most the paper's number.".format(**SSMAX["figure5"]),
+            "docs/ssmax_swaps.md explains (e) and (f). The paper takes {sequences:,} random "
+            "sequences of {length:,} tokens, here as many as the validation text has side by "
+            "side.".format(**SSMAX["figure5"]),
         ),
     ),
 }  # fmt: skip
