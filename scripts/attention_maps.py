@@ -81,16 +81,13 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime.device import autocast
+from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import Run, as_command, load_run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, OnText, stretches, windows
 
-# LSSAR, Figure A1
-TEXT = (
-    "Working from home can be great most days. I enjoy the flexibility and not having to commute "
-    "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
-)
+TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48

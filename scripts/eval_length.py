@@ -188,22 +188,18 @@ def position_losses(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> Tenso
     return total / windows
 
 
-def gain_from_context(alone: float, window: float, loss: float) -> float:
-    """The loss that T tokens of context allow, T being the training length, minus the loss.
-
-    `alone` is the loss at T, `window` the loss with a sliding window of T.
-    """
-    return min(alone, window) - loss
-
-
 def gain(result: dict) -> float | None:
-    """A measurement's gain at the longest length; over the window alone where T is not measured."""
+    """A measurement's gain from context at the longest length; None without a control.
+
+    It is the loss that T tokens allow, T being the training length, minus the loss. They allow the
+    lower of the loss at T, if it is measured, and the loss with a sliding window of T.
+    """
     if "control" not in result:
         return None
     control = result["control"]
-    last = control["loss"][-1]
+    window = control["loss"][-1]
     losses = dict(zip(control["lengths"], control["loss"], strict=True))
-    return gain_from_context(losses.get(result["trained_length"], last), last, result["loss"][-1])
+    return min(losses.get(result["trained_length"], window), window) - result["loss"][-1]
 
 
 # ---- the table and the pictures ----

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -58,14 +57,13 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one command: the chosen entries of an experiment, and the folder of the table."""
+    """The work of one command: the chosen entries of an experiment, for each seed."""
 
     name: str
     experiment: Experiment
     scale: Scale
     chosen: tuple[str, ...]
     seeds: Sequence[int]
-    folder: Path
     again: bool = False  # measure again what has been measured
 
     def runs(self) -> list[PlannedRun]:

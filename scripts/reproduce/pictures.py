@@ -8,14 +8,13 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
-from scripts.common.plots import Curve, draw_curves, heat_map
+from scripts.common.plots import THIN, Curve, draw_curves, heat_map
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
 from scripts.reproduce.entries import NORMALISERS, split_p
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of 1x"
-THIN = f"thin: {SLIDING}, plain RoPE"
 PAPER = "the paper's"
 DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "length, in multiples of the training length"
@@ -32,12 +31,6 @@ def first_seeds(table: dict) -> dict[str, dict]:
 
 
 # ---- means over seeds, and their range ----
-
-
-def losses_at(measured: dict, lengths: Iterable[int]) -> list[float]:
-    """The losses of a measurement of scripts.eval_length at these of its lengths."""
-    losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
-    return [losses[length] for length in lengths]
 
 
 def control_of(entry: dict) -> list[float] | None:
@@ -193,12 +186,7 @@ def positions(table: dict) -> Figure:
     return eval_length.plot(list(first_seeds(table).items()), table["scale"], by_position=True)
 
 
-def forces(table: dict) -> Pictures:
-    """LSSAR Figs. 1 and A7: the Earth, and the other planets."""
-    found = {name: one["parts"]["vectors"]["planets"] for name, one in first_seeds(table).items()}
-    earth = {name: {"Earth": planets["Earth"]} for name, planets in found.items()}
-    others = {
-        name: {planet: one for planet, one in planets.items() if planet != "Earth"}
-        for name, planets in found.items()
-    }
-    return {"earth.png": plot_forces(earth), "planets.png": plot_forces(others)}
+def forces(table: dict) -> Figure:
+    """LSSAR Figs. 1 and A7: the force on each planet."""
+    runs = first_seeds(table).items()
+    return plot_forces({name: one["parts"]["vectors"]["planets"] for name, one in runs})

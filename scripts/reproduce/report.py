@@ -65,7 +65,7 @@ def carry_out(
     """
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     folder = Path(options.results) / scale.name / name
-    work = Work(name, experiment, scale, chosen, seeds, folder, options.again)
+    work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs, evaluations = work.runs(), work.evaluations()
     check(with_bases(runs))
     if not options.plan:  # which needs no data

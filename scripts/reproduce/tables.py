@@ -22,7 +22,7 @@ from scripts.recall import LEARNED, PERCENT, Recall, accuracies, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at
-from scripts.reproduce.pictures import SLIDING, grouped, lines, losses_at
+from scripts.reproduce.pictures import SLIDING, grouped, lines
 
 TWO = ("softmax", "lssar_p15")
 LOSS = "validation loss (nats per token)"
@@ -257,8 +257,8 @@ def available(entries: dict[str, list[dict]], length: int) -> list[float]:
     for run in (run for name in HEADROOM[1:] for run in entries.get(name, [])):
         measured = run["evaluation"]
         if measured["trained_length"] >= length:
-            alone, loss = losses_at(measured, (measured["lengths"][0], length))
-            gains.setdefault(run["seed"], alone - loss)
+            losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
+            gains.setdefault(run["seed"], measured["loss"][0] - losses[length])
     return list(gains.values())
 
 
@@ -353,11 +353,8 @@ EXPERIMENTS = {
     ),
     "components": loss(
         "LSSAR taken apart: phi, scale and re-weighting", COMPONENTS, LENGTHS,
-        draw=grouped(pictures.by_stage), paper=TABLE1, notes=(
-            "phi is exp (`softmax`, `ssmax_fixed`, `softmax_cosine`) or softplus (`phi_softplus`, "
-            "`softplus_logn`, `lssa`); the scale of the scores is 1/√d, log n/√d or, with unit q "
-            "and k, log d log n. `lssa_threshold` drops what `lssar` drops, without the power.",
-        ),
+        draw=grouped(pictures.by_stage), paper=TABLE1,
+        notes=("docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",),
     ),
     "rope": loss(
         "RoPE scalings and variants",
@@ -447,8 +444,7 @@ EXPERIMENTS = {
         notes=(
             "Rows of the last layer in windows of 16 times the training length, means over heads; "
             "a column is of rows that see more than half as many keys, and at most as many. "
-            "Slope: of entropy over log n, from the training length on. 0 is the invariance that "
-            "the scale log d log n is to give; equal weights have 1.",
+            "Slope: of entropy over log n, from the training length on; equal weights have 1.",
         ),
     ),
     "gradient_slopes": Experiment(
