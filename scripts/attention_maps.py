@@ -347,8 +347,8 @@ def show_distances(runs: Sequence[tuple[str, dict]]) -> Figure:
     table = [[name, *(f"{mean:.4f}" for mean in of_run.values())] for name, of_run in means.items()]
     print_table([["", *means[runs[0][0]]], *table], width=11)
     curves = [Curve(name, *positive_curve(result)) for name, result in runs]
-    x, ticks = "distance from the diagonal + 1, up to", positive_curve(runs[0][1])[0]
-    return draw_curves({"": curves}, x, "share of weights above 0", "x", ticks)
+    x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
+    return draw_curves({"": curves}, x, y, "x")
 
 
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:

@@ -179,9 +179,8 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
         drawn = np.where([kept.get(lag) == "hurt" for lag in lags], math.nan, worths)
         low, high = drawn - errors, drawn + errors
         panel.append(Curve(name, lags, drawn, low, high, thin=is_control))
-    ticks = sorted({lag for curve in panel for lag in curve.x})
     x, trained = "lag in tokens (dotted: training length)", {r["trained_length"] for _, r in runs}
-    return {"copying": draw_curves({title: panel}, x, UNIT, "x", ticks, THIN, trained)}
+    return {"copying": draw_curves({title: panel}, x, UNIT, "x", THIN, trained)}
 
 
 main = as_command(Copying, show)

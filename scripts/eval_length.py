@@ -228,10 +228,7 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
 def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
     trained = {result["trained_length"] for _, result in runs}
-    begin, ticks = int(FIRST_DRAWN * min(trained)), runs[0][1]["lengths"]
-    if by_position:
-        ticks = [2**i for i in range(begin.bit_length(), ticks[-1].bit_length())]
-    curves = []
+    begin, curves = int(FIRST_DRAWN * min(trained)), []
     for name, result, thin in with_controls(runs):
         x, y = result["lengths"], result["loss"]
         if by_position:
@@ -240,7 +237,7 @@ def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False
             x, y = range(begin + 1, len(losses) + 1), losses[begin:]
         curves.append(Curve(name, x, y, thin=thin))
     axis = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
-    return draw_curves({title: curves}, axis, UNIT, "x", ticks, THIN, trained)
+    return draw_curves({title: curves}, axis, UNIT, "x", THIN, trained)
 
 
 def smoothed(losses: list[float]) -> list[float]:

@@ -108,10 +108,9 @@ def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure
         evaluation.print_found(result)
         parts = evaluation.found(result)
         curves.append(Curve(name, list(parts), [100 * p["accuracy"] for p in parts.values()]))
-    ticks = sorted({length for curve in curves for length in curve.x})
     x, trained = "length in tokens (dotted: training)", {r["trained_length"] for _, r in runs}
     y, panel = "passkeys found (%)", {title_of([result for _, result in runs]): curves}
-    return {"passkey": draw_curves(panel, x, y, "x", ticks, marks=trained)}
+    return {"passkey": draw_curves(panel, x, y, "x", marks=trained)}
 
 
 main = as_command(Passkeys, show)

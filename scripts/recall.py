@@ -157,7 +157,7 @@ def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     return {
         name: draw_curves(
             {title: curves}, f"{x[name]} in tokens (dotted: training length)", PERCENT, "x",
-            sorted({n for curve in curves for n in curve.x}), marks=trained,
+            marks=trained,
         )
         for name, curves in pictures.items()
         if curves

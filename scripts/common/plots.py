@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from runtime.files import atomic_write
 
 MARKERS = "osD^v<>pPX*hd8H"
+MOST_TICKS = 16
 # The controls of scripts.common.validation in a legend.
 THIN = "thin: sliding window, plain RoPE"
 Values = Sequence[float] | np.ndarray
@@ -98,20 +99,19 @@ def draw_curves(
     x: str,
     y: str,
     log: str = "",
-    ticks: Mapping[float, str] | Sequence[float] | None = None,
     thin: str = "",
     marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
     """A panel for each title; a label has the same style in all of them.
 
-    `log` names the logarithmic axes, `ticks` are of the x axis, `thin` is the legend's text for
-    thin curves, if there are any, `marks` are places on the x axis with a dotted line.
+    `log` names the logarithmic axes; the ticks of such an x axis are the curves' points, if they
+    are few. `thin` is the legend's text for thin curves, if there are any, `marks` are places on
+    the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels = list(dict.fromkeys(curve.label for curves in panels_of.values() for curve in curves))
-    if ticks is not None and not isinstance(ticks, Mapping):
-        ticks = {place: f"{place:,}" for place in ticks}
+    places = {place for curves in panels_of.values() for curve in curves for place in curve.x}
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
@@ -123,13 +123,13 @@ def draw_curves(
         axes.set_title(title, fontsize="medium")
         if "x" in log:
             axes.set_xscale("log")
+            if len(places) <= MOST_TICKS:
+                axes.set_xticks([*places], [f"{place:,.10g}" for place in places])
         if "y" in log:
             axes.set_yscale("log")
             axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
         if "%" in y and sharey:  # else a panel may have differences
             axes.set_ylim(-3, 103)
-        if ticks is not None:
-            axes.set_xticks(list(ticks), list(ticks.values()))
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     add_legend(figure)

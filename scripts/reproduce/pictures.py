@@ -60,9 +60,8 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
             shown.append(Curve(label, x, *(side[: len(x)] for side in sides)))
             if title not in other and (control := control_of(entry)):
                 shown.append(Curve(label, x, control, thin=True))
-    ticks = {multiple: f"{multiple:g}x" for multiple in x}
     alike = DIFFERENCE not in panels
-    return draw_curves(curves, LENGTH, table["unit"], "x", ticks, THIN, sharey=alike)
+    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=alike)
 
 
 def compared(table: dict) -> Figure:
@@ -145,8 +144,7 @@ def loss_over_p(table: dict) -> Pictures:
             for i, column in enumerate(table["columns"])
             if table["better"][i] == "lower"
         ]
-    ticks = {p: f"{p:g}" for _, p in powers.values() if p}
-    return draw_curves(panels, "p", table["unit"], "x", ticks) if panels else {}
+    return draw_curves(panels, "p", table["unit"], "x") if panels else {}
 
 
 # ---- the first seed ----
