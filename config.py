@@ -378,20 +378,20 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
     try:
         from transformers import AutoConfig
 
-        theirs = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
+        gpt2 = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
     except (ImportError, OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
-    found = {key: getattr(theirs, key, value) for key, value in GPT2.items()}
+    found = {key: getattr(gpt2, key, value) for key, value in GPT2.items()}
     if other := [f"{key} = {found[key]!r}" for key in GPT2 if found[key] != GPT2[key]]:
         raise UserError(f"{source} has {', '.join(other)}, which this model cannot compute")
     sizes = {
-        "n_layer": theirs.n_layer, "n_head": theirs.n_head, "n_embd": theirs.n_embd,
-        "mlp_hidden": theirs.n_inner, "vocab_size": theirs.vocab_size,
-        "block_size": theirs.n_positions, "positions": "learned",
+        "n_layer": gpt2.n_layer, "n_head": gpt2.n_head, "n_embd": gpt2.n_embd,
+        "mlp_hidden": gpt2.n_inner, "vocab_size": gpt2.vocab_size,
+        "block_size": gpt2.n_positions, "positions": "learned",
     }  # fmt: skip
     own = {key: values[key] for key in sizes if values.get(key) is not None}
     allowed: dict[str, Collection[Any]] = {key: [value] for key, value in sizes.items()}
-    allowed["block_size"] = range(1, theirs.n_positions + 1)  # the first positions suffice
+    allowed["block_size"] = range(1, gpt2.n_positions + 1)  # the first positions suffice
     if wrong := [key for key in own if own[key] not in allowed[key]]:
         right = ", ".join(f"{key} = {sizes[key]!r}" for key in wrong)
         said = ", ".join(f"{key} = {own[key]!r}" for key in wrong)
