@@ -189,8 +189,9 @@ class GPT(nn.Module):
         self.n_vocab = config.n_vocab
         padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
         n_embd, pairs = config.n_embd, config.task == "orbits"
+        trunk = Trunk(config)
         self.wte = PairEmbedding(padded, n_embd) if pairs else nn.Embedding(padded, n_embd)
-        self.trunk = Trunk(config)
+        self.trunk = trunk  # modules are initialised in the order of their assignment
         self.lm_head = PairHead(n_embd, padded) if pairs else nn.Linear(n_embd, padded, bias=False)
         self.tables = 2 if pairs else 1  # of wte, and of lm_head
         if config.tie_embeddings:

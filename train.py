@@ -66,12 +66,12 @@ def main() -> None:
 def train(config: Config, rank: int, world_size: int, device: torch.device) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
     run, is_main, state = Path(config.out_dir), rank == 0, None
-    dtype = pick_dtype(config.dtype, device)
-    if config.resume:
-        state = checkpoint.load_to_resume(run, config, quiet=not is_main)
 
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
+    dtype = pick_dtype(config.dtype, device)
+    if config.resume:
+        state = checkpoint.load_to_resume(run, config, quiet=not is_main)
     if loader is not None:
         if state is not None and state.tokens not in (0, loader.tokens):
             raise UserError(

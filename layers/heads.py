@@ -18,9 +18,8 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
 }
 
 
-def build_attention(config: Config, heads: range | None = None) -> Attention:
-    """The attention of a layer's heads, by default of all."""
-    heads = range(config.n_head) if heads is None else heads
+def build_attention(config: Config, heads: range) -> Attention:
+    """The attention of these heads of a layer."""
     alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
     return Attention(
         VARIANTS[config.attention],
@@ -45,13 +44,13 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
     """
     check_choice("attention", config.attention, VARIANTS)
     check_settings(config, VARIANTS[config.attention])
-    if config.local_window is None:
-        return build_attention(config), None
-    local = config.replace(attention="softmax", p=None, window=config.local_window)
-    split = config.nope_heads
-    return build_attention(config, range(split)), build_attention(
-        local, range(split, config.n_head)
-    )
+    heads = range(config.n_head)
+    parts = [(config, heads)]
+    if config.local_window is not None:
+        local = config.replace(attention="softmax", p=None, window=config.local_window)
+        parts = [(config, heads[: config.nope_heads]), (local, heads[config.nope_heads :])]
+    first, *others = [build_attention(settings, heads) for settings, heads in parts]
+    return first, others[0] if others else None
 
 
 def formulas(config: Config) -> str:

@@ -14,6 +14,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from errors import UserError
+from layers.heads import formulas
 
 # The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
 # TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
@@ -56,12 +57,14 @@ def check_kernels(
             print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
             for layer in fused:
                 layer.impl = "blocked"
-            return {"attention_path": "blocked", "problem": problem}
-        facts["largest_error"] = max(errors)
-        line += f", its kernels within {max(errors):.1e} of the reference"
+            facts = {"attention_path": "blocked", "problem": problem}
+            line = "attention path: blocked"
+        else:
+            facts["largest_error"] = max(errors)
+            line += f", its kernels within {max(errors):.1e} of the reference"
     if say is not None:
         say(line)
-    return facts
+    return facts | {"formulas": formulas(config)}
 
 
 def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:

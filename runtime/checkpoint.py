@@ -32,7 +32,6 @@ import torch
 from attention_paths.fingerprint import differs
 from config import MAY_CHANGE, SETTINGS, TOKENIZER, VOCABULARY, Config, saved_config
 from errors import UserError, did_you_mean, first_line
-from layers.heads import formulas
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime.device import environment, uncommitted
@@ -140,10 +139,10 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = None) -> None:
+def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `kernels` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
+    `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
     that it began with, and says where they have changed since; each start has a patch.
     """
     for temporary in run.glob(".*.tmp"):
@@ -151,8 +150,7 @@ def write_header(run: Path, config: Config, kernels: dict[str, Any] | None = Non
     if config.tokenizer not in VOCABULARY:
         copy_file(config.tokenizer, run / TOKENIZER)
     write_json(run / "config.json", config.as_dict())
-    resumed_at, made = step(run) if config.resume else None, environment() | (kernels or {})
-    made["formulas"] = formulas(config)
+    resumed_at, made = step(run) if config.resume else None, environment() | attention
     if resumed_at is not None:
         before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
         if differs(before, made["formulas"]):

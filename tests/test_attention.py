@@ -18,7 +18,7 @@ from attention_paths import blocked, sdpa
 from attention_paths.check import check_variant
 from attention_paths.reference import PLAIN, Context, ReferenceAttention
 from errors import UserError
-from layers.heads import build_attention, build_parts
+from layers.heads import build_parts
 from tests import textbook
 from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import small_config
@@ -50,7 +50,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def build(case, *more):
     """An attention layer whose parameters are not at their initial values."""
-    attn = build_attention(small_config(case, *more))
+    attn, _ = build_parts(small_config(case, *more))
     values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
     values |= {"sink": (-0.3, 1.1)}
     for name, parameter in attn.named_parameters():
@@ -96,14 +96,14 @@ def test_equals_the_formula(case):
 
 
 def test_learnables_start_at_their_settings():
-    attn = build_attention(small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"))
+    attn, _ = build_parts(small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"))
     assert attn.s.tolist() == pytest.approx([0.2, 0.2]) and attn.b.tolist() == [3, 3]
     assert attn.p_n.tolist() == [1] * 16
     assert {case for case in ROWS if [*build(case).parameters()]} == {
         "ssmax.py", "ssmax_bias.py", "softmax_sink.py", "ablations/ssmax_probe.py"
     }  # fmt: skip
-    assert build_attention(small_config("softmax_sink.py")).sink.tolist() == [0, 0]
-    short = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
+    assert build_parts(small_config("softmax_sink.py"))[0].sink.tolist() == [0, 0]
+    short = build_parts(small_config("softmax_logn.py", "--block_size=1"))[0].double()
     assert_finite(short.weights(*draw(3, 5)[:2]))  # log L is 0
 
 
@@ -314,7 +314,7 @@ def test_zero_queries_and_scores_of_ten_thousand_are_finite(case, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes(case, dtype):
     """Float32 at least inside, whatever autocast says."""
-    attn = build_attention(small_config(case))
+    attn, _ = build_parts(small_config(case))
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
     out, A = attn(q, k, v), attn.weights(q, k)
     assert out.dtype == dtype

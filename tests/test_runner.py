@@ -11,6 +11,7 @@ import pytest
 from attention import VARIANTS
 from config import Config
 from errors import UserError
+from layers.heads import formulas
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.common import runner
@@ -137,7 +138,8 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     other_formula()
     assert planned.difference() == "other formulas of 'lssar' than attention.py has now"
     environment = json.loads((run / "environment.json").read_text())
-    checkpoint.write_header(run, config.replace(resume=True))
+    now = {"formulas": formulas(config)}
+    checkpoint.write_header(run, config.replace(resume=True), now)
     assert "began with other formulas of 'lssar'" in capsys.readouterr().err
     now = json.loads((run / "environment.json").read_text())
     assert now["formulas"] == environment["formulas"]
