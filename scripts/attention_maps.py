@@ -70,7 +70,6 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -136,21 +135,21 @@ class AttentionMaps(AtLengths, OnText):
             raise UserError("--lengths must be at least 2: a single key leaves no choice")
         return facts | super().facts(config) | {"tokens": self.validation(config)[:, 1:].size}
 
-    def parts(self, config: Config) -> dict[str, int]:
-        text = {f"text: {self.text}": len(self.ids(config))} if self.text else {}
-        names = [f"{length} tokens" for length in self.lengths_of(config)]
-        names += [BY_DISTANCE] if self.distances else []
-        return text | dict.fromkeys(names, self.facts(config)["tokens"])
+    def parts(self, config: Config) -> list[str]:
+        names = [f"text: {self.text}"] if self.text else []
+        names += [f"{length} tokens" for length in self.lengths_of(config)]
+        return names + ([BY_DISTANCE] if self.distances else [])
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
+        layer = self.layer % run.config.n_layer
         if name.startswith("text: "):
-            return row_statistics(run, facts["layer"], [torch.tensor([self.ids(run.config)])])
+            return row_statistics(run, layer, [torch.tensor([self.ids(run.config)])])
         length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
-        validation = windows(self.validation(run.config), length, run.device, bar, size=1)
-        one_by_one = (x for x, _ in validation)
+        validation = windows(self.validation(run.config), length, run.device)
+        one_by_one = (idx for x, _ in validation for idx in x.split(1))
         if name == BY_DISTANCE:
             return distance_statistics(run, length, one_by_one)
-        return row_statistics(run, facts["layer"], one_by_one)
+        return row_statistics(run, layer, one_by_one)
 
     def picture(self, path: str | Path, measurement: dict) -> Figure | None:
         if not self.text:

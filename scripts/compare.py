@@ -130,7 +130,7 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         experiment = measured(title, entries, multiples)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     return replace(
-        experiment, baseline=entries[0], better=None, draw=pictures.compared, notes=(note,)
+        experiment, baseline=entries[0], better=None, draw=pictures.together, notes=(note,)
     )
 
 

@@ -42,7 +42,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -50,11 +49,16 @@ if not __package__:  # run as a file: the repository's modules are in the folder
 from config import Config
 from errors import UserError
 from runtime.device import autocast
-from scripts.common.plots import THIN, Curve, draw_curves
-from scripts.common.retrieval import batches
+from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Run, as_command, option, title_of, with_controls
 from scripts.common.tables import print_table
-from scripts.common.validation import Controlled, check_lengths, checked_tokens, default_lengths
+from scripts.common.validation import (
+    Controlled,
+    batches,
+    check_lengths,
+    checked_tokens,
+    default_lengths,
+)
 
 PASSAGE = 1 / 4  # of the training length
 WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
@@ -92,14 +96,13 @@ class Copying(Controlled):
             )
         return super().facts(config) | {"passages": self.passages, "passage_tokens": size}
 
-    def parts(self, config: Config) -> dict[str, int]:
-        size = passage_of(config)
-        return {str(lag): 2 * self.passages * (lag + size) for lag in self.lags_of(config)}
+    def parts(self, config: Config) -> list[str]:
+        return [str(lag) for lag in self.lags_of(config)]
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         lag, tokens = int(name), checked_tokens(run.config)
-        pair = copies(tokens, self.passages, lag, facts["passage_tokens"])
-        copied, other = (copy_losses(run, windows, lag, bar) for windows in pair)
+        pair = copies(tokens, self.passages, lag, passage_of(run.config))
+        copied, other = (copy_losses(run, windows, lag) for windows in pair)
         return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
 
 
@@ -122,10 +125,10 @@ def copies(
 
 
 @torch.no_grad()
-def copy_losses(run: Run, windows: NDArray[np.int64], lag: int, bar: tqdm) -> NDArray[np.float64]:
+def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.float64]:
     """The mean loss in nats of the tokens after number `lag`, for each of the windows [n, L]."""
     means = []
-    for batch in batches(windows, windows.shape[1], bar):
+    for batch in batches(windows, windows.shape[1]):
         x = torch.from_numpy(np.stack(batch)).to(run.device)
         with autocast(run.device, run.dtype):
             hidden = run.model.trunk(run.model.wte(x[:, :-1]))[:, lag:]
@@ -162,7 +165,8 @@ def shares_kept(result: dict) -> dict[int, float | str]:
 
 def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
-    title, panel = title_of([result for _, result in runs]), []
+    results, curves = [result for _, result in runs], []
+    title = title_of(results)
     print("\n" + ", ".join(filter(None, (UNIT, title))))
     for name, result, is_control in with_controls(runs):
         lags = sorted(map(int, result["parts"]))
@@ -178,9 +182,8 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
         print_table([*table, ["share kept", *[""] * (len(lags) - len(shares)), *shares]])
         drawn = np.where([kept.get(lag) == "hurt" for lag in lags], math.nan, worths)
         low, high = drawn - errors, drawn + errors
-        panel.append(Curve(name, lags, drawn, low, high, thin=is_control))
-    x, trained = "lag in tokens (dotted: training length)", {r["trained_length"] for _, r in runs}
-    return {"copying": draw_curves({title: panel}, x, UNIT, "x", THIN, trained)}
+        curves.append(Curve(name, lags, drawn, low, high, thin=is_control))
+    return {"copying": draw_by_length(results, title, curves, "lag", UNIT)}
 
 
 main = as_command(Copying, show)

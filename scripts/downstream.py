@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,7 +51,7 @@ BATCH_TOKENS = 4096
 class Downstream(Evaluation):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
 
-    name, unit = "downstream", "tasks"
+    name = "downstream"
 
     tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
     max_length: int | None = option(
@@ -74,14 +73,14 @@ class Downstream(Evaluation):
         self.facts(config)
         load_tasks(self.names)
 
-    def parts(self, config: Config) -> dict[str, int]:
-        return dict.fromkeys(self.names, 1)
+    def parts(self, config: Config) -> list[str]:
+        return list(self.names)
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         manager, tasks = load_tasks(self.names)
         import lm_eval
 
-        model = harness_model(run, facts["max_length"])
+        model = harness_model(run, self.facts(run.config)["max_length"])
         try:
             results = lm_eval.simple_evaluate(
                 model, tasks=tasks[name], task_manager=manager, limit=self.limit, **HARNESS
@@ -89,7 +88,6 @@ class Downstream(Evaluation):
         except (AssertionError, ValueError) as error:  # the harness's own checks
             reason = str(error) or f"an answer has no or over {model.max_length} tokens"
             raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-        bar.update(1)
         return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
 
     def select(self, measurement: dict, config: Config) -> dict | None:

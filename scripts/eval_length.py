@@ -49,7 +49,6 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -58,7 +57,7 @@ from config import Config
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.plots import THIN, Curve, draw_curves
+from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import (
     Run,
     as_command,
@@ -102,26 +101,26 @@ class LossByLength(AtLengths, Controlled):
     def facts(self, config: Config) -> dict:
         return super().facts(config) | {"tokens": self.text(config)[:, 1:].size}
 
-    def parts(self, config: Config) -> dict[str, int]:
+    def parts(self, config: Config) -> list[str]:
         lengths = self.lengths_of(config)
         # stretches of other lengths are in other documents
         of = f" in {math.lcm(*lengths)} of whole documents" if self.whole_documents else ""
         names = [f"{length} tokens{of}" for length in lengths]
         names[-1] += " by position" if self.per_position else ""
-        return dict.fromkeys(names, self.facts(config)["tokens"])
+        return names
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         length = int(name.split()[0])
-        same = None if self.again else self.measured_before(run, facts, name, length)
+        same = None if self.again else self.measured_before(run, name, length)
         if same is not None:
-            bar.update(facts["tokens"])
             return same
-        means = position_losses(run, windows(self.text(run.config), length, run.device, bar))
+        means = position_losses(run, windows(self.text(run.config), length, run.device))
         loss = {"length": length, "loss": means.mean().item()}
         return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
 
-    def measured_before(self, run: Run, facts: dict, name: str, length: int) -> dict | None:
+    def measured_before(self, run: Run, name: str, length: int) -> dict | None:
         """This part of a measurement with other options that are the same at this length."""
+        facts = run.facts | self.facts(run.config)
         same = {key: value for key, value in facts.items() if key not in OPENED}
         for other in read_measurements(self.results_file(run.path)):
             by_this_code = other.get("code", {}).get(name) == code_of_model()
@@ -227,8 +226,8 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
 
 def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
-    trained = {result["trained_length"] for _, result in runs}
-    begin, curves = int(FIRST_DRAWN * min(trained)), []
+    results, curves = [result for _, result in runs], []
+    begin = int(FIRST_DRAWN * min(result["trained_length"] for result in results))
     for name, result, thin in with_controls(runs):
         x, y = result["lengths"], result["loss"]
         if by_position:
@@ -236,8 +235,7 @@ def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False
             losses = smoothed(longest["loss_by_position"])
             x, y = range(begin + 1, len(losses) + 1), losses[begin:]
         curves.append(Curve(name, x, y, thin=thin))
-    axis = f"{'position' if by_position else 'length'} in tokens (dotted: training length)"
-    return draw_curves({title: curves}, axis, UNIT, "x", THIN, trained)
+    return draw_by_length(results, title, curves, "position" if by_position else "length", UNIT)
 
 
 def smoothed(losses: list[float]) -> list[float]:

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -135,20 +134,18 @@ class Needles(Retrieval, OnText):
             )
         return super().facts(config) | {"samples": self.samples, "sample_seed": self.seed}
 
-    def parts(self, config: Config) -> dict[str, int]:
-        needles = len(DEPTHS) * self.samples
-        lengths = {str(length): length * needles for length in self.lengths_of(config)}
-        return lengths | {self.scores: (self.score_trials + 1) * self.score_length}
+    def parts(self, config: Config) -> list[str]:
+        return [*super().parts(config), self.scores]
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         haystack = self.haystack(run.config)
         if name == self.scores:
-            return score(run, self, haystack, bar)
+            return score(run, self, haystack)
         length, shares = int(name), []
         for depth in DEPTHS:
             rng = random.Random(f"needle {self.seed} {length} {depth}")
             needles = haystack.draws(self.samples, rng, length, depth)
-            answers = answered(run, needles, length, bar, never=haystack.tokenizer.eot)
+            answers = answered(run, needles, length, never=haystack.tokenizer.eot)
             grades = [grade(needle, text) for needle, text in answers]
             shares.append({name: grades.count(name) / len(grades) for name in GRADES})
         by_depth = [share["correct"] for share in shares]
@@ -185,7 +182,7 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
-def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
+def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
     length, eot = evaluation.score_length, haystack.tokenizer.eot
     rng = random.Random(f"needle scores {evaluation.seed} {length}")
@@ -194,7 +191,7 @@ def score(run: Run, evaluation: Needles, haystack: Haystack, bar: tqdm) -> dict:
     (first, scores), *others = (
         ({"city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
           "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
-        for needle, text in answered(run, needles, length, bar, eot)
+        for needle, text in answered(run, needles, length, eot)
     )  # fmt: skip
     heads = [
         {"layer": layer, "head": head, "score": value}

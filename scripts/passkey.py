@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
-from scripts.common.plots import Curve, draw_curves
+from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import ANSWER_TOKENS, Retrieval, Trial, answered, first_number
 from scripts.common.runner import Run, as_command, option, title_of
 
@@ -55,13 +54,10 @@ class Passkeys(Retrieval):
         self.check_lengths(config, self.lengths_of(config), shortest_prompt)
         return {"trials": self.trials, "trial_seed": self.seed}
 
-    def parts(self, config: Config) -> dict[str, int]:
-        return {str(length): length * self.trials for length in self.lengths_of(config)}
-
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         tokenizer = get_tokenizer(run.config.tokenizer)
         trials = make_trials(tokenizer, int(name), self.trials, self.seed)
-        return judge(list(answered(run, trials, int(name), bar)))
+        return judge(list(answered(run, trials, int(name))))
 
 
 @functools.cache
@@ -103,14 +99,13 @@ def judge(answers: list[tuple[Trial, str]]) -> dict:
 
 def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
-    curves = []
+    curves, results = [], [result for _, result in runs]
     for name, result in runs:
         evaluation.print_found(result)
         parts = evaluation.found(result)
         curves.append(Curve(name, list(parts), [100 * p["accuracy"] for p in parts.values()]))
-    x, trained = "length in tokens (dotted: training)", {r["trained_length"] for _, r in runs}
-    y, panel = "passkeys found (%)", {title_of([result for _, result in runs]): curves}
-    return {"passkey": draw_curves(panel, x, y, "x", marks=trained)}
+    title, y = title_of(results), "passkeys found (%)"
+    return {"passkey": draw_by_length(results, title, curves, "length", y)}
 
 
 main = as_command(Passkeys, show)

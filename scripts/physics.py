@@ -72,7 +72,7 @@ OFFSET = 0.01
 class Physics(Evaluation):
     """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
 
-    name, unit, task = "physics", "steps", "orbits"
+    name, task = "physics", "orbits"
 
     steps: int = option(10_000, "of each fine-tuning", at_least=1)
     batch: int = option(64, "sequences of a step", at_least=1)
@@ -83,11 +83,11 @@ class Physics(Evaluation):
         require("physics", "sklearn", "pyoperon")
         return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
-    def parts(self, config: Config) -> dict[str, int]:
-        return dict.fromkeys(PROBES, self.steps)
+    def parts(self, config: Config) -> list[str]:
+        return list(PROBES)
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        return PROBES[name](run, self, bar)
+    def measure_part(self, run: Run, name: str) -> dict:
+        return PROBES[name](run, self)
 
 
 # ---- the labels ----
@@ -169,10 +169,10 @@ def magnitude_task(config: Config, pairs: int) -> Task:
 # ---- the probes ----
 
 
-def predict(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Floats:
+def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
     if not physics.oracle:
-        return finetune(run, physics, probe, task, bar) * task.scale
+        return finetune(run, physics, probe, task) * task.scale
     from sklearn.neighbors import KNeighborsRegressor
 
     states, known = task.standardised(), task.labelled
@@ -181,7 +181,7 @@ def predict(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Fl
     return predicted.reshape(task.forces.shape) * task.scale
 
 
-def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> Floats:
+def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
 
     Raises RuntimeError where the loss or the gradient norm is not finite.
@@ -205,7 +205,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
     def squared_error(x: Tensor, y: Tensor) -> Tensor:
         return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
 
-    for step in range(physics.steps):
+    for step in tqdm(range(physics.steps), "fine-tuning", leave=False):
         sequences = min(physics.batch, len(x))
         places = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
         parts = [part[places].split(config.batch_size) for part in (x, y)]
@@ -215,17 +215,16 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task, bar: tqdm) -> F
             raise RuntimeError(
                 f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
             )
-        bar.update()
     model.eval()
     with torch.no_grad(), autocast(run.device, run.dtype):
         predicted = [model(part)[:, 1::2].float().cpu() for part in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
 
 
-def probe_vectors(run: Run, physics: Physics, bar: tqdm) -> dict:
+def probe_vectors(run: Run, physics: Physics) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task = vector_task(run.config)
-    predicted = predict(run, physics, "vectors", task, bar)
+    predicted = predict(run, physics, "vectors", task)
     planets = {}
     for i, name in enumerate(SOLAR_SYSTEM):
         judged = ~task.labelled[i]
@@ -245,14 +244,14 @@ def probe_vectors(run: Run, physics: Physics, bar: tqdm) -> dict:
     return means | {"planets": planets}
 
 
-def probe_magnitudes(run: Run, physics: Physics, bar: tqdm) -> dict:
+def probe_magnitudes(run: Run, physics: Physics) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from scipy.stats import spearmanr
     from sklearn.neighbors import NearestNeighbors
 
     task = magnitude_task(run.config, physics.pairs)
     judged = ~task.labelled
-    predicted = predict(run, physics, "magnitudes", task, bar)
+    predicted = predict(run, physics, "magnitudes", task)
     forces, true, states = predicted[judged, 0], task.forces[judged, 0], task.states[judged]
     positive = forces > 0
     design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 if not __package__:  # run as a file: the repository's modules are in the folder above
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,11 +32,10 @@ from config import Config
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
-from scripts.common.plots import Curve, draw_curves
-from scripts.common.retrieval import batches
+from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Run, as_command, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, check_lengths, default_lengths
+from scripts.common.validation import AtLengths, batches, check_lengths, default_lengths
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"
@@ -87,13 +85,10 @@ class Recall(AtLengths):
         one = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
         return -(-self.answers // len(one.answers))
 
-    def parts(self, config: Config) -> dict[str, int]:
-        return {str(n): n * self.sequences(config, n) for n in self.lengths_of(config)}
-
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+    def measure_part(self, run: Run, name: str) -> dict:
         task, length = run.config.recall, int(name)
         pairs, drawn, found = self.pairs(run.config, length), [], []
-        for batch in batches(range(self.sequences(run.config, length)), length, bar):
+        for batch in batches(range(self.sequences(run.config, length)), length):
             drawn += (these := [draw(task, EVALUATION, i, length, pairs) for i in batch])
             found += list(answer(run, these))
         return judge(drawn, found)
@@ -136,32 +131,30 @@ def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
     results = [result for _, result in runs]
     tasks = dict.fromkeys(result["recall"] for result in results)
     title = ", ".join(filter(None, [*tasks, title_of(results)]))
-    trained, lengths = {one["trained_length"] for one in results}, list(accuracies(results[0]))
+    lengths, by_length, by_distance = [*accuracies(results[0])], [], []
     table = [["length", *map(str, lengths), ""]]
-    pictures: dict[str, list[Curve]] = {"recall": [], "recall_by_distance": []}
     for name, result in runs:
-        shares = {n: 100 * share for n, share in accuracies(result).items()}
+        shares = [100 * share for share in accuracies(result).values()]
+        cells, note = [f"{share:.1f}" for share in shares], ""
         if learned(result):
-            table.append([name, *(f"{share:.1f}" for share in shares.values()), ""])
-            pictures["recall"].append(Curve(name, lengths, list(shares.values())))
+            by_length.append(Curve(name, lengths, shares))
             at = result["parts"][str(lengths[-1])]["distances"].items()
             far = {int(n): 100 * d["accuracy"] for n, d in at if d["answers"] >= FEWEST}
-            pictures["recall_by_distance"].append(Curve(name, list(far), list(far.values())))
+            by_distance.append(Curve(name, list(far), list(far.values())))
         else:
-            at = result["trained_length"]
-            cells = [f"{shares[n]:.1f}" if n == at else "–" for n in lengths]
-            table.append([name, *cells, f"not learned in {result['step']:,} steps"])
+            trained = lengths.index(result["trained_length"])
+            cells = [cell if i == trained else "–" for i, cell in enumerate(cells)]
+            note = f"not learned in {result['step']:,} steps"
+        table.append([name, *cells, note])
     print(f"\n{title}: {PERCENT}")
     print_table(table)
-    x = {"recall": "length", "recall_by_distance": f"distance at length {lengths[-1]:,}, up to,"}
+    if not by_length:
+        return {}
+    x = f"distance at length {lengths[-1]:,}, up to,"
     return {
-        name: draw_curves(
-            {title: curves}, f"{x[name]} in tokens (dotted: training length)", PERCENT, "x",
-            marks=trained,
-        )
-        for name, curves in pictures.items()
-        if curves
-    }  # fmt: skip
+        "recall": draw_by_length(results, title, by_length, "length", PERCENT),
+        "recall_by_distance": draw_by_length(results, title, by_distance, x, PERCENT),
+    }
 
 
 main = as_command(Recall, show)

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 from config import Config, load_config
 from model import GPT
@@ -100,8 +99,7 @@ def test_a_run_is_probed_once_and_its_files_say_everything(
 
 
 def finetuned(path, request, task):
-    with tqdm(disable=True) as bar:
-        return physics.finetune(load_run(path, request), request, "vectors", task, bar)
+    return physics.finetune(load_run(path, request), request, "vectors", task)
 
 
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
@@ -116,7 +114,7 @@ def test_no_label_that_is_judged_is_seen(orbit_run, config):
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
     request = Physics(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(load_run(orbit_run, request), request, tqdm(disable=True))
+    measured = physics.probe_magnitudes(load_run(orbit_run, request), request)
     assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
 

@@ -148,7 +148,7 @@ def test_the_accuracy_by_distance():
 def test_refusals_and_pairs_in_proportion(tmp_path):
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
     grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
-    assert grown.parts(config) == {"64": 64 * 128, "512": 512 * 16}
+    assert [grown.sequences(config, length) for length in (64, 512)] == [128, 16]
     run = saved_run(tmp_path / "run", GPT(config))
     assert max(recall.Recall(proportional=True).for_runs([run]).lengths) == 2048  # 128 pairs
     latest = config.replace(recall="latest")

@@ -1,6 +1,7 @@
 """Tables of results over seeds."""
 
-from scripts.common.tables import best_entries, how_measured, summarise
+from scripts.common.tables import best_entries, summarise
+from scripts.reproduce.report import how_measured
 
 
 def table_of(**seeds):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 from data.shards import write_shard
 from errors import UserError
@@ -25,11 +24,11 @@ def test_windows_inside_documents(tmp_path):
     begins = [0, 9, 42, 43, 120]  # documents of 9, 33, 1, 77 and 180 tokens
     text[begins] = 256
     write_shard(tmp_path / "text_val_000000.bin", text)
-    config, bar = small_config("softmax.py", f"--data_dir={tmp_path}"), tqdm(disable=True)
+    config = small_config("softmax.py", f"--data_dir={tmp_path}")
     found = stretches((8, 32), 10**6, config, True)
     starts = [9, 43, 75, *range(120, 280, 32)]
     assert [stretch.tolist() for stretch in found] == [text[s : s + 33].tolist() for s in starts]
-    (x, y), *_ = windows(found, 8, torch.device("cpu"), bar)
+    (x, y), *_ = windows(found, 8, torch.device("cpu"))
     wanted = [s + part for s in starts for part in range(0, 32, 8)]
     assert x.tolist() == [text[s : s + 8].tolist() for s in wanted]
     assert y.tolist() == [text[s + 1 : s + 9].tolist() for s in wanted]

@@ -53,6 +53,12 @@ class PlannedRun:
         before = self.base.tokens if self.base else 0
         return before + (self.step or 0) * self.config.total_batch_size
 
+    @property
+    def tokens_left(self) -> int:
+        """The tokens that are missing."""
+        steps = self.config.max_iters - (self.step or 0)
+        return max(0, steps) * self.config.total_batch_size
+
     def command(self) -> list[str]:
         """The command that starts or continues the training, with a process for each GPU."""
         launcher, processes = [sys.executable], processes_of(self.config)
@@ -134,22 +140,16 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
-    steps = ((run.config.max_iters - (run.step or 0), run.config) for run in left)
-    tokens = sum(count * config.total_batch_size for count, config in steps)
-    return f"to train: {len(left)} runs, {tokens:,} tokens"
+    return f"to train: {len(left)} runs, {sum(run.tokens_left for run in left):,} tokens"
 
 
 def price(runs: Sequence[PlannedRun]) -> str:
     """A sentence on the FLOP that are left, and on their time on a GPU."""
-    flop = 0.0
-    for run in with_bases(runs):
-        with torch.device("meta"):
-            each = GPT(run.config).flops_per_token() * run.config.total_batch_size
-        flop += each * max(0, run.config.max_iters - (run.step or 0))
-    hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
-    return (
-        f"training takes {flop:.1e} FLOP: {hours:.1f} hours of one A100 at 40% of its peak, assumed"
-    )
+    with torch.device("meta"):
+        each = [GPT(run.config).flops_per_token() * run.tokens_left for run in with_bases(runs)]
+    hours = sum(each) / (0.4 * PEAK_FLOPS["A100"]) / 3600
+    on = "one A100 at 40% of its peak, assumed"
+    return f"training takes {sum(each):.1e} FLOP: {hours:.1f} hours of {on}"
 
 
 # ---- training ----

@@ -136,6 +136,15 @@ def draw_curves(
     return figure
 
 
+def draw_by_length(
+    measurements: Sequence[dict], title: str, curves: Sequence[Curve], x: str, y: str
+) -> Figure:
+    """Curves over a number of tokens, with a dotted line at each run's training length."""
+    trained = {measurement["trained_length"] for measurement in measurements}
+    x += " in tokens (dotted: training length)"
+    return draw_curves({title: curves}, x, y, "x", THIN, trained)
+
+
 def draw(axes: Axes, curve: Curve, i: int) -> None:
     """Draw a curve in the i-th style; 20 styles are distinct."""
     color = f"C{i % 10}"

@@ -3,20 +3,18 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
 from runtime.device import autocast
-from scripts.common.runner import BATCH_TOKENS, Run, option, title_of
+from scripts.common.runner import Run, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, check_lengths
+from scripts.common.validation import AtLengths, batches, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
@@ -33,16 +31,12 @@ class Trial:
     depth: float  # share of the other text before the number
 
 
-T = TypeVar("T")
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval(AtLengths):
-    """Numbers hidden in long texts, and asked for at the end of the text.
-
-    The part of a length has its name, such as "1024", and the entry "accuracy".
-    """
+    """Numbers hidden in long texts, and asked for at the end; a part has the entry "accuracy"."""
 
     what: ClassVar[str]  # is hidden, in the plural
 
@@ -69,23 +63,15 @@ class Retrieval(AtLengths):
         print_table([["length", *map(str, parts)], ["found", *shares]])
 
 
-def batches(items: Iterable[T], length: int, bar: tqdm) -> Iterator[list[T]]:
-    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
-    items = iter(items)
-    while batch := list(islice(items, max(1, BATCH_TOKENS // length))):
-        yield batch
-        bar.update(length * len(batch))
-
-
 def answered(
-    run: Run, trials: Iterable[AnyTrial], length: int, bar: tqdm, never: int | None = None
+    run: Run, trials: Iterable[AnyTrial], length: int, never: int | None = None
 ) -> Iterator[tuple[AnyTrial, str]]:
     """Trials of one length, each with the greedy answer to its prompt.
 
     An answer is cut at its first end-of-text; the token `never` is excluded.
     """
     tokenizer = get_tokenizer(run.config.tokenizer)
-    for batch in batches(trials, length, bar):
+    for batch in batches(trials, length):
         idx = torch.tensor([trial.prompt for trial in batch], device=run.device)
         with autocast(run.device, run.dtype):
             out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)

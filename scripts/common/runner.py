@@ -10,10 +10,10 @@ scripts.reproduce alike:
         name = "likeliest_token"                     # measurements go to RUN/likeliest_token.json
         tokens: int = option(1000, "validation tokens", at_least=1)
 
-        def parts(self, config: Config) -> dict[str, int]:
-            return {f"{self.tokens} tokens": self.tokens}  # the cost of each part
+        def parts(self, config: Config) -> list[str]:
+            return [f"{self.tokens} tokens"]
 
-        def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
+        def measure_part(self, run: Run, name: str) -> dict:
             return {"probability": ...}
 
 `measured(LikeliestToken(tokens=50), "out/softmax")` measures a run once: a measurement is stored
@@ -49,8 +49,6 @@ from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import check_writable, locked, read_json, write_json
 from scripts.common.plots import save_picture
 
-# Tokens of an evaluation batch, unless one sequence is longer.
-BATCH_TOKENS = 16384
 # The longest label of a run, and the longest file name of a picture, in characters.
 LONGEST_LABEL, LONGEST_NAME = 40, 59
 PICTURES = (".png", ".pdf", ".svg")
@@ -65,8 +63,7 @@ def option(
     default: Any, help: str, *, at_least: int | None = None, choices: Sequence[str] | None = None
 ) -> Any:
     """A field that is an option of the command."""
-    limits = {"help": help, "at_least": at_least, "choices": choices}
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata={"help": help, "at_least": at_least, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +245,6 @@ class Evaluation(Options):
     """A measurement of finished runs: its options as fields, and how its parts are measured."""
 
     name: ClassVar[str]  # of its results file
-    unit: ClassVar[str] = "tokens"  # of the cost of a part
 
     again: bool = option(False, "measure again what has been measured")
 
@@ -263,28 +259,25 @@ class Evaluation(Options):
         """Raise UserError, before a run with this config is trained, if it cannot be measured."""
         self.facts(config)
 
-    def parts(self, config: Config) -> dict[str, int]:
-        """The names of the parts that are measured one after the other, and the cost of each."""
+    def parts(self, config: Config) -> list[str]:
+        """The names of the parts that are measured one after the other."""
         raise NotImplementedError
 
-    def measure_part(self, run: Run, facts: dict, name: str, bar: tqdm) -> dict:
-        """The values of a part; `facts` are the facts of the measurement."""
+    def measure_part(self, run: Run, name: str) -> dict:
+        """The values of a part."""
         raise NotImplementedError
 
     def measure(self, run: Run, store: Store) -> None:
         """Measure and store the parts that are missing; with `again`, all."""
-        parts, known = self.parts(run.config), {} if self.again else store.parts
-        todo = {name: cost for name, cost in parts.items() if name not in known}
-        total = sum(todo.values())
-        with tqdm(total=total, unit=self.unit, unit_scale=True, desc=str(run.path)) as bar:
-            for name in todo:
-                bar.set_postfix_str(name[:40])
-                store.add(name, self.measure_part(run, store.facts, name, bar))
+        known = {} if self.again else store.parts
+        missing = [name for name in self.parts(run.config) if name not in known]
+        for name in tqdm(missing, str(run.path), unit="part"):
+            store.add(name, self.measure_part(run, name))
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement, reduced to the requested parts; None if one of them is missing."""
         names, known = self.parts(config), measurement.get("parts", {})
-        if not names.keys() <= known.keys():
+        if not known.keys() >= set(names):
             return None
         return measurement | {"parts": {name: known[name] for name in names}}
 
@@ -306,12 +299,14 @@ class Evaluation(Options):
 
 
 def measured(evaluation: Evaluation, path: str | Path) -> dict:
-    """A run's measurement, which is made and stored if there is none."""
+    """`stored`, after measuring what is missing."""
     found = None if evaluation.again else stored(evaluation, path)
     if found is None:
         run = load_run(path, evaluation)
         facts = run.facts | evaluation.facts(run.config)
         evaluation.measure(run, Store(evaluation.results_file(path), facts))
+        if control := evaluation.control(checkpoint.read_config(path)):
+            measured(control, path)
         found = stored(evaluation, path)
         assert found is not None  # all of it has been measured
     code = found.get("code", {})
@@ -321,23 +316,18 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
 
 
 def stored(evaluation: Evaluation, path: str | Path) -> dict | None:
-    """A run's stored measurement, reduced to what the evaluation asks for; None if incomplete."""
+    """A run's stored measurement, reduced to what the evaluation asks for; None if incomplete.
+
+    The measurement of its control, if there is one, is the entry `control`.
+    """
     trained = checkpoint.read_config(path)
     facts = run_facts(trained, checkpoint.find(path, evaluation.checkpoint, quiet=True), evaluation)
     config = evaluation.applied(trained)
     values = Store(evaluation.results_file(path), facts | evaluation.facts(config)).values
-    return evaluation.select(values, config) if values else None
-
-
-def with_control(evaluation: Evaluation, path: str | Path, get: Callable = measured) -> Any:
-    """A run's measurement, with the measurement of its control, if there is one, as `control`.
-
-    None where `get` is `stored` and one of them is missing.
-    """
-    control, own = evaluation.control(checkpoint.read_config(path)), get(evaluation, path)
+    own, control = evaluation.select(values, config), evaluation.control(trained)
     if own is None or control is None:
         return own
-    controlled = get(control, path)
+    controlled = stored(control, path)
     return controlled and own | {"control": controlled}
 
 
@@ -447,7 +437,7 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         evaluation, arguments = parse(kind)
         evaluation = evaluation.for_runs(arguments.runs)
         check_runs(arguments.runs, evaluation)
-        measurements = [with_control(evaluation, path) for path in arguments.runs]
+        measurements = [measured(evaluation, path) for path in arguments.runs]
         pictures = show(evaluation, list(zip(run_names(arguments.runs), measurements, strict=True)))
         if arguments.out and not pictures:
             raise UserError(f"--out {arguments.out}: this command draws no picture")

@@ -21,8 +21,6 @@ from runtime.files import atomic_write, write_json
 SIDES = ("mean", "low", "high")
 # The entries of an evaluation that table.json has, besides text, numbers and the control.
 LISTS = ("lengths", "loss", "environment")
-# Facts of an evaluation that the caption mentions, if they are known.
-MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
 
 
 def print_table(lines: Sequence[Sequence[str]], left: int = 1, width: int = 0) -> None:
@@ -89,42 +87,6 @@ def best_entries(table: dict, column: int) -> set[str]:
         for name, width in known.items()
         if name == best or abs(means[name] - means[best]) <= max(width, known[best])
     }
-
-
-def spread_sentence(table: dict, seeds: int) -> str:
-    """A sentence of the caption: what ± and bold mean over so many seeds."""
-    if seeds < 2:
-        return "One seed: the spread between seeds is not known, so nothing is ranked."
-    if table["baseline"]:
-        return "± is the standard deviation over seeds, of differences too."
-    return "± is half the range over seeds; a bold value cannot be distinguished from the best."
-
-
-def how_measured(runs: list[dict]) -> str:
-    """A sentence of the caption on the machine, the options and the versions."""
-    evaluations = [run["evaluation"] for run in runs]
-    environments = [run["environment"] for run in runs] + [e["environment"] for e in evaluations]
-    dtypes, machines = distinct(evaluations, "dtype"), distinct(environments, "machine")
-    facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
-    facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]
-    commits = (
-        f"{e['commit'][:7]}{' modified' * e['modified']}" for e in environments if e["commit"]
-    )
-    return (
-        f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
-        f"{', '.join(dict.fromkeys(commits))}."
-    )
-
-
-def distinct(items: list[dict], key: str) -> str:
-    """The distinct values of a key, in order of appearance."""
-    values = [item[key] for item in items if item.get(key) is not None]
-    return ", ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else str(v) for v in values))
-
-
-def ranged(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 # ---- files ----

@@ -1,4 +1,4 @@
-"""The lengths at which runs are evaluated, and the validation tokens that are measured there."""
+"""The lengths at which runs are evaluated, the validation tokens there, and their batches."""
 
 import functools
 import hashlib
@@ -7,7 +7,8 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from itertools import islice
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,20 +18,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
-from data.loader import inputs_and_targets, validation_tokens
+from data.loader import copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import sha256_of
-from scripts.common.runner import BATCH_TOKENS, Evaluation, option
+from scripts.common.runner import Evaluation, option
 
+# Tokens of an evaluation batch, unless one sequence is longer.
+BATCH_TOKENS = 16384
 # More validation tokens than any sample of them takes: a shard of data.fineweb.
 SHARD = 10**8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtLengths(Evaluation):
-    """An evaluation at several lengths; the default is multiples of the training length."""
+    """An evaluation at several lengths; the default is multiples of the training length.
+
+    The part of a length has its name, such as "1024".
+    """
 
     multiples: ClassVar[tuple[float, ...]] = (1, 2, 4, 8, 16)
 
@@ -40,6 +48,9 @@ class AtLengths(Evaluation):
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         return self.lengths or default_lengths(configs, self.multiples)
+
+    def parts(self, config: Config) -> list[str]:
+        return [str(length) for length in self.lengths_of(config)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,18 +133,19 @@ def stretches(
 
 
 def windows(
-    text: NDArray[np.uint16], length: int, device: torch.device, bar: tqdm, size: int | None = None
+    text: NDArray[np.uint16], length: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The windows of `stretches`: x, y, int64 [<= size, length], y being x shifted by one token.
-
-    Their tokens are added to the progress bar. The default size makes up BATCH_TOKENS.
-    """
-    size = size or max(1, BATCH_TOKENS // length)
+    """The windows of `stretches`: x, y, int64 [B, length], y being x shifted by one token."""
     cut = sliding_window_view(text, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
-    for begin in range(0, len(cut), size):
-        x, y = inputs_and_targets(cut[begin : begin + size], device)
-        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        bar.update(x.numel())
+    for batch in batches(cut, length):
+        yield copy_to(device, *inputs_and_targets(np.stack(batch), device))
+
+
+def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
+    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
+    left = iter(tqdm(items, leave=False))
+    while batch := list(islice(left, max(1, BATCH_TOKENS // length))):
+        yield batch
 
 
 @functools.lru_cache(1)  # an evaluation asks several times

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from config import Config
 from errors import first_line
 from runtime.device import environment
-from runtime.files import read_json
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import Evaluation
@@ -23,6 +22,11 @@ Pictures = Figure | dict[str, Figure]  # one, or several by file name
 def at(multiple: float, config: Config) -> int:
     """A multiple of the training length, in tokens."""
     return round(multiple * config.block_size)
+
+
+def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
+    """Multiples of the training length, in tokens."""
+    return tuple(at(multiple, config) for multiple in multiples)
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,13 @@ class Work:
 
     def evaluation(self, run: PlannedRun) -> Evaluation:
         assert self.experiment.evaluation is not None
-        return replace(self.experiment.evaluation(self.scale.config), **view_options(run.view))
+        config = self.scale.config
+        how = {"device": config.device, "dtype": config.dtype} | view_options(run.view)
+        return replace(self.experiment.evaluation(config), **how)
 
     def stored(self, run: PlannedRun) -> dict | None:
-        """The measurement of a finished run, with its control as `control`; None if missing."""
-        if not run.finished:
-            return None
-        return runner.with_control(self.evaluation(run), run.folder, runner.stored)
+        """The measurement of a finished run; None if missing."""
+        return runner.stored(self.evaluation(run), run.folder) if run.finished else None
 
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
@@ -93,7 +97,7 @@ class Work:
         for run, evaluation in self.evaluations():
             try:
                 if run.finished:
-                    runner.with_control(replace(evaluation, again=self.again), run.folder)
+                    runner.measured(replace(evaluation, again=self.again), run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
@@ -103,9 +107,8 @@ class Work:
         experiment, results = self.experiment, []
         if experiment.compute:
             values, curves = experiment.compute(name)
-            made = environment()
-            evaluation = {"environment": made, "curves": curves}
-            return [{"seed": None, "values": values, "environment": made, "evaluation": evaluation}]
+            made = {"environment": environment(), "evaluation": {"curves": curves}}
+            return [{"seed": None, "values": values} | made]
         for seed in self.seeds:
             run, *others = (self.scale.run(one, seed) for one in (name, *experiment.needs))
             if not all(one.finished and not one.difference() for one in (run, *others)):
@@ -113,8 +116,7 @@ class Work:
             found: dict | None
             if experiment.read:
                 values, curves = experiment.read(run, *others)
-                made = read_json(run.folder / "environment.json")
-                found = {"curves": curves, "environment": made}
+                found = {"curves": curves}
             elif found := self.stored(run):
                 values = experiment.values(found, self.scale.config)
                 found |= {"curves": experiment.curves(found)} if experiment.curves else {}

@@ -64,25 +64,21 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
     return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=alike)
 
 
-def compared(table: dict) -> Figure:
-    """All entries, and their differences from the baseline."""
-    entries = {name: name for name in table["rows"]}
-    others = {name: name for name, entry in table["rows"].items() if "difference" in entry}
-    return over_length(table, {"": entries} | ({DIFFERENCE: others} if others else {}))
-
-
-def beside_the_paper(table: dict) -> Figure:
-    """Our curves over length, and the paper's."""
-    ours = {name: name for name in table["rows"]}
-    papers = {name: name for name, entry in table["rows"].items() if entry["paper"]}
-    title = f"ours: {table['scale']}"
-    return over_length(table, {title: ours} | ({PAPER: papers} if papers else {}))
+def together(table: dict) -> Figure:
+    """All entries in one panel; in others the paper's values, and differences from the baseline."""
+    rows = table["rows"].items()
+    panels = {
+        f"scale {table['scale']}": {name: name for name, _ in rows},
+        PAPER: {name: name for name, entry in rows if entry["paper"]},
+        DIFFERENCE: {name: name for name, entry in rows if "difference" in entry},
+    }
+    return over_length(table, {title: names for title, names in panels.items() if names})
 
 
 Places = Callable[[str], list[tuple[str, str]]]  # the panels and labels of an entry, by its name
 
 
-def grouped(of: Places = lambda name: [("", name)]) -> Callable[[dict], Figure]:
+def grouped(of: Places) -> Callable[[dict], Figure]:
     """A panel for each title of `of`."""
 
     def draw(table: dict) -> Figure:

@@ -11,6 +11,7 @@ A table has the keys of scripts.common.tables, and
 import argparse
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,13 @@ from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.runner import Parser, value_of
-from scripts.common.tables import (
-    how_measured,
-    paired,
-    ranged,
-    spread,
-    spread_sentence,
-    summarise,
-    write,
-)
+from scripts.common.tables import paired, spread, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
 from scripts.reproduce.tables import EXPERIMENTS, GAIN, HEADROOM, available
 
+# Facts of an evaluation that the caption mentions, if they are known.
+MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
 HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
 
 
@@ -68,9 +63,8 @@ def carry_out(
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs, evaluations = work.runs(), work.evaluations()
     check(with_bases(runs))
-    if not options.plan:  # which needs no data
-        for run, evaluation in {run.name: (run, one) for run, one in evaluations}.values():
-            evaluation.check(run.config)
+    for run, evaluation in evaluations if not options.plan else ():  # a plan needs no data
+        evaluation.check(run.config)
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
@@ -201,3 +195,37 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
         f"for {ranged(tokens)} tokens of {source}; "
         f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
+
+
+def spread_sentence(table: dict, seeds: int) -> str:
+    """A sentence of the caption: what ± and bold mean over so many seeds."""
+    if seeds < 2:
+        return "One seed: the spread between seeds is not known, so nothing is ranked."
+    if table["baseline"]:
+        return "± is the standard deviation over seeds, of differences too."
+    return "± is half the range over seeds; a bold value cannot be distinguished from the best."
+
+
+def how_measured(runs: list[dict]) -> str:
+    """A sentence of the caption on the machine, the options and the versions."""
+    evaluations = [run["evaluation"] for run in runs]
+    made = [one["environment"] for one in (*runs, *evaluations) if "environment" in one]
+    dtypes, machines = distinct(evaluations, "dtype"), distinct(made, "machine")
+    facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
+    facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]
+    commits = (f"{e['commit'][:7]}{' modified' * e['modified']}" for e in made if e["commit"])
+    return (
+        f"Measured {', '.join(facts)}; torch {distinct(made, 'torch')}, commit "
+        f"{', '.join(dict.fromkeys(commits))}."
+    )
+
+
+def distinct(items: list[dict], key: str) -> str:
+    """The distinct values of a key, in order of appearance."""
+    values = [item[key] for item in items if item.get(key) is not None]
+    return ", ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else str(v) for v in values))
+
+
+def ranged(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -21,7 +21,7 @@ from scripts.physics import ARROWS, Physics
 from scripts.recall import LEARNED, PERCENT, Recall, accuracies, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
-from scripts.reproduce.measure import Experiment, at
+from scripts.reproduce.measure import Experiment, at, lengths
 from scripts.reproduce.pictures import SLIDING, grouped, lines
 
 TWO = ("softmax", "lssar_p15")
@@ -32,18 +32,10 @@ HEADROOM = ("softmax", "softmax_4t", "softmax_16t")  # each trained longer than 
 # ---- measurements that several tables share ----
 
 
-def options(config: Config, rope: str = "dynamic_ntk", theta: float | None = None) -> dict:
-    """How to open the runs of a scale."""
-    return {"rope": rope, "rope_theta": theta, "device": config.device, "dtype": config.dtype}
-
-
 def loss(
     title: str, entries: tuple[str, ...], multiples: tuple[float, ...], **more: Any
 ) -> Experiment:
     """Loss by length over the same tokens, and what the longest context is worth."""
-
-    def lengths(config: Config) -> tuple[int, ...]:
-        return tuple(at(multiple, config) for multiple in multiples)
 
     def values(measured: dict, config: Config) -> list[float | None]:
         control = [measured["control"]["loss"][-1], gain(measured)] if longer else []
@@ -54,7 +46,7 @@ def loss(
     return Experiment(
         title, LOSS, entries, (*multiples, *controlled), values,
         evaluation=lambda config: LossByLength(
-            lengths=lengths(config), tokens=config.val_tokens, **options(config)
+            lengths=lengths(multiples, config), tokens=config.val_tokens
         ),
         better=("lower",) * len(multiples) + ("lower", "higher") * longer,
         **more,
@@ -68,19 +60,19 @@ def loss_table(title: str, paper: dict) -> Experiment:
 
 def loss_by_position(
     title: str, entries: tuple[str, ...], multiple: float, sequences: int | None = None,
-    notes: tuple[str, ...] = (), **rope: Any,
+    notes: tuple[str, ...] = (), **opened: Any,
 ) -> Experiment:  # fmt: skip
     """Loss at every position of windows of one length; columns are the loss around positions.
 
-    There are `sequences` windows, or as many as the validation text has.
+    There are `sequences` windows, or as many as the validation text has. `opened` are options of
+    the runs' RoPE.
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 
     def evaluation(config: Config) -> LossByLength:
         length = at(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
-        how = options(config, **rope) | {"tokens": tokens}
-        return LossByLength(lengths=(length,), per_position=True, **how)
+        return LossByLength(lengths=(length,), tokens=tokens, per_position=True, **opened)
 
     def values(measured: dict, config: Config) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
@@ -105,13 +97,10 @@ def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
         factor = -(-passkey.shortest(get_tokenizer(config.tokenizer)) // config.block_size)
         return tuple(multiple * factor for multiple in (1, 1.5, 2, 4, 8))
 
-    def evaluation(config: Config) -> Passkeys:
-        lengths = tuple(at(multiple, config) for multiple in columns(config))
-        return Passkeys(lengths=lengths, **options(config))
-
     return Experiment(
         title, "passkeys found (%)", entries, columns,
-        lambda m, config: [100 * part["accuracy"] for part in m["parts"].values()], evaluation,
+        lambda m, config: [100 * part["accuracy"] for part in m["parts"].values()],
+        lambda config: Passkeys(lengths=lengths(columns(config), config)),
         better="higher", digits=1, paper=LSSAR["passkey"], notes=(
             "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
             "are multiples of the training length, or of its least multiple that fits a prompt.",
@@ -134,7 +123,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
 
     return Experiment(
         title, "zero-shot scores", TWO, columns, values,
-        evaluation=lambda config: Downstream(tasks=",".join(tasks), **options(config)),
+        evaluation=lambda config: Downstream(tasks=",".join(tasks)),
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2, paper=paper, paper_scale=scale,
     )  # fmt: skip
@@ -179,8 +168,7 @@ def physics(config: Config) -> Physics:
         steps=min(10_000, -(-config.systems // 40)),
         pairs=min(10_000, -(-config.systems // 10)),
         batch=min(64, config.total_batch_size // config.block_size),
-        device=config.device, dtype=config.dtype,
-    )  # fmt: skip
+    )
 
 
 def newton(measured: dict, config: Config) -> list[float]:
@@ -219,7 +207,7 @@ def recall(
     """Recall by length, in percent."""
     return Experiment(
         title, PERCENT, entries, multiples, recalled,
-        lambda config: Recall(lengths=tuple(at(m, config) for m in multiples), **options(config)),
+        lambda config: Recall(lengths=lengths(multiples, config)),
         digits=1, task="recall", **more,
     )  # fmt: skip
 
@@ -228,19 +216,19 @@ def by_seed(table: dict) -> list[str]:
     """The accuracy of each seed at 16x, and the entries that have not learned the task."""
     at = table["multiples"].index(16)
     seeds: list[str] = []
-    missing: dict[int, list[str]] = {}  # by steps
+    missing: list[str] = []
     for name, entry in table["rows"].items():
         first, found = ([run["values"][i] for run in entry["runs"]] for i in (0, at))
-        missed = None in found
-        shown = ", ".join(f"{share:.1f}" for share in (first if missed else found))
-        names = missing.setdefault(entry["runs"][0]["step"], []) if missed else seeds
-        names.append(f"`{name}` {shown}")
+        names, shares = (missing, first) if None in found else (seeds, found)
+        names.append(f"`{name}` {', '.join(f'{share:.1f}' for share in shares)}")
     sentences = [f"At 16x, by seed: {'; '.join(seeds)}."] if seeds else []
-    return sentences + [
-        f"Not learned in {steps:,} steps, as a seed has less than {100 * LEARNED:g} at 1x (other "
-        f"learning rates or more steps may change that); at 1x, by seed: {'; '.join(names)}."
-        for steps, names in missing.items()
-    ]
+    if missing:
+        sentences.append(
+            f"Not learned in {entry['runs'][0]['step']:,} steps, as a seed has less than "
+            f"{100 * LEARNED:g} at 1x (other learning rates or more steps may change that); at 1x, "
+            f"by seed: {'; '.join(missing)}."
+        )
+    return sentences
 
 
 # ---- headroom ----
@@ -324,7 +312,7 @@ RECALL_ENTRIES = (
 EXPERIMENTS = {
     "table1": loss(
         "LSSAR Table 1, loss by length", tuple(TABLE1["rows"]), (1, 2, 4, 8),
-        draw=pictures.beside_the_paper, paper=TABLE1,
+        draw=pictures.together, paper=TABLE1,
     ),
     "table2": downstream("LSSAR Table 2, downstream tasks", LSSAR["table2"]),
     "table_a1": downstream(
@@ -336,7 +324,7 @@ EXPERIMENTS = {
     "table_a6": loss_table("LSSAR Table A6, activation functions", LSSAR["table_a6"]),
     "loss_by_length": loss(
         "LSSAR Fig. A2, loss to 16 times the training length", TWO, LENGTHS,
-        draw=pictures.beside_the_paper, paper=TABLE1,
+        draw=pictures.together, paper=TABLE1,
         notes=("Fig. A2 has no numbers; the paper's values here are of its Table 1.",),
     ),
     "p_sweep": loss(
@@ -373,7 +361,7 @@ EXPERIMENTS = {
     "headroom": replace(
         loss(
             "What a longer context is worth to a model that was trained on it",
-            HEADROOM, LENGTHS, draw=grouped(),
+            HEADROOM, LENGTHS, draw=pictures.together,
         ),
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
         remarks=headroom, notes=(
@@ -390,13 +378,13 @@ EXPERIMENTS = {
     "t6": loss(
         "T6: queries, keys and values from factors, with softmax and with LSSAR",
         ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
-        LENGTHS, draw=grouped(), notes=("docs/t6.md explains the entries.",),
+        LENGTHS, draw=pictures.together, notes=("docs/t6.md explains the entries.",),
     ),
     "loss_by_position": loss_by_position(
         "Loss at each position, to 16 times the training length", TWO, 16
     ),
     "passkey": passkeys(
-        "LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.beside_the_paper
+        "LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together
     ),
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
@@ -411,7 +399,7 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
         tuple(MAPPED.values()),
         lambda measured, config: [mean_over_heads(only_part(measured), name) for name in MAPPED],
-        lambda config: AttentionMaps(tokens=0, **options(config)),
+        lambda config: AttentionMaps(tokens=0),
         draw=pictures.maps,
     ),
     "table3": Experiment(
@@ -438,7 +426,7 @@ EXPERIMENTS = {
     "entropy": Experiment(
         "LSSAR Sect. 2.1.2, entropy by the number of keys", "entropy of a row's weights (nats)",
         ("softmax", "ssmax", "lssa", "lssar_p15"), (*ENTROPY_AT, "slope"), entropy_by_keys,
-        lambda config: AttentionMaps(text="", lengths=(at(16, config),), **options(config)),
+        lambda config: AttentionMaps(text="", lengths=(at(16, config),)),
         curves=lambda measured: {"": entropies(measured)},
         draw=lines("keys n of a row, up to", "entropy of the weights (nats)", "x", True),
         notes=(
@@ -474,9 +462,7 @@ EXPERIMENTS = {
         ("relu_wortsman", "relu_li", "relu_shen", "phi_relu2", "phi_relu6", "lssar_p3",
          "lssar_p15"), DEAD,
         lambda measured, config: [mean_shares(measured)[name] for name in DEAD],
-        lambda config: AttentionMaps(
-            text="", lengths=(), distances=True, **options(config, "none")
-        ),
+        lambda config: AttentionMaps(text="", lengths=(), distances=True, rope="none"),
         curves=lambda measured: {"": positive_curve(measured)},
         draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", "x"),
         notes=(
@@ -519,7 +505,7 @@ EXPERIMENTS = {
     "ssmax_figure5": loss_by_position(
         "SSMax Fig. 5, loss by position", SSMAX_ENTRIES,
         SSMAX["figure5"]["length"] / TRAINED_LENGTH, SSMAX["figure5"]["sequences"],
-        rope="none", theta=SSMAX["figure5"]["rope_theta"], notes=(
+        rope="none", rope_theta=SSMAX["figure5"]["rope_theta"], notes=(
             "docs/ssmax_swaps.md explains (e) and (f). The paper takes {sequences:,} random "
             "sequences of {length:,} tokens, here as many as the validation text has side by "
             "side.".format(**SSMAX["figure5"]),
