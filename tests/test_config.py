@@ -101,11 +101,10 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
 @pytest.mark.parametrize(
     "arguments, key, value",
     [
-        (["--max_iters", "1e3"], "max_iters", 1000),
-        (["--p", "3", "--attention=lssar"], "p", 3.0),
-        (["--b_init", "-2"], "b_init", -2.0),
-        (["--resume"], "resume", True),
-        (["--bias", "false", "--seed=1"], "bias", False),
+        (["--max_iters=1e3"], "max_iters", 1000),
+        (["--p=3", "--attention=lssar"], "p", 3.0),
+        (["--resume", "--init_from=out/a"], "resume", True),
+        (["--bias=false"], "bias", False),
         (["--init_from=1=2"], "init_from", "1=2"),
     ],
 )
@@ -120,7 +119,7 @@ def test_command_line_values(arguments, key, value):
         ([], "out/softmax"),
         ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
         (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
-        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{p:.1f}"], "out/p7_7.0"),
+        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{learning_rate}"], "out/p7_0.0006"),
         (["--out_dir=out/{{p}}"], "out/{p}"),
     ],
 )
@@ -143,14 +142,14 @@ def test_a_run_stands_for_its_settings(tmp_path):
         assert config.init_from == "base" and not config.resume
     (tmp_path / "p{3}").rename(tmp_path / "p3")
     run = str(tmp_path / "p3")
-    for arguments in ([run], [f"{run}/config.json"], ["--out_dir", run]):
+    for arguments in ([run], [f"{run}/config.json"], [f"--out_dir={run}"]):
         config = load_config(["--resume", *arguments, "--max_iters=7"])
         assert (config.attention, config.out_dir, config.max_iters) == ("lssar", run, 7)
         assert config.resume and config.init_from == ""  # which was for its beginning
     # beside config files, the command is what it says
     assert load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"]).attention == "ssmax"
     path = saved(tmp_path / "run", dropout=0.1)
-    says = f"{path} has 'dropout', which is not a setting here: another version"
+    says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
     with pytest.raises(UserError, match=re.escape(says)):
         checkpoint.read_config(tmp_path / "run")
     assert says in refusal("--resume", path)
@@ -212,11 +211,12 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
-        ("--learning_rate=1e300", "learning_rate = 1e+300 must be a finite number below 1e38"),
+        ("--learning_rate=1e300", "learning_rate = 1e+300 must be a number below 2**63"),
         ("--beta1=1", "beta1 = 1.0 must be below 1"),
-        ("--attention=ssmax --s_init=1e999", "s_init = inf must be a finite number"),
+        ("--seed=1e999", "seed = inf must be a number below 2**63"),
         ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be above 0"),
-        ("--vocab_size=50256", "vocab_size = 50256 is below the 50257 ids of tokenizer = 'gpt2'"),
+        ("--vocab_size=70000", "70000 token ids are more than the 65536 of a uint16"),
+        ("--tokenizer=gtp2", "tokenizer = 'gtp2'; did you mean gpt2?"),
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
@@ -228,7 +228,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be a multiple of n_head / n_kv_head = 4"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
-        ("--resume --init_from=out/a", "resume and init_from exclude each other"),
         # settings without effect
         ("--s_init=2 --attention=lssa", "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),

@@ -140,7 +140,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, monkeypatc
 
     none = ("none.json: cannot be read by tokenizers: ", "none.json' is not a tokenizer.json")
     refused("none.json", dict.clear, *none)
-    large = ("large.json: 65,537 ids, but a shard's uint16 .* 65,536", "makes 65537 token ids")
+    large = ("large.json: 65,537 ids, but a shard's uint16 .* 65,536", "65537 token ids are more")
     refused("large.json", lambda c: c["model"]["vocab"].update(large=65536), *large)
     unmarked = "unmarked.json: none of its tokens is one of <|endoftext|>"
     refused("unmarked.json", lambda c: c["added_tokens"].clear(), unmarked)
