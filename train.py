@@ -34,7 +34,7 @@ from model import GPT, compile_model
 from optim import learning_rate
 from runtime import checkpoint
 from runtime.checkpoint import Training
-from runtime.device import autocast, open_device, pick_compile, pick_dtype, seed_randomness, usage
+from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
 from runtime.divergence import finite_step, finite_weights, stop_diverged
 from runtime.files import lock_folder, write_json
@@ -72,13 +72,12 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     dtype = pick_dtype(config.dtype, device)
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
-    if loader is not None:
-        if state is not None and state.tokens not in (0, loader.tokens):
-            raise UserError(
-                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
-                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-            )
-        loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
+    if state is not None and state.tokens not in (0, loader.tokens):
+        raise UserError(
+            f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
+            f"{state.tokens:,}, in other batches: give the same data, or start a new run"
+        )
+    loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
 
     # ---- model ----
     torch.manual_seed(config.seed)
@@ -102,7 +101,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     # ---- loop ----
     if is_main:
         say(describe(config, training, loader, world_size))
-    if config.dry_run or loader is None:
+    if config.dry_run:
         return False
     training.tokens = loader.tokens
     if is_main:
@@ -184,7 +183,8 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                 break
 
             started, batch = time.perf_counter(), objective.batch(t.step)
-            seed_randomness(config.seed, t.step, rank)
+            # a variant that draws random numbers draws the same ones in a resumed run
+            torch.manual_seed(hash((config.seed, t.step, rank)))
             lr = learning_rate(t.step, config)
             for group in (group for optimizer in t.optimizers for group in optimizer.param_groups):
                 group["lr"] = lr

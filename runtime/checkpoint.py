@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from attention_paths.fingerprint import differs
-from config import MAY_CHANGE, SETTINGS, TOKENIZER, VOCABULARY, Config, saved_config
+from config import MAY_CHANGE, TOKENIZER, VOCABULARY, Config, saved_config
 from errors import UserError, did_you_mean, first_line
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -39,7 +39,6 @@ from runtime.files import (
     atomic_write,
     convert,
     copy_file,
-    delete_abandoned,
     read_json,
     sha256_of,
     write_json,
@@ -112,10 +111,7 @@ class Training:
         try:
             self.model.load_state_dict(state.model)
             for optimizer, saved in zip(self.optimizers, state.optimizers, strict=True):
-                options = optimizer.param_groups
                 optimizer.load_state_dict(saved)
-                for group, own in zip(optimizer.param_groups, options, strict=True):
-                    group.update(own)  # the config's, which a resumed run has not changed
                 check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
@@ -145,8 +141,6 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
     that it began with, and says where they have changed since; each start has a patch.
     """
-    for temporary in run.glob(".*.tmp"):
-        delete_abandoned(temporary)
     if config.tokenizer not in VOCABULARY:
         copy_file(config.tokenizer, run / TOKENIZER)
     write_json(run / "config.json", config.as_dict())
@@ -283,23 +277,18 @@ def no_checkpoint(run: str | Path) -> str:
 
 
 class Found(NamedTuple):
-    """A checkpoint's file, and the step and checksum that identify its weights."""
+    """A checkpoint's file, and its step and sha256, which identify its weights in results."""
 
     path: Path
-    step: int
-    sha256: str
-
-    @property
-    def id(self) -> dict[str, Any]:
-        """The step and the checksum, as they are recorded: runs of one name may differ."""
-        return {"step": self.step, "sha256": self.sha256}
+    id: dict[str, Any]
 
 
 def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
     """The newest intact checkpoint of a run, or its best weights.
 
-    A damaged file is reported on standard error, and the previous checkpoint is used. `run` may
-    also be the file of a checkpoint. Raises UserError where none is intact.
+    A file whose checksums or content are wrong is reported on standard error, and the previous
+    checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError where none is
+    intact.
     """
     if is_checkpoint(run):
         files = [Path(run)]
@@ -307,26 +296,18 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
         files = [Path(run) / "best.pt"] if which == "best" else checkpoints(run)
     files = [path for path in files if path.is_file()]
     for path in files:
-        damage = damage_of(path)
-        if damage is None:
-            return Found(path, load(path).step, sha256_of(path))
-        if not quiet:
-            print(f"warning: {path} is damaged: {damage}", file=sys.stderr, flush=True)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                if wrong := archive.testzip():
+                    raise UserError(f"the checksum of {wrong} in it is wrong")
+            return Found(path, {"step": load(path).step, "sha256": sha256_of(path)})
+        except Exception as error:  # zipfile raises many types for damaged files
+            if not quiet:
+                warning = f"warning: {path} is damaged: {first_line(error)}"
+                print(warning, file=sys.stderr, flush=True)
     if files:
         raise UserError(f"{files[0]} is damaged, and no earlier checkpoint is intact")
     raise UserError(no_checkpoint(run))
-
-
-def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint's file; None where it and all its checksums are right."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if wrong := archive.testzip():
-                return f"the checksum of {wrong} in it is wrong"
-        load(path)
-    except Exception as error:  # zipfile raises many types for damaged files
-        return first_line(error)
-    return None
 
 
 def load(path: Path) -> State:
@@ -348,8 +329,8 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
     another schedule: the learning rate of its last step would not have been the same.
     """
     state = load(find(run, quiet=quiet).path)
-    defaults = {key: getattr(Config, key) for key in SETTINGS}  # of settings that came later
-    before, now = defaults | state.config, settings_of(config)
+    before = Config().as_dict() | state.config  # with defaults of settings that came later
+    now = settings_of(config)
     schedule = {key: before[key] for key in ("max_iters", "cooldown_iters")}
     last = max(0, state.step - 1)
     rates = {learning_rate(last, c) for c in (config, config.replace(**schedule))}
@@ -369,10 +350,8 @@ def read_config(run: str | Path) -> Config:
 
     Raises UserError where there is none or it is no longer valid.
     """
-    if is_checkpoint(run):
-        return saved_config(load(Path(run)).config, run)
-    path = Path(run) / "config.json"
-    values = read_json(path, Settings)
+    path = Path(run) if is_checkpoint(run) else Path(run) / "config.json"
+    values = load(path).config if is_checkpoint(run) else read_json(path, Settings)
     if values is None:
         raise UserError(no_checkpoint(run))
     return saved_config(values, path)
@@ -391,8 +370,7 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the models differ in anything else.
     """
-    settings = {key: getattr(Config, key) for key in SETTINGS} | state.config
-    wanted = settings_of(model.config)
+    settings, wanted = Config().as_dict() | state.config, settings_of(model.config)
     different = [f"{k} {settings[k]} for {wanted[k]}" for k in HIDDEN if settings[k] != wanted[k]]
     states = state.model, model.state_dict()
     there, here = ({name: tuple(x.shape) for name, x in weights.items()} for weights in states)

@@ -1,5 +1,4 @@
-"""The device that a model runs on: its choice, precision, peak speed, memory, random numbers and
-description."""
+"""The device that a model runs on: its choice, precision, peak speed, memory and description."""
 
 import os
 import platform
@@ -11,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from errors import UserError
@@ -57,8 +55,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type != "cuda":
         return torch.float32
-    with torch.cuda.device(device):  # which the question below is about
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float16
 
 
@@ -87,15 +84,6 @@ def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
     peak = next(known, None)
     mfu = flops_per_s / peak if peak and flops_per_s else None
     return {"mfu": mfu, "memory_mb": memory_mb(device)}
-
-
-def seed_randomness(seed: int, step: int, rank: int) -> None:
-    """Seed torch from (seed, step, rank), for any variant that draws random numbers.
-
-    A resumed run then draws the same ones, without generator state in the checkpoint.
-    """
-    state = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
-    torch.manual_seed(int(state[0]))
 
 
 # ---- what is recorded with every run and result ----

@@ -1,6 +1,5 @@
 """The ranks of a run: connected, and stopped together by a signal."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -27,18 +26,8 @@ def process_group(
     if world_size == 1:
         yield
         return
-    limit, store = timedelta(seconds=timeout), None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt != "0" and os.environ["LOCAL_WORLD_SIZE"] == str(world_size):
-        # torchrun keeps one store for all attempts: without a prefix, ranks would find the
-        # addresses of dead ranks in it. Nodes may disagree on the count; see train_slurm.sh.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        client = dist.TCPStore(address, port, is_master=False, timeout=limit)
-        store = dist.PrefixStore(attempt, client)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store, rank=rank, world_size=world_size, timeout=limit,
-    )  # fmt: skip
+    backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield
         dist.barrier()  # no rank leaves while another still needs it

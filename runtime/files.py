@@ -1,7 +1,6 @@
 """Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks."""
 
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -25,14 +24,12 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """Open a file that appears under `path` only once the block has ended and all is on disk.
 
     A kill or an error leaves the previous content in place. The temporary file lies hidden beside
-    it, under a random name; a kill leaves it there, and the next write of the same path deletes it.
-    Raises UserError where it cannot be written.
+    it, under a random name; a kill leaves it there until `lock_folder` deletes it. Raises UserError
+    where it cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            delete_abandoned(abandoned)
         # x: a new file, never one that a link at this place leads to
         with open(temporary, mode.replace("w", "x")) as file:
             with suppress(OSError):  # a network file system without locks
@@ -122,9 +119,10 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
-    The system releases the lock when the process ends, however it ends. A folder that was created
-    for nothing is removed again. Raises UserError where the folder cannot be written to, or another
-    process holds its lock; the message says that it "is `doing`".
+    The system releases the lock when the process ends, however it ends. Files that killed processes
+    have left half-written are deleted. A folder that was created for nothing is removed again.
+    Raises UserError where the folder cannot be written to, or another process holds its lock; the
+    message says that it "is `doing`".
     """
     created, lock = not folder.exists(), FileLock(folder / LOCK)
     try:
@@ -135,6 +133,8 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder}: no file can be written there: {error.strerror}") from error
     try:
+        for temporary in folder.glob(".*.tmp"):
+            delete_abandoned(temporary)
         yield
     finally:
         if created and [file.name for file in folder.iterdir()] == [LOCK]:

@@ -47,4 +47,4 @@ def load_gpt2(model: GPT, source: str) -> Found:
     same = {key: config[key] for key in ("tokenizer", "n_head")}
     copy_weights(model, State(model=renamed, step=0, config=same), source)
     digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights)))
-    return Found(Path(source), 0, digest.hexdigest())
+    return Found(Path(source), {"step": 0, "sha256": digest.hexdigest()})

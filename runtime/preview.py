@@ -4,34 +4,22 @@ import torch
 
 from config import Config, accumulation_steps
 from data.loader import Loader
-from data.shards import how_to_make
 from runtime.checkpoint import Training
 
-# A run that sees its data more often is told so: repeated tokens are worth less after about four
-# epochs (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
-MANY_EPOCHS = 4
 
-
-def describe(config: Config, training: Training, loader: Loader | None, world_size: int) -> str:
-    """Lines on a run that is about to start or continue; `loader` is None without data."""
+def describe(config: Config, training: Training, loader: Loader, world_size: int) -> str:
+    """Lines on a run that is about to start or continue."""
     model, step, total = training.model, training.step, config.total_batch_size
     tokens = config.max_iters * total
     flops = (tokens - step * total) * model.flops_per_token()
-    data = f"{config.data_dir}: not there yet; {how_to_make(config.data_dir)}"
-    if loader is not None:
-        val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
-        data = (
-            f"{loader.source}: {loader.tokens:,} tokens in {loader.n_windows:,} windows, "
-            f"{val_tokens:,} tokens for validation"
-        )
-        epochs = tokens / (loader.n_windows * config.block_size)
-        data += f"; the run goes through them {epochs:,.0f} times" * (epochs > MANY_EPOCHS)
+    val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
     lines = [
         f"{config.variant_name}: {model.count_parameters():,} parameters on "
         f"{training.device.type} in {str(training.dtype).removeprefix('torch.')}; weights, "
         f"gradients and optimizer take {state_bytes(training) / 1e6:,.0f} MB; run folder "
         f"{config.out_dir}",
-        data,
+        f"{loader.source}: {loader.tokens:,} tokens in {loader.n_windows:,} windows, "
+        f"{val_tokens:,} tokens for validation",
         f"{tokens:,} tokens in steps of {total:,} (processes x micro-batches x batch_size x "
         f"block_size = {world_size} x {accumulation_steps(config, world_size)} x "
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step {step} of "
@@ -44,9 +32,8 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
 
 def state_bytes(training: Training) -> int:
     """The memory that does not depend on the batch: a gradient and the moments of each weight."""
-    per_weight = {torch.optim.AdamW: 4, torch.optim.Muon: 3}
     return sum(
-        p.nbytes * per_weight[type(optimizer)]
+        p.nbytes * (3 if isinstance(optimizer, torch.optim.Muon) else 4)
         for optimizer in training.optimizers
         for group in optimizer.param_groups
         for p in group["params"]

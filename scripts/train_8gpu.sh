@@ -20,6 +20,8 @@ try:
 except SignalException as stopped:
     sys.exit(128 + stopped.sigval)
 "
+# Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # It forwards these signals to the processes, and kills those still running after the shutdown
 # timeout, which must be longer than a micro-batch and a save.
 exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \

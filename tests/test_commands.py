@@ -25,7 +25,7 @@ def test_a_measurement_of_other_weights_is_not_taken(shards, call, tmp_path, pic
     shutil.copy(other / "eval_length.json", run)
     call(eval_length, run, "--lengths=16,32")
     measured = json.loads((run / "eval_length.json").read_text())
-    own = checkpoint.find(run).sha256
+    own = checkpoint.find(run).id["sha256"]
     assert [one["sha256"] for one in measured[len(copied) :]] == [own] * len(copied)
     assert measured[: len(copied)] == copied  # the other's stay
 

@@ -105,7 +105,7 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
     assert time.monotonic() - started < 60
     pair[rank].kill()
     finish(pair[rank])
-    assert checkpoint.find(tmp_path / "run").step == (3 if rank else 0) or not rank
+    assert checkpoint.find(tmp_path / "run").id["step"] == (3 if rank else 0) or not rank
 
 
 def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):

@@ -85,7 +85,7 @@ def test_the_fine_tuning_of_ssmax(monkeypatch, tmp_path):
     }  # fmt: skip
     for name, stub in stubs.items():
         monkeypatch.setattr(finetune_squad, name, stub)
-    found = checkpoint.Found(tmp_path, 0, "")
+    found = checkpoint.Found(tmp_path, {})
     monkeypatch.setattr(checkpoint, "read_config", lambda run: base)
     monkeypatch.setattr(checkpoint, "load_weights", lambda *given: found)
     monkeypatch.setattr(Config, "replace", lambda self, **more: settings.update(more) or self)

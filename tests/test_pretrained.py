@@ -39,10 +39,10 @@ def test_the_sizes_and_the_logits_are_those_of_transformers(folder):
     model, found = load(folder)
     logits, expected = model.double().eval()(tokens), reference(tokens).logits
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-    assert found.step == 0 and len(found.sha256) == 64
+    assert found.id["step"] == 0 and len(found.id["sha256"]) == 64
     assert not model.wte.weight[257:].any()  # padding stays 0
     short, same = load(folder, "--block_size=8")
-    assert same.sha256 == found.sha256 and short.config.block_size == 8
+    assert same.id == found.id and short.config.block_size == 8
     expected = reference(tokens[:, :8]).logits
     torch.testing.assert_close(short.double().eval()(tokens[:, :8]), expected)
     ssmax, _ = load(folder, "--attention=ssmax", "--sink=learned")
