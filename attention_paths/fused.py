@@ -92,7 +92,4 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         sink=None if rows.sink is None else entry.argument * rows.sink[:, 0, 0],
         key_bias=key_bias,
     )
-    inputs = q.to(v.dtype), k.to(v.dtype), v
-    if decodes:
-        return launch.decode(*inputs, **settings)
-    return launch.forward(*inputs, save=gradients, **settings)[0]
+    return launch.forward(q.to(v.dtype), k.to(v.dtype), v, save=gradients, **settings)[0]

@@ -156,7 +156,8 @@ def forward(
     """Causal attention of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk: the first output.
 
     Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions. `save` keeps what the backward pass needs. The kernels are compiled for
+    positions; without gradients a single one has kernels of its own. `save` keeps what the backward
+    pass needs. The kernels are compiled for
 
         phi         an entry of PHIS
         p           the power of stage 2; 0: there is none
@@ -165,7 +166,7 @@ def forward(
         signed      whether phi may be negative
         window      the number of keys that a row sees
         softcap     c, which makes a scaled product z into c tanh(z / c)
-        unit        whether the keys are to be normalised to length 1, in `decode`
+        unit        whether the keys of a single query are to be normalised to length 1
 
     and take these numbers, in the units of y, in float32 of any strides. Gradients flow to all but
     gain.
@@ -182,6 +183,9 @@ def forward(
     numbers, F, C = _compiled(
         q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
     )
+    if Lq == 1 and not save:
+        _decode(q, k, v, out, numbers, F, C)
+        return outputs
     shape = block_shape(FORWARD, q)
     kernel, results = (forward_two_stages, outputs) if p else (forward_one_stage, (out, rows))
     with torch.cuda.device_of(q):
@@ -193,6 +197,40 @@ def forward(
 
 
 forward.register_fake(lambda q, k, v, save, phi, p, *_: _outputs(q, save, p))
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, numbers: Numbers, F: Functions, C: Constants
+) -> None:
+    """The output of a single query, which sees all keys.
+
+    The cache is split over enough programs to fill the GPU.
+    """
+    (B, H, _, d), (Hk, Lk) = q.shape, k.shape[1:3]
+    block_n = 16 if INTERPRETED else 64
+    processors = 2
+    if q.is_cuda:
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    wanted = max(1, min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256))
+    chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
+    splits = triton.cdiv(Lk, chunk)
+    y, parts, sums = (
+        q.new_empty(B, H, *shape, dtype=torch.float32)
+        for shape in ((Lk,), (splits, 3), (splits, d + 1))
+    )
+    sizes = H, H // Hk, Lk, chunk, numbers, F
+    with torch.cuda.device_of(q):
+        decode_scores[B * H, splits](
+            _strided(q), _strided(k), y, parts, *sizes, C=C, BLOCK_N=block_n
+        )
+        decode_values[B * H, splits](
+            _strided(v), y, parts, sums, *sizes, C=C, BLOCK_N=block_n,
+            SPLITS=triton.next_power_of_2(splits),
+        )  # fmt: skip
+    total, weight = sums.sum(2, keepdim=True).split((d, 1), dim=3)
+    if C.P:  # a dead row's sum is 0
+        total = total / weight.where(weight != 0, 1)
+    out.copy_(total)
 
 
 # ---- backward ----
@@ -276,49 +314,3 @@ def _call_backward(ctx, dout, *_):
 
 
 forward.register_autograd(_call_backward, setup_context=_save_for_backward)
-
-
-# ---- decoding ----
-
-
-@torch.library.custom_op("fused_attention::decode", mutates_args=())
-def decode(
-    q: Tensor, k: Tensor, v: Tensor, phi: str, p: float, scale: float, shifted: bool, signed: bool,
-    window: int | None, softcap: float | None, unit: bool, bias: Tensor | None,
-    gain: Tensor | None, sink: Tensor | None, key_bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """`forward` for a single query, which sees all keys.
-
-    The cache is split over enough programs to fill the GPU.
-    """
-    (B, H, _, d), (Hk, Lk) = q.shape, k.shape[1:3]
-    numbers, F, C = _compiled(
-        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
-    )
-    block_n = 16 if INTERPRETED else 64
-    processors = 2
-    if q.is_cuda:
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    wanted = max(1, min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256))
-    chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
-    splits = triton.cdiv(Lk, chunk)
-    y, parts, sums = (
-        q.new_empty(B, H, *shape, dtype=torch.float32)
-        for shape in ((Lk,), (splits, 3), (splits, d + 1))
-    )
-    sizes = H, H // Hk, Lk, chunk, numbers, F
-    with torch.cuda.device_of(q):
-        decode_scores[B * H, splits](
-            _strided(q), _strided(k), y, parts, *sizes, C=C, BLOCK_N=block_n
-        )
-        decode_values[B * H, splits](
-            _strided(v), y, parts, sums, *sizes, C=C, BLOCK_N=block_n,
-            SPLITS=triton.next_power_of_2(splits),
-        )  # fmt: skip
-    out, weight = sums.sum(2, keepdim=True).split((d, 1), dim=3)
-    if p:  # a dead row's sum is 0
-        out = out / weight.where(weight != 0, 1)
-    return _like(q).copy_(out)
-
-
-decode.register_fake(lambda q, *_: _like(q))

@@ -1,5 +1,6 @@
 """A check of the fused kernels on this machine, before a run or an evaluation uses them."""
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,6 @@ from layers.heads import formulas
 # TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
 ROUNDING = 2.0**-7
 QUERIES = 77  # no multiple of a tile
-# The largest error of each attention that this process has checked, and the problem, "" if none.
-CHECKED: dict[tuple, tuple[float, str]] = {}
 
 
 def check_kernels(
@@ -34,9 +33,9 @@ def check_kernels(
     """Say the path of a model's attention; returns what environment.json records of it.
 
     If it is 'triton', the kernels and the reference in float32 compute the attention forward,
-    backward and for a single query, once a process. If they differ, or the kernels raise, on any
-    rank (`any_rank` tells whether its argument is true on one), the model takes 'blocked' instead.
-    Raises UserError in place of that if attention_impl = 'triton'.
+    backward and for a single query, in one layer of each kind. If they differ, or the kernels
+    raise, on any rank (`any_rank` tells whether its argument is true on one), the model takes
+    'blocked' instead. Raises UserError in place of that if attention_impl = 'triton'.
     """
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
@@ -49,7 +48,8 @@ def check_kernels(
     if "blocked" in by_path and config.attention_impl == "auto":
         line += f" (not triton: {obstacle(by_path['blocked'][0], q) or 'this is cpu'})"
     if fused := by_path.get("triton"):
-        errors, problems = zip(*(check(layer, config, q) for layer in fused), strict=True)
+        kinds = {(layer.variant, layer.window): layer for layer in fused}
+        errors, problems = zip(*(check(x, config, q) for x in kinds.values()), strict=True)
         if any_rank(any(problems)):
             problem = f"the fused kernels fail: {max(problems) or 'on another rank'}"
             if config.attention_impl == "triton":
@@ -68,25 +68,16 @@ def check_kernels(
 
 
 def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
-    """The largest error of a layer's kernels, in the dtype of q, and what is wrong with them.
-
-    A layer with the settings of one that this process has checked is not computed again.
-    """
+    """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
     groups = layer.n_head if config.kv_heads == config.n_head else 1
-    # a module's plain attributes are its settings
-    settings = {k: v for k, v in vars(layer).items() if k[0] != "_" and k != "training"}
-    key = (*settings.items(), groups, config.forget, q.device, q.dtype)
-    if key not in CHECKED:
-        largest, problem = 0.0, ""
-        try:
-            for name, error in relative_errors(layer, groups, config.forget, q).items():
-                largest = max(largest, error)
-                if not error <= (8 + (layer.p or 0)) * ROUNDING:
-                    problem = f"{name} differs from the reference by {error:.2g} of its size"
-        except Exception as error:  # whatever Triton and CUDA raise
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        CHECKED[key] = largest, problem
-    return CHECKED[key]
+    try:
+        errors = relative_errors(layer, groups, config.forget, q)
+    except Exception as raised:  # whatever Triton and CUDA raise
+        return math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())}"
+    for name, error in errors.items():
+        if not error <= (8 + (layer.p or 0)) * ROUNDING:  # nan, too
+            return error, f"{name} differs from the reference by {error:.2g} of its size"
+    return max(errors.values()), ""
 
 
 def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> dict[str, float]:

@@ -309,8 +309,8 @@ def test_the_operators_are_well_formed():
     inputs = (x.requires_grad_() for x in (q, k, v))
     torch.library.opcheck(launch.forward, (*inputs, True, *choices, *numbers), test_utils=checks)
     one = q[:, :, -1:].detach(), k.detach(), v.detach()
-    arguments = *one, *choices, ones[..., :1], *numbers[1:]
-    torch.library.opcheck(launch.decode, arguments, test_utils=checks)
+    arguments = *one, False, *choices, ones[..., :1], *numbers[1:]
+    torch.library.opcheck(launch.forward, arguments, test_utils=checks)
 
 
 def test_compiles_without_graph_breaks():

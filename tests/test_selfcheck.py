@@ -34,10 +34,9 @@ def wrong_slope(y):
 
 @pytest.fixture
 def automatic(monkeypatch):
-    """Makes 'auto' take the kernels, as on a GPU, none of which has been checked."""
+    """Makes 'auto' take the kernels, as on a GPU."""
     path = Attention.path
     monkeypatch.setattr(Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a))
-    monkeypatch.setattr(selfcheck, "CHECKED", {})
 
 
 @pytest.fixture(params=[raises, wrong_slope], ids=["raises", "wrong"])
@@ -80,16 +79,6 @@ def test_the_path_is_printed_with_the_reason_for_blocks(case, line, capsys):
     _, facts = check(case)
     assert capsys.readouterr().out == f"attention path: {line}\n"
     assert facts["attention_path"] == line.partition(" (")[0] and "largest_error" not in facts
-
-
-def test_an_attention_is_checked_once_a_process(automatic, monkeypatch):
-    checked, errors = [], selfcheck.relative_errors
-    monkeypatch.setattr(
-        selfcheck, "relative_errors", lambda *a: checked.append(a[0].p) or errors(*a)
-    )
-    for case in ("lssar_p3.py", "lssar_p3.py --seed=2 --n_layer=3", "lssar_p15.py"):
-        check(case)
-    assert checked == [3, 15]
 
 
 def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
