@@ -118,7 +118,6 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     objective = Objective(
         loss=module,
         batch=batch,
-        batch_location=lambda step: loader.batch_location(config.first_batch + step),
         flops_per_token=flops_per_token,
         validation=lambda: loader.validation_batches(config.val_tokens, config.batch_size),
         validation_batches=math.ceil(val_windows / (world_size * config.batch_size)),
@@ -143,7 +142,6 @@ class Objective:
 
     loss: Loss  # of a micro-batch
     batch: Callable[[int], Batch]
-    batch_location: Callable[[int], str]  # where it begins in the data
     flops_per_token: float = 0.0  # 0: not known
     validation: Callable[[], Iterator[Pair]] | None = None
     validation_batches: int = 0  # of a rank, at most
@@ -173,8 +171,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
             stop = all_reduce_max(len(received), device) > 0
             if new and (last or stop or t.step % config.checkpoint_interval == 0):
                 if not finite_weights(t.model):
-                    error, where = "its update left non-finite weights", t.step - 1
-                    stop_diverged(run, t.step, error, objective.batch_location(where))
+                    stop_diverged(run, t.step, "its update left non-finite weights")
                 log.sync()
                 saver.save("step", t.state(config))
                 if t.step == 0:
@@ -191,7 +188,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
             loss, grad_norm = train_step(t, objective.loss, batch, config.grad_clip)
             if not finite_step(loss, grad_norm, t.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(run, t.step + 1, error, objective.batch_location(t.step))
+                stop_diverged(run, t.step + 1, error)
             t.step, seconds = t.step + 1, time.perf_counter() - started
             flops_per_s = objective.flops_per_token * batch.tokens / (seconds * ranks)
             log.step(

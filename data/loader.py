@@ -82,10 +82,6 @@ class Loader(ABC):
         self._ahead = {step + 1: self._reader.submit(self._read, step + 1)}
         return copy_to(self.device, *batch.result())
 
-    @abstractmethod
-    def batch_location(self, step: int) -> str:
-        """Where the first of this rank's sequences of a step is found, as in "in FILE at 5"."""
-
     def validation_windows(self, max_tokens: int) -> int:
         """The whole windows in the first `max_tokens` validation tokens, or in all of them."""
         return min(self.val_tokens, max_tokens) // self.batching.block_size
@@ -94,7 +90,9 @@ class Loader(ABC):
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         """This rank's share of these windows: x, y, int64 [<= batch_size, block_size, ...].
 
-        Raises UserError, before the first batch, where there is no whole window.
+        A rank's share is the windows r, r + world_size, ..., so the sum over all ranks is the same
+        for any number of them. Only the last batch may be smaller. Raises UserError, before the
+        first batch, where there is no whole window, or a token is outside the vocabulary.
         """
 
     @abstractmethod
@@ -117,8 +115,7 @@ class TokenLoader(Loader):
 
     def __init__(self, data_dir: str | Path, batching: Batching, vocab_size: int) -> None:
         self.data_dir, self.source, self.vocab_size = data_dir, str(data_dir), vocab_size
-        self.paths = list_shards(data_dir, "train")
-        self._files, tokens = zip(*open_shards(self.paths), strict=True)
+        self._files, tokens = zip(*open_shards(list_shards(data_dir, "train")), strict=True)
         self.tokens = sum(tokens)
         self.val_tokens = sum(n for _, n in open_shards(list_shards(data_dir, "val"))) - 1
         # index of each shard's first window, then the total number of windows
@@ -126,16 +123,16 @@ class TokenLoader(Loader):
         self.first_window = np.concatenate([[0], np.cumsum(windows)])
         super().__init__(int(self.first_window[-1]), batching)
 
-    def batch_location(self, step: int) -> str:
-        shard, offset = self._locate(step)[0]
-        return f"in {self.paths[shard]} at token {offset}"
-
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        b = self.batching
-        share = slice(b.rank, None, b.world_size)
-        return validation_batches(
-            self.data_dir, b.block_size, max_tokens, batch_size, self.device, self.vocab_size, share
-        )
+        T, rank, world_size = self.batching.block_size, self.batching.rank, self.batching.world_size
+        tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
+        if len(tokens) <= T:
+            raise UserError(
+                f"{self.data_dir}: {len(tokens)} validation tokens, but one window takes {T + 1}"
+            )
+        windows = sliding_window_view(tokens, T + 1)[::T][rank::world_size]
+        parts = (windows[at : at + batch_size] for at in range(0, len(windows), batch_size))
+        return (copy_to(self.device, *inputs_and_targets(part, self.device)) for part in parts)
 
     def _locate(self, step: int) -> NDArray[np.int64]:
         """Shard number and token offset of each sequence of this rank, [b, 2]."""
@@ -202,34 +199,6 @@ def validation_tokens(
             check_ids(path, parts[-1], vocab_size)
             wanted -= len(parts[-1])
     return np.concatenate(parts)
-
-
-def validation_batches(
-    data_dir: str | Path,
-    block_size: int,
-    max_tokens: int,
-    batch_size: int,
-    device: str | torch.device = "cpu",
-    vocab_size: int = MAX_IDS,
-    share: slice = slice(None),
-) -> Batches:
-    """The first `max_tokens` validation tokens, or all, as whole windows.
-
-    Gives x, y, int64 [<= batch_size, block_size], y being x shifted by one token; only the last
-    batch may be smaller. A rank's `share` is the windows r, r + world_size, ..., so the sum over
-    all ranks is the same for any number of them, though some may have one window more than others.
-    Raises UserError where there is no whole window, or a token is not below `vocab_size`.
-    """
-    tokens = validation_tokens(data_dir, max_tokens, vocab_size)
-    if len(tokens) <= block_size:
-        raise UserError(
-            f"{Path(data_dir)}: {len(tokens)} validation tokens, but one window takes "
-            f"{block_size + 1}"
-        )
-    windows = sliding_window_view(tokens, block_size + 1)[::block_size][share]
-    parts = (windows[begin : begin + batch_size] for begin in range(0, len(windows), batch_size))
-    device = torch.device(device)
-    return (copy_to(device, *inputs_and_targets(part, device)) for part in parts)
 
 
 def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,15 +154,11 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
                 "the command that made the folder"
             )
     if not found:
-        raise UserError(f"{data_dir}: no *_{split}_*.bin there; {how_to_make(data_dir)}")
+        raise UserError(
+            f"{data_dir}: no *_{split}_*.bin there; make it with `python -m data.text FILES "
+            f"--out_dir {data_dir}` or `python -m data.fineweb --out_dir {data_dir}`: docs/data.md"
+        )
     return found
-
-
-def how_to_make(data_dir: str | Path) -> str:
-    return (
-        f"make it with `python -m data.text FILES --out_dir {data_dir}` or `python -m data.fineweb "
-        f"--out_dir {data_dir}`: docs/data.md"
-    )
 
 
 def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:

@@ -58,12 +58,6 @@ class Source:
         for text in islice(read_file(self.path, self.field), numbers.start, numbers.stop):
             yield text[slice(*self.characters)]
 
-    def __str__(self) -> str:
-        """Its name and, of a part of a file that was divided, where it begins."""
-        start = self.documents.start or self.characters[0]
-        unit = "document" if self.documents.start else "character"
-        return f"{self.name} from {unit} {start} on" if start else self.name
-
 
 def list_files(
     paths: Iterable[str | Path], without: Collection[str] = ()
@@ -229,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
     for name, part in ("training", train), ("validation", val):
         more = f", and {len(part) - NAMED} more" * (len(part) > NAMED)
-        print(f"{name}: {len(part)} files: {', '.join(map(str, part[:NAMED]))}{more}")
+        print(f"{name}: {len(part)} files: {', '.join(s.name for s in part[:NAMED])}{more}")
     identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
     name = f"text_{Path(args.tokenizer).stem}" + "_repeat" * bool(args.repeat)
     out_dir = args.out_dir or Path("data", name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from config import TOKENIZER, VOCABULARY, identify, tokenizer_file
+from config import TOKENIZER, VOCABULARY, tokenizer_file
 from errors import UserError
 from runtime.files import copy_file
 
@@ -30,13 +30,12 @@ SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. `name` identifies it in meta.json and checkpoints: see config.identify.
+    """Text to ids and back.
 
     Nothing is added to a text, and the mark of a special token within a text is ordinary text.
     Characters that UTF-8 cannot encode, lone surrogates, become U+FFFD.
     """
 
-    name: str
     n_vocab: int
     eot: int  # the id of the end of a text
     mark: str  # and its text
@@ -68,7 +67,7 @@ def open_gpt2() -> Tokenizer:
         special_tokens={END_OF_TEXT: 50256},
     )
     encode = partial(encoding.encode_to_numpy, disallowed_special=())
-    return Tokenizer("gpt2", 50257, 50256, END_OF_TEXT, encode, encoding.decode)
+    return Tokenizer(50257, 50256, END_OF_TEXT, encode, encoding.decode)
 
 
 def open_bytes() -> Tokenizer:
@@ -81,7 +80,7 @@ def open_bytes() -> Tokenizer:
         parts = [END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids]
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    return Tokenizer("bytes", 257, 256, END_OF_TEXT, encode, decode)
+    return Tokenizer(257, 256, END_OF_TEXT, encode, decode)
 
 
 def open_file(path: str) -> Tokenizer:
@@ -90,11 +89,11 @@ def open_file(path: str) -> Tokenizer:
     Raises UserError where the file cannot be read, has more ids than fit uint16, or has no token
     for the end of a text.
     """
-    name = identify(path)
+    file = str(tokenizer_file(path))
     try:
         import tokenizers
 
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        tokenizer = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error
     tokenizer.no_truncation()
@@ -114,7 +113,7 @@ def open_file(path: str) -> Tokenizer:
         return np.array(encoding.ids, dtype=np.uint16)
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    return Tokenizer(name, n_vocab, vocabulary[mark], mark, encode, decode)
+    return Tokenizer(n_vocab, vocabulary[mark], mark, encode, decode)
 
 
 @cache

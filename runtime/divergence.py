@@ -25,12 +25,12 @@ def finite_weights(model: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def stop_diverged(run: Path, step: int, error: str, location: str) -> None:
+def stop_diverged(run: Path, step: int, error: str) -> None:
     """End the run without saving, so that the newest checkpoint is a good one."""
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
         print(
-            f"error: step {step}: {error}; the batch begins {location}. The last checkpoint in "
-            f"{run} is good. Try a lower learning_rate, a longer warmup_iters or dtype = float32.",
+            f"error: step {step}: {error}. The last checkpoint in {run} is good. Try a lower "
+            "learning_rate, a longer warmup_iters or dtype = float32.",
             file=sys.stderr,
             flush=True,
         )

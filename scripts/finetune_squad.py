@@ -153,12 +153,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         parts = [tensors(chosen[i : i + size], device) for i in range(0, len(chosen), size)]
         return Batch(parts, len(chosen), tokens=sum(len(example.tokens) for example in chosen))
 
-    objective = Objective(
-        batch=batch,
-        batch_location=lambda step: f"in epoch {step // steps + 1}",
-        loss=lambda x, y: answer_loss(model, x, y),
-    )
-    return fit(config, training, objective)
+    return fit(config, training, Objective(lambda x, y: answer_loss(model, x, y), batch))
 
 
 def read_squad(path: str) -> list[Question]:

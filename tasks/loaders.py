@@ -1,7 +1,5 @@
 """The batches of each task: what train.py needs to know of the data that it trains on."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,23 +14,15 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
     """The batches of one rank. Raises UserError where the data do not fit the settings."""
     sequences = config.total_batch_size // config.block_size
     batching = Batching(config.block_size, sequences, config.seed, rank, world_size, device)
-    return LOADERS[config.task](config, batching)
-
-
-def open_language(config: Config, batching: Batching) -> TokenLoader:
-    """Batches of the shards in `data_dir`."""
+    if config.task == "orbits":
+        return OrbitLoader(config.systems, config.planets, config.bins, batching)
+    if config.task == "recall":
+        return RecallLoader(config.recall, batching)
     check_tokenizer(config.data_dir, config.tokenizer)
-    return TokenLoader(config.data_dir, batching, config.text_ids)
-
-
-def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
-    """Batches of simulated planets."""
-    return OrbitLoader(config.systems, config.planets, config.bins, batching)
-
-
-def open_recall(config: Config, batching: Batching) -> RecallLoader:
-    """Batches of a recall task."""
-    return RecallLoader(config.recall, batching, config.text_ids)
+    text = TokenLoader(config.data_dir, batching, config.text_ids)
+    if config.task == "language":
+        return text
+    return AlternatingLoader(text, RecallLoader(config.recall, batching, config.text_ids))
 
 
 class AlternatingLoader(Loader):
@@ -48,28 +38,8 @@ class AlternatingLoader(Loader):
         self.tokens, self.val_tokens = 2 * text.tokens, text.val_tokens
         super().__init__(2 * text.n_windows, text.batching)
 
-    def batch_location(self, step: int) -> str:
-        return self._of(step).batch_location(step // 2)
-
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         return self.text.validation_batches(max_tokens, batch_size)
 
-    def _of(self, step: int) -> Loader:
-        return self.recall if step % 2 else self.text
-
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        return self._of(step)._read(step // 2)
-
-
-def open_both(config: Config, batching: Batching) -> AlternatingLoader:
-    """Batches of text and of a recall task in turn."""
-    return AlternatingLoader(open_language(config, batching), open_recall(config, batching))
-
-
-# One entry for each value of the setting `task`.
-LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
-    "language": open_language,
-    "orbits": open_orbits,
-    "recall": open_recall,
-    "language+recall": open_both,
-}
+        return (self.recall if step % 2 else self.text)._read(step // 2)

@@ -32,9 +32,6 @@ class SimulatedLoader(Loader):
     unit: str  # what a sequence is called
     val_tokens = sys.maxsize  # made as they are needed
 
-    def batch_location(self, step: int) -> str:
-        return f"with {self.unit} {self._windows(step)[0]} of the {self.source}"
-
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         windows, batching = self.validation_windows(max_tokens), self.batching
         if windows < 1:

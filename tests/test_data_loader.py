@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from data import shards
-from data.loader import (
-    Batching,
-    TokenLoader,
-    shuffled,
-    validation_batches,
-    validation_tokens,
-)
+from data.loader import Batching, TokenLoader, shuffled, validation_tokens
 from errors import UserError
 
 T = 8
@@ -118,8 +112,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     tokens[T + 3 : T + 5] = 1050
     shards.write_shard(path, tokens)
     loader = open_loader(data_dir, 1, seed=0)
-    locations = [loader.batch_location(step) for step in range(19)]
-    bad = locations.index(f"in {path} at token {T}")
+    bad = [loader._locate(step).tolist() for step in range(19)].index([[2, T]])
     for step in {*range(19)} - {bad}:
         loader.batch(step)
     with pytest.raises(UserError, match=f"{path}: token {T + 3} is 1050, .* 0 to 1049"):
@@ -165,7 +158,7 @@ def test_too_little_is_refused(data_dir):
     ):
         open_loader(data_dir, 20, seed=0)
     with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens, .* takes 65"):
-        validation_batches(data_dir, 64, max_tokens=1000, batch_size=1)
+        TokenLoader(data_dir, Batching(64, 1, 0), 1050).validation_batches(1000, 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -180,7 +173,8 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
         assert x[:, 0].tolist() == starts and all(len(x) == 2 for x, _ in batches[:-1])
         assert torch.equal(y, x + 1) and (x == x[:, :1] + torch.arange(T)).all()
     # all there are: 49 tokens have a successor
-    assert sum(len(x) for x, _ in validation_batches(data_dir, T, 10**9, 4)) == 6
+    everything = open_loader(data_dir, 8, seed=0).validation_batches(10**9, 4)
+    assert sum(len(x) for x, _ in everything) == 6
 
 
 @pytest.mark.cuda
@@ -192,5 +186,5 @@ def test_batches_on_a_gpu(data_dir):
         x, y = loader.batch(step)
         assert x.is_cuda and y.is_cuda and torch.equal(x.cpu(), host.batch(step)[0])
     assert loader._ahead[5].result()[0].is_pinned()
-    x, _ = next(validation_batches(data_dir, T, 48, 2, device="cuda"))
+    x, _ = next(loader.validation_batches(48, 2))
     assert x.is_cuda and x[0].tolist() == list(range(1000, 1008))

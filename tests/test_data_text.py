@@ -66,7 +66,7 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
         folder = folder.rename(tmp_path / name)
         sources = text.inspect(text.list_files([folder]))
         train, val = text.split(sources, None)
-        assert len(sources) == 25 and sorted(map(str, sources)) == sorted(map(str, train + val))
+        assert len(sources) == 25 and sources == sorted(train + val, key=lambda s: s.name)
         assert [source.name for source in val] == ["18.txt", "20.txt"]
     assert [len(part) for part in text.split(sources[:2], None)] == [1, 1]
     foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
@@ -160,7 +160,6 @@ def test_where_a_single_document_is_divided(tmp_path, content, val):
     (source,) = text.inspect([("x.txt", path)])
     parts = [list(part.read()) for (part,) in text.divide(source)]
     assert parts == [[content.removesuffix(val)], [val]]
-    assert str(text.divide(source)[1][0]) == f"x.txt from character {len(content) - len(val)} on"
 
 
 def test_a_single_file_of_documents_is_divided_between_two(tmp_path):

@@ -18,7 +18,7 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkey
             train("run", "--resume", "--max_iters=6", f"--checkpoint_interval={interval}")
         message = capsys.readouterr().err
         assert stop.value.code == 1
-        for part in (where, ".bin at token", "is good"):
+        for part in (where, "is good"):
             assert part in message
         assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == before
 

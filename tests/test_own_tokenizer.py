@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from config import identify
 from data import text
 from data.tokenizer import get_tokenizer
 from errors import UserError
@@ -38,19 +39,19 @@ def made(tmp_path_factory):
 
 def test_a_tokenizers_file_goes_with_shards_runs_and_exports(made, train, call, tmp_path, capsys):
     file, shards, other = made
-    content, own = file.read_bytes(), get_tokenizer(str(file))
+    content, own, identity = file.read_bytes(), get_tokenizer(str(file)), identify(str(file))
     assert (shards / "tokenizer.json").read_bytes() == content
     meta = json.loads((shards / "meta.json").read_text())
-    assert meta["tokenizer"] == own.name and own.n_vocab == 300
+    assert meta["tokenizer"] == identity and own.n_vocab == 300
 
     data = f"--data_dir={shards}"
     hint = f"but tokenizer = 'bytes'; give --tokenizer={shards / 'tokenizer.json'}"
-    refused(capsys, lambda: train("run", data), own.name, hint)
+    refused(capsys, lambda: train("run", data), identity, hint)
     refused(capsys, lambda: train("run", data, f"--tokenizer={other}"), "other.json' (sha256:")
     folder = train("run", data, f"--tokenizer={file}")
     assert (folder / "tokenizer.json").read_bytes() == content
     more = (data, "--resume", "--max_iters=9")
-    say = f"was trained with tokenizer = {own.name!r}, so it cannot be resumed with 'sha256:"
+    say = f"was trained with tokenizer = {identity!r}, so it cannot be resumed with 'sha256:"
     refused(capsys, lambda: train("run", *more, f"--tokenizer={other}"), say)
     train("run", *more, f"--tokenizer={shards / 'tokenizer.json'}")  # another copy
     assert sorted(metrics(folder)) == list(range(1, 10))
@@ -66,7 +67,7 @@ def test_a_tokenizers_file_goes_with_shards_runs_and_exports(made, train, call, 
     call(export_hf, moved, tmp_path / "export")
     assert (tmp_path / "export/tokenizer.json").read_bytes() == content
     exported = json.loads((tmp_path / "export/config.json").read_text())
-    assert exported["settings"]["tokenizer"] == own.name and exported["vocab_size"] == 300
+    assert exported["settings"]["tokenizer"] == identity and exported["vocab_size"] == 300
     assert exported["eos_token_id"] == own.eot
     special = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
     assert special["eos_token"] == "</s>"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from config import choices
-from data.loader import Batching, TokenLoader, validation_batches
+from data.loader import Batching, TokenLoader
 from errors import UserError
 from evaluation import mean_loss
 from model import GPT
@@ -131,7 +131,8 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     if first:
         call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
         (of_text,) = json.loads((run / "eval_length.json").read_text())
-        ((x, y),) = validation_batches(shards, 64, 512, 8)
+        text = TokenLoader(shards, Batching(64, 8, 0), 257)
+        ((x, y),) = text.validation_batches(512, 8)
         assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(model(x, y).item(), rel=1e-5)
 
 
