@@ -85,13 +85,13 @@ class Config:
     positions: str = setting("rope", "'learned' positions are GPT-2's own, and end at block_size",
                              choices=("rope", "alibi", "none", "learned"))
     rope_theta: float = setting(10000.0, "base of RoPE", at_least=1, needs=ROPE)
-    nope_every: int = setting(0, "every Nth layer has no RoPE (SmolLM3, Llama 4: 4)",
-                              at_least=0, needs=ROPE)
+    nope_every: int = setting(0, "every Nth layer has no RoPE, or with nope_share such a share of "
+                              "heads (SmolLM3, Llama 4: 4)", at_least=0, needs=ROPE)
     nope_share: float = setting(0.0, "share of heads, the first, without RoPE or ALiBi",
                                 at_least=0, below=1, needs=HYBRID)
     local_window: int | None = setting(
-        None, "the heads beyond nope_share are softmax over this many keys; None: as the first "
-        "heads", at_least=1)
+        None, "heads with positions are softmax over this many keys, beside heads without; None: "
+        "as these", at_least=1)
     softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50", above=0)
     sink: str = setting(
         "none", "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score "
@@ -229,10 +229,11 @@ class Config:
         """The number of heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
-    @property
-    def nope_heads(self) -> int:
-        """The number of heads without positions, in a layer where others have them."""
-        return round(self.n_head * self.nope_share)
+    def nope_heads(self, layer: int = 0) -> int:
+        """The number of heads of a layer without positions, where other heads have them."""
+        if self.nope_every and (layer + 1) % self.nope_every:
+            return 0
+        return round(self.n_head * (self.nope_share or bool(self.nope_every)))
 
     @property
     def variant_name(self) -> str:
@@ -540,14 +541,16 @@ def check_model(config: Config) -> None:
         )
     group = config.n_head // config.kv_heads
     heads = config.nope_share * config.n_head
-    whole = math.isclose(heads, config.nope_heads, abs_tol=1e-9)
-    if not whole or config.nope_heads % group:
+    if not math.isclose(heads, round(heads), abs_tol=1e-9) or round(heads) % group:
         raise UserError(
             f"nope_share = {config.nope_share:g} of n_head = {config.n_head} is {heads:g} heads; "
             f"it must be a multiple of n_head / n_kv_head = {group} heads"
         )
-    if config.local_window is not None and not config.nope_heads:
-        raise UserError("local_window is for the heads beyond nope_share, which is 0")
+    if config.local_window is not None and not (config.nope_share or config.nope_every):
+        raise UserError(
+            "local_window is for heads with positions beside heads without: set nope_share or "
+            "nope_every"
+        )
 
 
 def check_training(config: Config) -> None:

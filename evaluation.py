@@ -79,8 +79,8 @@ def attention_weights(
     return [torch.cat([reduced[part] for part in attentions], dim=1) for attentions in by_layer]
 
 
-def head_windows(config: Config) -> list[int | None]:
-    """How many keys a row of each head sees at most, in every layer; None: all up to its own."""
+def head_windows(config: Config) -> list[list[int | None]]:
+    """By layer, how many keys a row of each head sees at most; None: all up to its own."""
     others = config.window if config.local_window is None else config.local_window
-    nope = config.nope_heads
-    return [config.window] * nope + [others] * (config.n_head - nope)
+    global_heads = map(config.nope_heads, range(config.n_layer))
+    return [[config.window] * n + [others] * (config.n_head - n) for n in global_heads]

@@ -10,7 +10,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import VARIANTS
 from attention_paths.module import Attention
 from attention_paths.reference import Context, share_parameters
 from config import Config
@@ -32,33 +31,33 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 class SelfAttention(nn.Module):
     """Attention between its two projections; in a hybrid the heads are in two parts."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
-        self.n_head, self.nope_heads, self.group = H, config.nope_heads, H // config.kv_heads
+        self.layer, self.nope_heads = layer, config.nope_heads(layer)
+        self.n_head, self.group = H, H // config.kv_heads
         self.projections = build_projections(config)
         self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
         self.c_proj = nn.Linear(H * d, n, bias=bias)
-        self.attention, self.local = build_parts(config)
+        self.attention, self.local = build_parts(config, layer)
         self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
         gates = {"none": 0, "head": H, "element": H * d}[config.gate]
         self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
         # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
         self.c_forget = nn.Linear(n, H) if config.forget else None
-        self.numbers = VARIANTS[config.attention].from_input
+        self.numbers = self.attention.variant.from_input
         self.c_rows = nn.Linear(n, len(self.numbers) * H, bias=False) if self.numbers else None
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+        rotation = rotation if self.nope_heads < self.n_head else None
         q, kv = self.project(x, rotation)  # q [B, H, L, d]; kv: k and v [B, Hk, L, d], or factors
         context, decoding = self.context(x, rotation), cache is not None and x.shape[1] == 1
         out = []
         for part, (attention, heads) in enumerate(self.parts()):
             seen, own = self.projections.of_heads(kv, heads), self.of_heads(context, heads)
             if cache is not None:
-                seen, own = cache.append((layer, part), seen, own, attention)
+                seen, own = cache.append((self.layer, part), seen, own, attention)
             k, v = self.projections.keys_and_values(seen, decoding)
             out.append(attention(q[:, heads], k, v, own))
         # joining the heads of one part copies nothing: kernels lay them out side by side
@@ -125,15 +124,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.ln_1, self.attn = build_norm(config), SelfAttention(config)
+        self.ln_1, self.attn = build_norm(config), SelfAttention(config, layer)
         self.ln_2, self.mlp = build_norm(config), MLP(config)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rotation, cache, layer)
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotation, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -145,7 +142,7 @@ class Trunk(nn.Module):
         self.config = config
         learned = config.positions == "learned"
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
-        blocks = [Block(config) for _ in range(config.n_layer)]
+        blocks = [Block(config, layer) for layer in range(config.n_layer)]
         share_parameters([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
@@ -161,10 +158,8 @@ class Trunk(nn.Module):
         rotation = None if self.rope is None else self.rope(start, end, length)
         if self.wpe is not None:
             x = x + self.wpe.weight[start:end]
-        every = self.config.nope_every
-        for layer, block in enumerate(self.blocks):
-            rotates = every == 0 or (layer + 1) % every != 0
-            x = block(x, rotation if rotates else None, cache, layer)
+        for block in self.blocks:
+            x = block(x, rotation, cache)
         if cache:
             cache.length = end
         return self.ln_f(x)
@@ -274,7 +269,7 @@ class GPT(nn.Module):
             if scaling != "none" or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
-        if scaling == "yarn" and self.config.nope_heads and self.config.local_window is None:
+        if scaling == "yarn" and self.config.nope_share and self.config.local_window is None:
             raise UserError(
                 "rope scaling = 'yarn' scales the scores of all heads of a layer, but nope_share = "
                 f"{self.config.nope_share} leaves heads without RoPE"

@@ -166,5 +166,6 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
 
 def share_parameters(layers: list[ReferenceAttention]) -> None:
     """Make all layers share SSMax's p_n, as in the paper."""
-    for layer in layers[1:]:
-        layer.p_n = layers[0].p_n
+    learning = [layer for layer in layers if layer.p_n is not None]
+    for layer in learning[1:]:
+        layer.p_n = learning[0].p_n

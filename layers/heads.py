@@ -20,7 +20,7 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
 
 def build_attention(config: Config, heads: range) -> Attention:
     """The attention of these heads of a layer."""
-    alibi = [h for h in heads if h >= config.nope_heads and config.positions == "alibi"]
+    alibi = [h for h in heads if h >= config.nope_heads() and config.positions == "alibi"]
     return Attention(
         VARIANTS[config.attention],
         len(heads),
@@ -36,11 +36,12 @@ def build_attention(config: Config, heads: range) -> Attention:
     )
 
 
-def build_parts(config: Config) -> tuple[Attention, Attention | None]:
-    """The attention of a layer, and of its local heads in a hybrid.
+def build_parts(config: Config, layer: int = -1) -> tuple[Attention, Attention | None]:
+    """The attention of a layer's heads or, where they differ, of the first heads and of the others.
 
-    With a local_window the heads beyond nope_share are softmax over that many keys, whatever
-    attention the first heads have. Raises UserError where settings contradict the variant.
+    With a local_window the heads with positions are softmax over that many keys, whatever attention
+    the heads without positions have; the default layer has such heads. Raises UserError where
+    settings contradict the variant.
     """
     check_choice("attention", config.attention, VARIANTS)
     check_settings(config, VARIANTS[config.attention])
@@ -48,8 +49,9 @@ def build_parts(config: Config) -> tuple[Attention, Attention | None]:
     parts = [(config, heads)]
     if config.local_window is not None:
         local = config.replace(attention="softmax", p=None, window=config.local_window)
-        parts = [(config, heads[: config.nope_heads]), (local, heads[config.nope_heads :])]
-    first, *others = [build_attention(settings, heads) for settings, heads in parts]
+        split = config.nope_heads(layer)
+        parts = [(config, heads[:split]), (local, heads[split:])]
+    first, *others = [build_attention(settings, heads) for settings, heads in parts if heads]
     return first, others[0] if others else None
 
 

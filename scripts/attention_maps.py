@@ -43,7 +43,7 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
 
     variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
-    head_windows        the most keys that a row of each head sees; null: all up to its own
+    head_windows        by layer, the most keys that each head sees in a row; null: all
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
@@ -192,7 +192,7 @@ def row_statistics(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
     sums = torch.zeros(())
     for idx in windows:
         numbers = weights(run, layer, idx, row_numbers).double()
-        sums = sums + group_sums(numbers, keys_seen(run.config, idx.shape[1]))
+        sums = sums + group_sums(numbers, keys_seen(run.config, layer, idx.shape[1]))
     return summary(sums, idx.shape[1])
 
 
@@ -206,9 +206,9 @@ def weights(
     return A[0].cpu()
 
 
-def keys_seen(config: Config, length: int) -> Tensor:
+def keys_seen(config: Config, layer: int, length: int) -> Tensor:
     """How many keys the rows of each head see, [H, length]."""
-    most = [length if window is None else window for window in head_windows(config)]
+    most = [length if window is None else window for window in head_windows(config)[layer]]
     return torch.arange(1, length + 1).minimum(torch.tensor(most)[:, None])
 
 
@@ -261,13 +261,14 @@ def mean_over_heads(part: dict, name: str) -> float:
 
 def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dict:
     """The values of the part of --distances, over windows [1, length]."""
-    pairs, found = visible_pairs(length, head_windows(run.config)), []
+    pairs, found = visible_pairs(length, head_windows(run.config)), []  # [layers, H, groups]
     for idx in windows:
         with autocast(run.device, run.dtype):
             # the signs of weights, in a byte each
             signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
-        found.append(torch.stack([shares(layer[0], pairs) for layer in signs]))
-    positive, dead_rows, dead_keys = torch.stack(found).mean(0).split((pairs.shape[1], 1, 1), -1)
+        layers = zip(signs, pairs, strict=True)
+        found.append(torch.stack([shares(A[0], seen) for A, seen in layers]))
+    positive, dead_rows, dead_keys = torch.stack(found).mean(0).split((pairs.shape[-1], 1, 1), -1)
     return {
         "length": length,
         "distances": distances(length),
@@ -277,11 +278,11 @@ def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dic
     }
 
 
-def visible_pairs(length: int, windows: Sequence[int | None]) -> Tensor:
-    """How many pairs of query and key each head sees in each group of distances, [H, groups]."""
+def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:
+    """How many pairs of query and key heads see in groups of distances, [layers, H, groups]."""
     distance = torch.arange(length)
-    pairs = [(length - distance) * (distance < (window or length)) for window in windows]
-    return grouped(torch.stack(pairs)).double()
+    most = torch.tensor([[window or length for window in heads] for heads in windows])
+    return grouped((length - distance) * (distance < most[..., None])).double()
 
 
 def shares(sign: Tensor, pairs: Tensor) -> Tensor:
@@ -304,10 +305,10 @@ def mean_shares(result: dict) -> dict[str, float]:
     part = result["parts"][BY_DISTANCE]
     length, last = part["length"], torch.tensor(part["distances"])  # of each group
     pairs = visible_pairs(length, result["head_windows"])
-    positive = with_nan(part["positive"]).mean(0).nan_to_num() * pairs
+    positive = with_nan(part["positive"]).nan_to_num() * pairs
     first = last.roll(1).add(1).index_fill(0, torch.tensor(0), 0)
     of = {"near": last < max(1, NEAR * length), "far": first >= length / 2, "all": last >= 0}
-    means = {k: (positive[:, at].sum() / pairs[:, at].sum()).item() for k, at in of.items()}
+    means = {k: (positive[..., at].sum() / pairs[..., at].sum()).item() for k, at in of.items()}
     dead = {k: torch.tensor(part[k.replace(" ", "_")]) for k in ("dead rows", "dead keys")}
     return means | {k: shares.mean().item() for k, shares in dead.items()}
 
@@ -315,7 +316,7 @@ def mean_shares(result: dict) -> dict[str, float]:
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
     part = result["parts"][BY_DISTANCE]
-    shares = with_nan(part["positive"]).mean(0).nanmean(0).tolist()
+    shares = with_nan(part["positive"]).flatten(0, 1).nanmean(0).tolist()
     return [distance + 1 for distance in part["distances"]], shares
 
 
@@ -357,7 +358,7 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
     low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
     distance = torch.arange(L)[:, None] - torch.arange(L)
-    unseen = (distance < 0) | (distance >= keys_seen(run.config, L)[..., None])
+    unseen = (distance < 0) | (distance >= keys_seen(run.config, layer, L)[..., None])
     figure, all_axes = panels(H)
     for axes, head in zip(all_axes, A.masked_fill(unseen, math.nan).numpy(), strict=True):
         image = axes.imshow(head, vmin=low, vmax=CLAMP, cmap=colours)

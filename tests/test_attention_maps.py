@@ -76,7 +76,7 @@ def test_counts_of_a_window():
     for query, key in ((0, 0), (1, 0), (3, 3), (3, 1)):  # query 2 has none
         A[0, query, key] = 0.5
     A[1, 1, 0], A[1, 2, 2], A[1, 3, 3] = -1e-40, -0.5, 0.5  # query 0 has none, no later one key 1
-    shares = attention_maps.shares(A.sign(), attention_maps.visible_pairs(4, [None, None]))
+    shares = attention_maps.shares(A.sign(), attention_maps.visible_pairs(4, [[None, None]])[0])
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
     assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
     assert shares[1].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
@@ -100,7 +100,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     more = ("--lengths", "16", "--tokens", "32", "--text", TEXT[:20], "--rope", "none")
     call(attention_maps, run, *more, "--distances")
     (result,) = read(run)
-    assert result["head_windows"] == list(windows)
+    assert result["head_windows"] == [list(windows)] * 2
     limits = [window or 16 for window in windows]
     entropies, firsts, positive, dead_rows, dead_keys = [[], []], [[], []], {}, [], []
     for ids in validation_ids(shards, 16, 2):

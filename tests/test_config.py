@@ -181,7 +181,7 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
 
 def test_derived_values():
     for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
-        assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads == heads
+        assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads() == heads
     config = load_config([at("lssar_p3.py")])
     assert Config(**config.as_dict()) == config
     assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
@@ -235,7 +235,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "'linear'"),
         ("--nope_every=4 --positions=none", "nope_every = 4 has an effect with positions = 'rope'"),
         ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
-        ("--local_window=9", "local_window is for the heads beyond nope_share, which is 0"),
+        ("--local_window=9", "beside heads without: set nope_share or nope_every"),
         ("--min_lr=1e-5 --schedule=constant", "an effect with schedule = 'cosine' or 'trapezoid"),
         # the command line itself
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),

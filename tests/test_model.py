@@ -32,6 +32,9 @@ COMBINED = [
     "softmax.py --positions=alibi --nope_share=0.5",
     "lssar_p3.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --qk_norm=True",
     "lssar_p3.py --forget=True --nope_share=0.5 --local_window=3",
+    "softmax.py --nope_every=2",
+    "lssar_p3.py --nope_every=2 --nope_share=0.5 --local_window=3",
+    "asentmax.py --positions=rope --nope_every=2 --nope_share=0 --local_window=3",
     "stick_breaking.py --projections=tpa",
     "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
     "softmax.py --projections=tpa --positions=alibi",
@@ -202,7 +205,15 @@ def tensor_products(config, u):
         yield torch.einsum("blrh,brld->bhld", a.unflatten(-1, (rank, H)), b) / rank
 
 
-def linear_projections(config, layer, u):
+def nope_heads(config, number):
+    """How many heads of layer `number` have no positions where others have."""
+    share = config.nope_share
+    if config.nope_every:
+        share = 0 if (number + 1) % config.nope_every else share or 1
+    return round(config.n_head * share)
+
+
+def linear_projections(config, number, layer, u):
     """q [B, H, L, d], k and v [B, Hk, L, d], after QK norm and RoPE."""
     heads = config.n_head, config.kv_heads, config.kv_heads
     q, k, v = u.unflatten(-1, (sum(heads), -1)).transpose(1, 2).split(heads, dim=1)
@@ -210,19 +221,20 @@ def linear_projections(config, layer, u):
         q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
         q, k = q * layer.q_norm.weight, k * layer.k_norm.weight
     if config.positions == "rope":
-        first = config.nope_heads // (config.n_head // config.kv_heads)
-        q = torch.cat((q[:, : config.nope_heads], turned(q[:, config.nope_heads :])), dim=1)
+        nope = nope_heads(config, number)
+        first = nope // (config.n_head // config.kv_heads)
+        q = torch.cat((q[:, :nope], turned(q[:, nope:])), dim=1)
         k = torch.cat((k[:, :first], turned(k[:, first:])), dim=1)
     return q, k, v
 
 
-def layer_by_formula(config, layer, x, score_scale):
+def layer_by_formula(config, number, layer, x, score_scale):
     """A layer's output [B, L, n] from its weights, its settings and tests.textbook."""
     u = layer.c_attn(x)
     if config.projections == "tpa":
         q, k, v = tensor_products(config, u)
     else:
-        q, k, v = linear_projections(config, layer, u)
+        q, k, v = linear_projections(config, number, layer, u)
     k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
     numbers, log_forget = {}, None
     if layer.c_rows is not None:
@@ -232,11 +244,12 @@ def layer_by_formula(config, layer, x, score_scale):
         gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
         log_forget = gates.log().transpose(1, 2)
     context, out = Context(score_scale, numbers, log_forget), []
-    split = config.nope_heads if config.local_window else config.n_head
-    for attention, heads in ((layer.attention, slice(split)), (layer.local, slice(split, None))):
-        if attention is not None:
+    split = nope_heads(config, number) if config.local_window else config.n_head
+    of_local = (layer.local if split else layer.attention, slice(split, None))
+    for attention, heads in ((layer.attention, slice(split)), of_local):
+        if len(range(config.n_head)[heads]):
             part = context.part((slice(None), heads), slice(None), slice(None))
-            if config.local_window and attention is layer.attention:  # no RoPE, no YaRN
+            if config.local_window and heads.stop:  # no RoPE, no YaRN
                 part = Context(1.0, part.numbers, part.log_forget)
             out.append(textbook.attention(attention, q[:, heads], k[:, heads], v[:, heads], part))
     y = torch.cat(out, dim=1).transpose(1, 2)
@@ -251,20 +264,26 @@ def layer_by_formula(config, layer, x, score_scale):
 def test_a_layer_is_its_formula(case):
     """At a length beyond the training length, with YaRN's factor on the scores of RoPE's heads."""
     model = small_model(case)
-    config, layer = model.config, model.trunk.blocks[0].attn
-    for norm in (layer.q_norm, layer.k_norm):
-        if norm is not None:
-            norm.weight.copy_(torch.rand(config.d_head))
-    x, rotation, factor = torch.randn(2, 20, 16, dtype=torch.float64), None, 1.0
+    config, x, rotation = model.config, torch.randn(2, 20, 16, dtype=torch.float64), None
+    shared = config.positions != "rope" or (config.nope_share and not config.local_window)
     if config.positions == "rope":
-        factor = 1.7 if config.local_window or not config.nope_heads else 1.0
-        rotation = Rotation(*angles_of(20, d=config.d_head), factor)
-    alibi = config.n_head - config.nope_heads if config.positions == "alibi" else 0
-    assert layer.attention.alibi_heads == alibi and layer.attention.window == config.window
-    if config.local_window:
-        assert layer.local.variant is VARIANTS["softmax"] and layer.local.p is None
-        assert layer.local.window == config.local_window
-    assert_near(layer(x, rotation, None, 0), layer_by_formula(config, layer, x, factor))
+        rotation = Rotation(*angles_of(20, d=config.d_head), 1.0 if shared else 1.7)
+    for number in range(2 if config.nope_every else 1):
+        layer, nope = model.trunk.blocks[number].attn, nope_heads(config, number)
+        for norm in (layer.q_norm, layer.k_norm):
+            if norm is not None:
+                norm.weight.copy_(torch.rand(config.d_head))
+        own, local = layer.attention, layer.local if nope else layer.attention
+        if nope or not config.local_window:
+            alibi = config.n_head - nope if config.positions == "alibi" else 0
+            assert own.variant is VARIANTS[config.attention] and own.alibi_heads == alibi
+            assert own.window == config.window
+        if config.local_window and nope < config.n_head:
+            assert local.variant is VARIANTS["softmax"] and local.p is None
+            assert local.window == config.local_window
+        factor = 1.0 if shared or nope == config.n_head else 1.7
+        expected = layer_by_formula(config, number, layer, x, factor)
+        assert_near(layer(x, rotation, None), expected)
 
 
 def test_a_block_is_gpt2s():
@@ -272,7 +291,7 @@ def test_a_block_is_gpt2s():
     model = small_model("softmax.py", "--n_layer=1")
     trunk, (block,) = model.trunk, model.trunk.blocks
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    y = x + block.attn(block.ln_1(x), trunk.rope(0, 6, 6), None, 0)
+    y = x + block.attn(block.ln_1(x), trunk.rope(0, 6, 6), None)
     assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
 
 
@@ -389,15 +408,6 @@ def test_learned_positions_are_added_and_end():
     assert 0.015 < std < 0.025
 
 
-@pytest.mark.parametrize("every, rotated", [(0, "1111"), (2, "1010"), (4, "1110")])
-def test_every_nth_layer_has_no_rope(every, rotated):
-    model, seen = small_model("softmax.py", "--n_layer=4", f"--nope_every={every}"), []
-    for block in model.trunk.blocks:
-        block.attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
-    model(tokens(1, 5))
-    assert "".join("01"[rotation is not None] for rotation in seen) == rotated
-
-
 # ---- cache and generation ----
 
 
@@ -406,7 +416,7 @@ def test_every_nth_layer_has_no_rope(every, rotated):
 @pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED])
 def test_a_cache_changes_nothing(case, window):
     model = small_model(case, f"--window={window}")
-    if model.config.positions == "rope" and not model.config.nope_heads:
+    if model.config.positions == "rope" and not model.config.nope_share:
         model.scale_rope("yarn")
     x = model.wte(tokens(2, 24))  # beyond the training length
     whole = model.trunk(x)
@@ -415,8 +425,10 @@ def test_a_cache_changes_nothing(case, window):
         pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
         assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
         assert cache.length == 24
-        for (_, part), (key, value, *_) in cache.layers.items():
-            own = model.config.local_window if part else window
+        for (number, part), (key, value, *_) in cache.layers.items():
+            own, nope = window, nope_heads(model.config, number)
+            if model.config.local_window and (part or not nope):
+                own = model.config.local_window
             assert key.shape[2] == value.shape[2] == min(24, own or 24)
 
 
