@@ -71,8 +71,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attention import DEAD
 from config import Config
@@ -82,7 +82,7 @@ from evaluation import attention_weights, head_windows
 from runtime.device import autocast
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
-from scripts.common.runner import Run, as_command, load_run, option
+from scripts.common.runner import Results, Run, as_command, load_run, option
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, OnText, stretches, windows
 
@@ -323,15 +323,15 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
 # ---- the tables and the pictures ----
 
 
-def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: AttentionMaps, results: Results) -> dict[str, Figure]:
     """Print a table of every part, with a line for every run; draw the distances."""
     # the lengths of runs with other training lengths differ
-    for names in zip(*(result["parts"] for _, result in runs), strict=True):
+    for names in zip(*(result["parts"] for result in results.values()), strict=True):
         if names[0] == BY_DISTANCE:
-            return {"weights_by_distance": show_distances(runs)}
+            return {"weights_by_distance": show_distances(results)}
         print(f"\nlayer {evaluation.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
-        for (run, result), name in zip(runs, names, strict=True):
+        for (run, result), name in zip(results.items(), names, strict=True):
             part = result["parts"][name]
             means = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
             table.append([run, str(part["length"]), *means])
@@ -339,14 +339,15 @@ def show(evaluation: AttentionMaps, runs: list[tuple[str, dict]]) -> dict[str, F
     return {}
 
 
-def show_distances(runs: Sequence[tuple[str, dict]]) -> Figure:
+def show_distances(results: Results) -> Figure:
     """A line and a curve for every run."""
-    length = runs[0][1]["parts"][BY_DISTANCE]["length"]
+    length = next(iter(results.values()))["parts"][BY_DISTANCE]["length"]
     print(f"\nshare of positive weights, validation tokens in windows of {length}")
-    means = {name: mean_shares(result) for name, result in runs}
-    table = [[name, *(f"{mean:.4f}" for mean in of_run.values())] for name, of_run in means.items()]
-    print_table([["", *means[runs[0][0]]], *table], width=11)
-    curves = [Curve(name, *positive_curve(result)) for name, result in runs]
+    means = {name: mean_shares(result) for name, result in results.items()}
+    table = [["", *next(iter(means.values()))]]
+    table += [[name, *(f"{share:.4f}" for share in of.values())] for name, of in means.items()]
+    print_table(table, width=11)
+    curves = [Curve(name, *positive_curve(result)) for name, result in results.items()]
     x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
     return draw_curves({"": curves}, x, y, "x")
 

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, load_config
 from errors import UserError, command

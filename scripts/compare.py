@@ -27,8 +27,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import load_config, names, parse, require_known_setting
 from errors import UserError, command
@@ -78,10 +78,8 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
     for key in grid:
         require_known_setting(key, "the command line")
         if key not in COMPARABLE:
-            raise UserError(
-                f"--{key}: entries cannot differ in it; a file for --scale FILE.py sets it for all "
-                "entries, and --seeds 3 trains three seeds"
-            )
+            instead = "set it for all entries in --scale FILE.py (seeds: --seeds 3)"
+            raise UserError(f"--{key}: entries cannot differ in it; {instead}")
     values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
     entries: dict[str, Entry] = {}
     used: set = set()

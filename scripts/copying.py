@@ -43,14 +43,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Run, as_command, option, title_of, with_controls
+from scripts.common.runner import Results, Run, as_command, option, title_of, with_controls
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     Controlled,
@@ -90,10 +90,9 @@ class Copying(Controlled):
             raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
         available, needed = len(checked_tokens(config)), max(longest, self.passages * size)
         if available < needed:
-            raise UserError(
-                f"{config.data_dir}: {available} validation tokens, but {self.passages} passages "
-                f"of {size} tokens and a lag of {longest} take {needed}"
-            )
+            asked = f"{self.passages} passages of {size} tokens and a lag of {longest}"
+            found = f"{config.data_dir}: {available} validation tokens"
+            raise UserError(f"{found}, but {asked} take {needed}")
         return super().facts(config) | {"passages": self.passages, "passage_tokens": size}
 
     def parts(self, config: Config) -> list[str]:
@@ -163,12 +162,11 @@ def shares_kept(result: dict) -> dict[int, float | str]:
     return {lag: share(lag) for lag in lags if lag >= trained}
 
 
-def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: Copying, results: Results) -> dict[str, Figure]:
     """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
-    results, curves = [result for _, result in runs], []
-    title = title_of(results)
+    title, curves = title_of(results.values()), []
     print("\n" + ", ".join(filter(None, (UNIT, title))))
-    for name, result, is_control in with_controls(runs):
+    for name, result, is_control in with_controls(results):
         lags = sorted(map(int, result["parts"]))
         worths, errors = zip(*(worth_at(result, [lag]) for lag in lags), strict=True)
         kept = shares_kept(result)
@@ -183,7 +181,7 @@ def show(evaluation: Copying, runs: list[tuple[str, dict]]) -> dict[str, Figure]
         drawn = np.where([kept.get(lag) == "hurt" for lag in lags], math.nan, worths)
         low, high = drawn - errors, drawn + errors
         curves.append(Curve(name, lags, drawn, low, high, thin=is_control))
-    return {"copying": draw_by_length(results, title, curves, "lag", UNIT)}
+    return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
 
 
 main = as_command(Copying, show)

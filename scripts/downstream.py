@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError, first_line
-from scripts.common import runner
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Run, option, require
+from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
@@ -179,20 +178,20 @@ def readable(results: dict) -> dict:
     return tables
 
 
-def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: Downstream, results: Results) -> dict[str, Figure]:
     """Print all scores; there is no picture."""
-    for name, result in named:
+    for name, result in results.items():
         print(
             f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "
             f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
         )
     table = [["task", "metric", "run", "value", "stderr", "samples"]]
-    for part, measured in named[0][1]["parts"].items():
+    for part, measured in next(iter(results.values()))["parts"].items():
         # a group has its own score, a tag has only the scores of its tasks
         tasks = [part] if part in measured["scores"] else measured["scores"]
         for task, metric in ((t, m) for t in tasks for m in measured["scores"][t]["metrics"]):
             percent = 100 if metric.startswith(SHARES) else 1
-            for name, result in named:
+            for name, result in results.items():
                 score = result["parts"][part]["scores"][task]
                 numbers = score["metrics"][metric].values()  # the value and its standard error
                 texts = ["" if x is None else f"{percent * x:.2f}" for x in numbers]
@@ -201,7 +200,7 @@ def show(evaluation: Downstream, named: list[tuple[str, dict]]) -> dict[str, Fig
     return {}
 
 
-main = runner.as_command(Downstream, show)
+main = as_command(Downstream, show)
 
 if __name__ == "__main__":
     main()

@@ -21,8 +21,7 @@ With --whole_documents every window lies inside one document. Without, a long wi
 documents, which have nothing to do with each other.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
-settings. Lengths that it has are not measured again; new ones are added. A length at which two
-combinations are the same computation, such as T with and without a window of T, is measured once:
+settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
@@ -50,23 +49,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import (
-    Run,
-    as_command,
-    code_of_model,
-    option,
-    read_measurements,
-    title_of,
-    with_controls,
-)
+from scripts.common.runner import Results, Run, as_command, option, title_of, with_controls
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, Controlled, stretches, windows
 
@@ -74,8 +65,6 @@ from scripts.common.validation import AtLengths, Controlled, stretches, windows
 SMOOTHING = 16
 # The plot by position starts at this fraction of the training length: losses are high before it.
 FIRST_DRAWN = 1 / 32
-# Options that may change nothing at a length.
-OPENED = ("rope", "rope_factor", "rope_theta", "window")
 UNIT = "validation loss (nats per token)"
 MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
 
@@ -111,23 +100,9 @@ class LossByLength(AtLengths, Controlled):
 
     def measure_part(self, run: Run, name: str) -> dict:
         length = int(name.split()[0])
-        same = None if self.again else self.measured_before(run, name, length)
-        if same is not None:
-            return same
         means = position_losses(run, windows(self.text(run.config), length, run.device))
         loss = {"length": length, "loss": means.mean().item()}
         return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
-
-    def measured_before(self, run: Run, name: str, length: int) -> dict | None:
-        """This part of a measurement with other options that are the same at this length."""
-        facts = run.facts | self.facts(run.config)
-        same = {key: value for key, value in facts.items() if key not in OPENED}
-        for other in read_measurements(self.results_file(run.path)):
-            by_this_code = other.get("code", {}).get(name) == code_of_model()
-            if by_this_code and same.items() <= other.items():
-                if opened(run, other, length) == opened(run, facts, length):
-                    return other["parts"][name]
-        return None
 
     def select(self, measurement: dict, config: Config) -> dict | None:
         """The measurement with two lists more, its lengths and the losses there."""
@@ -145,10 +120,8 @@ class LossByLength(AtLengths, Controlled):
         configs = [checkpoint.read_config(path) for path in paths]
         texts = {str(Path(self.data_dir or config.data_dir).resolve()) for config in configs}
         if len(texts) > 1:
-            raise UserError(
-                f"losses on different text cannot be compared: the runs were trained on "
-                f"{' and '.join(sorted(texts))}; --data_dir DIR measures all runs on one text"
-            )
+            where = f"the runs were trained on {' and '.join(sorted(texts))}"
+            raise UserError(f"{where}: --data_dir DIR measures all of them on one text")
         lengths = self.lengths_of(*configs)
         tokens = self.tokens or min(default_tokens(config, lengths) for config in configs)
         return replace(self, lengths=lengths, tokens=tokens)
@@ -161,18 +134,6 @@ def default_tokens(config: Config, lengths: Sequence[int]) -> int:
     """
     weights = 12 * config.n_layer * config.n_embd**2
     return min(config.val_tokens, max(weights // 24, 8 * max(lengths)))
-
-
-def opened(run: Run, facts: dict, length: int) -> tuple:
-    """What OPENED changes at a length: the keys that a query sees, and the angles of RoPE."""
-    seen, table = min(facts["window"] or length, length), run.model.trunk.rope
-    if table is None:
-        return (seen,)
-    theta = facts["rope_theta"] or run.config.rope_theta
-    scaling, factor = facts["rope"], facts["rope_factor"]
-    rope = replace(table.rope, scaling=scaling, factor=factor, theta=theta)
-    frequencies, score_scale = rope.frequencies(length)
-    return seen, frequencies.tolist(), score_scale
 
 
 @torch.no_grad()
@@ -204,16 +165,16 @@ def gain(result: dict) -> float | None:
 # ---- the table and the pictures ----
 
 
-def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: LossByLength, results: Results) -> dict[str, Figure]:
     """Print the losses, the controls and the gains, and draw them."""
-    table = [["tokens", *map(str, runs[0][1]["lengths"]), "gain"]]
-    for name, result, is_control in with_controls(runs):
+    first, *_ = results.values()
+    table = [["tokens", *map(str, first["lengths"]), "gain"]]
+    for name, result, is_control in with_controls(results):
         value = gain(result)
         label = f"  sliding window of {result['window']}" if is_control else name
         losses = [f"{loss:.4f}" for loss in result["loss"]]
         table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
-    title = title_of([result for _, result in runs])
-    count = runs[0][1]["tokens"] // math.lcm(*runs[0][1]["lengths"])
+    title, count = title_of(results.values()), first["tokens"] // math.lcm(*first["lengths"])
     inside = f"{count} stretches of whole documents" if evaluation.whole_documents else ""
     print("\n" + ", ".join(filter(None, (UNIT, title, inside))))
     print_table(table, width=9)
@@ -221,21 +182,21 @@ def show(evaluation: LossByLength, runs: list[tuple[str, dict]]) -> dict[str, Fi
         print(MEANING)
     by_position = evaluation.per_position
     picture = "loss_by_position" if by_position else "loss_by_length"
-    return {picture: plot(runs, title, by_position)}
+    return {picture: plot(results, title, by_position)}
 
 
-def plot(runs: Sequence[tuple[str, dict]], title: str, by_position: bool = False) -> Figure:
+def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
-    results, curves = [result for _, result in runs], []
-    begin = int(FIRST_DRAWN * min(result["trained_length"] for result in results))
-    for name, result, thin in with_controls(runs):
+    begin, curves = int(FIRST_DRAWN * min(r["trained_length"] for r in results.values())), []
+    for name, result, thin in with_controls(results):
         x, y = result["lengths"], result["loss"]
         if by_position:
             *_, longest = result["parts"].values()
             losses = smoothed(longest["loss_by_position"])
             x, y = range(begin + 1, len(losses) + 1), losses[begin:]
         curves.append(Curve(name, x, y, thin=thin))
-    return draw_by_length(results, title, curves, "position" if by_position else "length", UNIT)
+    x = "position" if by_position else "length"
+    return draw_by_length(results.values(), title, curves, x, UNIT)
 
 
 def smoothed(losses: list[float]) -> list[float]:

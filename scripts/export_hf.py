@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import MAY_CHANGE, VOCABULARY, Config
 from data.tokenizer import (

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, choices
 from data.loader import shuffled
@@ -132,10 +132,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- optimizer ----
     state = checkpoint.load_to_resume(out, config, quiet=False) if options.resume else None
     if state is not None and (before := read_json(out / "squad.json")) != data:
-        raise UserError(
-            f"{out} was fine-tuned on {before}, now {data}: give the same run and --squad, or "
-            "another --out_dir"
-        )
+        raise UserError(f"{out} was fine-tuned on {before}, not {data}: give another --out_dir")
     training = Training.begin(model, config, dtype, state)
     del state
 
@@ -180,10 +177,8 @@ def encode_all(questions: list[Question], config: Config) -> list[Example]:
     encoded = [encode(tokenizer, question) for question in tqdm(questions, "tokenising")]
     examples = [example for example in encoded if len(example.tokens) <= config.block_size + 1]
     if not examples:
-        raise UserError(
-            f"{len(questions)} answerable questions, but none fits {config.block_size} tokens with "
-            "its context and its answer"
-        )
+        fits = f"fits {config.block_size} tokens with its context and answer"
+        raise UserError(f"none of {len(questions)} answerable questions {fits}")
     return examples
 
 

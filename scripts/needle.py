@@ -34,8 +34,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
@@ -44,8 +44,8 @@ from evaluation import attention_weights
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Run, as_command, option, title_of
-from scripts.common.validation import OnText, checked_tokens
+from scripts.common.runner import Results, Run, as_command, option, title_of
+from scripts.common.validation import OnText, accuracies, checked_tokens
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -128,10 +128,7 @@ class Needles(Retrieval, OnText):
         self.check_lengths(config, lengths, SHORTEST)
         available = len(self.haystack(config).tokens)
         if max(lengths) > available:
-            raise UserError(
-                f"{config.data_dir}: {available} validation tokens are no haystack for length "
-                f"{max(lengths)}"
-            )
+            raise UserError(f"{config.data_dir}: {available} validation tokens, not {max(lengths)}")
         return super().facts(config) | {"samples": self.samples, "sample_seed": self.seed}
 
     def parts(self, config: Config) -> list[str]:
@@ -154,11 +151,11 @@ class Needles(Retrieval, OnText):
 
     def picture(self, path: str | Path, measurement: dict) -> Figure:
         """Fig. 6: the share of needles found at each length and depth."""
-        parts = self.found(measurement)
-        by_depth = zip(*(part["accuracy_by_depth"] for part in parts.values()), strict=True)
+        lengths, parts = list(accuracies(measurement)), measurement["parts"]
+        by_depth = zip(*(parts[str(n)]["accuracy_by_depth"] for n in lengths), strict=True)
         shares = dict(zip(map("{:.0%}".format, DEPTHS), by_depth, strict=True))
         title = f"{measurement['variant']}, {title_of([measurement])}"
-        return heat_map(title, shares, [f"{n:,}" for n in parts], "needles found (%)")
+        return heat_map(title, shares, [f"{n:,}" for n in lengths], "needles found (%)")
 
 
 def grade(needle: Needle, text: str) -> str:
@@ -203,10 +200,10 @@ def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
     return {"length": length, "one needle": first | {"heads": best}, "trials": trials}
 
 
-def show(evaluation: Needles, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: Needles, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; draw Figs. 7 and 8."""
     heads, tops = [], []
-    for name, result in runs:
+    for name, result in results.items():
         evaluation.print_found(result)
         scores = result["parts"][evaluation.scores]
         best = [head["score"] for head in scores["one needle"]["heads"]]

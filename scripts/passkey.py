@@ -22,14 +22,15 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import ANSWER_TOKENS, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Run, as_command, option, title_of
+from scripts.common.runner import Results, Run, as_command, option, title_of
+from scripts.common.validation import accuracies
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -97,15 +98,15 @@ def judge(answers: list[tuple[Trial, str]]) -> dict:
     return {"accuracy": sum(correct) / len(correct), "trials": trials}
 
 
-def show(evaluation: Passkeys, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: Passkeys, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
-    curves, results = [], [result for _, result in runs]
-    for name, result in runs:
+    curves, measurements = [], results.values()
+    for name, result in results.items():
         evaluation.print_found(result)
-        parts = evaluation.found(result)
-        curves.append(Curve(name, list(parts), [100 * p["accuracy"] for p in parts.values()]))
-    title, y = title_of(results), "passkeys found (%)"
-    return {"passkey": draw_by_length(results, title, curves, "length", y)}
+        found = accuracies(result)
+        curves.append(Curve(name, list(found), list(found.values())))
+    title, y = title_of(measurements), "passkeys found (%)"
+    return {"passkey": draw_by_length(measurements, title, curves, "length", y)}
 
 
 main = as_command(Passkeys, show)

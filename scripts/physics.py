@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.loader import epoch_order
@@ -45,7 +45,7 @@ from runtime.checkpoint import Training
 from runtime.device import autocast, open_device
 from runtime.divergence import finite_step
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Run, as_command, option, require
+from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
 from scripts.common.tables import print_table
 from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from train import Batch, train_step
@@ -212,9 +212,8 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
         batch = Batch([*zip(*parts, strict=True)], int(task.labelled[places].sum()) * outputs, 0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not finite_step(loss, norm, training.scaler):
-            raise RuntimeError(
-                f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
-            )
+            at = f"{run.path}: {probe} diverged at step {step + 1}"
+            raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
     model.eval()
     with torch.no_grad(), autocast(run.device, run.dtype):
         predicted = [model(part)[:, 1::2].float().cpu() for part in x.split(config.batch_size)]
@@ -356,23 +355,23 @@ PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
 # ---- the numbers and the picture ----
 
 
-def show(physics: Physics, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(physics: Physics, results: Results) -> dict[str, Figure]:
     """Print the numbers of every run, and draw the forces of all."""
     columns = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
     table = [["", *(column.replace("_", " ") for column in columns), *VARIABLES]]
-    for name, measured in runs:
+    for name, measured in results.items():
         numbers = measured["parts"]["vectors"] | measured["parts"]["magnitudes"]
         values = (*map(numbers.get, columns), *numbers["exponents"].values())
         table.append([name, *(f"{value:.3f}" for value in values)])
         for found in numbers["laws"]:
             print(f"{name}, law by {numbers['engine']}: F = {found['equation']}")
     print_table(table)
-    planets = {name: measured["parts"]["vectors"]["planets"] for name, measured in runs}
-    return {"oracle" if physics.oracle else "forces": plot_forces(planets)}
+    return {"oracle" if physics.oracle else "forces": plot_forces(results)}
 
 
-def plot_forces(runs: dict[str, dict[str, dict]]) -> Figure:
+def plot_forces(results: Results) -> Figure:
     """Figs. 1 and A7: a line for each planet, with the true forces and each run's."""
+    runs = {name: measured["parts"]["vectors"]["planets"] for name, measured in results.items()}
     truths = next(iter(runs.values()))
     lines, columns = len(truths), 1 + len(runs)
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * lines + 0.4), layout="constrained")

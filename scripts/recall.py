@@ -25,22 +25,28 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-if not __package__:  # run as a file: the repository's modules are in the folder above
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Run, as_command, option, title_of
+from scripts.common.runner import Results, Run, as_command, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, batches, check_lengths, default_lengths
+from scripts.common.validation import (
+    AtLengths,
+    accuracies,
+    batches,
+    check_lengths,
+    default_lengths,
+)
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"
 FEWEST = 30  # answers of a distance that is drawn
-LEARNED = 0.99  # accuracy at the training length; below it, what a length costs says nothing
+LEARNED = 99  # percent, at the training length; below it, what a length costs says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +79,8 @@ class Recall(AtLengths):
         if self.proportional and config.recall != "mqar":
             raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
         if not 0 < self.pairs(config, lengths[0]) <= self.pairs(config, lengths[-1]) <= MQAR_KEYS:
-            raise UserError(
-                f"--proportional: lengths {lengths[0]} to {lengths[-1]} must have 1 to {MQAR_KEYS} "
-                f"pairs, {PAIRS} in every {config.block_size} tokens"
-            )
+            each = f"{PAIRS} in every {config.block_size} tokens"
+            raise UserError(f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {each}")
         asked = {"answers": self.answers, "proportional": self.proportional}
         return asked | {"recall": config.recall}
 
@@ -116,25 +120,20 @@ def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
     return {"accuracy": float(right.mean()), "answers": right.size, "distances": distances}
 
 
-def accuracies(result: dict) -> dict[int, float]:
-    """The accuracy at each length, in ascending order."""
-    return {n: result["parts"][str(n)]["accuracy"] for n in sorted(map(int, result["parts"]))}
-
-
 def learned(result: dict) -> bool:
     """Whether the accuracy at the training length is high enough to ask what a length costs."""
     return accuracies(result)[result["trained_length"]] >= LEARNED
 
 
-def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
+def show(evaluation: Recall, results: Results) -> dict[str, Figure]:
     """Print and draw the accuracy of runs that have learned, by length and by distance."""
-    results = [result for _, result in runs]
-    tasks = dict.fromkeys(result["recall"] for result in results)
-    title = ", ".join(filter(None, [*tasks, title_of(results)]))
-    lengths, by_length, by_distance = [*accuracies(results[0])], [], []
+    measurements = list(results.values())
+    tasks = dict.fromkeys(result["recall"] for result in measurements)
+    title = ", ".join(filter(None, [*tasks, title_of(measurements)]))
+    lengths, by_length, by_distance = list(accuracies(measurements[0])), [], []
     table = [["length", *map(str, lengths), ""]]
-    for name, result in runs:
-        shares = [100 * share for share in accuracies(result).values()]
+    for name, result in results.items():
+        shares = list(accuracies(result).values())
         cells, note = [f"{share:.1f}" for share in shares], ""
         if learned(result):
             by_length.append(Curve(name, lengths, shares))
@@ -152,8 +151,8 @@ def show(evaluation: Recall, runs: list[tuple[str, dict]]) -> dict[str, Figure]:
         return {}
     x = f"distance at length {lengths[-1]:,}, up to,"
     return {
-        "recall": draw_by_length(results, title, by_length, "length", PERCENT),
-        "recall_by_distance": draw_by_length(results, title, by_distance, x, PERCENT),
+        "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),
+        "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),
     }
 
 

@@ -90,10 +90,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             # 1 for tokens; in generation there are no others, else they may only follow
             rises = attention_mask.diff() > 0 if past_key_values is None else attention_mask == 0
             if rises.any():
-                raise ValueError(
-                    "this model takes no padding on the left, and none in generation: give it "
-                    "prompts of equal length (lm_eval: batch_size=1)"
-                )
+                instead = "give it prompts of equal length (lm_eval: batch_size=1)"
+                raise ValueError(f"no padding on the left, and none in generation: {instead}")
         x = self.gpt.trunk(self.gpt.wte(input_ids), past_key_values)
         n, loss = logits_to_keep, None
         logits = self.gpt.logits(x[:, -n:] if isinstance(n, int) else x[:, n])

@@ -127,9 +127,8 @@ def check(runs: Sequence[PlannedRun]) -> None:
     """Raise UserError for a folder with another run, and for settings that training refuses."""
     for run in runs:
         if difference := run.difference():
-            raise UserError(
-                f"{run.folder} was trained with {difference}; move it away, or give another --out"
-            )
+            found = f"{run.folder} was trained with {difference}"
+            raise UserError(f"{found}; move it away, or give another --out")
         build_parts(run.config)
         accumulation_steps(run.config, processes_of(run.config))
 

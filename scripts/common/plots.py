@@ -137,7 +137,7 @@ def draw_curves(
 
 
 def draw_by_length(
-    measurements: Sequence[dict], title: str, curves: Sequence[Curve], x: str, y: str
+    measurements: Iterable[dict], title: str, curves: Sequence[Curve], x: str, y: str
 ) -> Figure:
     """Curves over a number of tokens, with a dotted line at each run's training length."""
     trained = {measurement["trained_length"] for measurement in measurements}

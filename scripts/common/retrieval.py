@@ -14,7 +14,7 @@ from generation import generate
 from runtime.device import autocast
 from scripts.common.runner import Run, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, batches, check_lengths
+from scripts.common.validation import AtLengths, accuracies, batches, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
@@ -46,21 +46,14 @@ class Retrieval(AtLengths):
         """Raise UserError where a length is too long for the model or too short for a prompt."""
         check_lengths(config, lengths)
         if min(lengths) < shortest:
-            raise UserError(
-                f"length {min(lengths)} is too short: the question, what it asks for and the "
-                f"answer take up to {shortest} tokens ({config.tokenizer})"
-            )
-
-    def found(self, measurement: dict) -> dict[int, dict]:
-        """The parts of the lengths, in ascending order."""
-        parts = {int(n): part for n, part in measurement["parts"].items() if n.isdecimal()}
-        return dict(sorted(parts.items()))
+            needed = f"a prompt and its answer take up to {shortest} tokens"
+            raise UserError(f"length {min(lengths)} is too short: {needed}")
 
     def print_found(self, measurement: dict) -> None:
-        parts = self.found(measurement)
+        found = accuracies(measurement)
         print(f"\n{measurement['variant']}: {self.what} found (%), {title_of([measurement])}")
-        shares = [f"{100 * part['accuracy']:.1f}" for part in parts.values()]
-        print_table([["length", *map(str, parts)], ["found", *shares]])
+        shares = [f"{share:.1f}" for share in found.values()]
+        print_table([["length", *map(str, found)], ["found", *shares]])
 
 
 def answered(

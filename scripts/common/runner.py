@@ -27,7 +27,7 @@ import importlib.util
 import os
 import re
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -97,10 +97,8 @@ class Options:
         another task.
         """
         if self.task not in config.tasks:
-            raise UserError(
-                f"{config.out_dir} has task = {config.task!r}, but this command is for runs with "
-                f"task = {self.task!r}"
-            )
+            found = f"{config.out_dir} has task = {config.task!r}"
+            raise UserError(f"{found}, but this command is for task = {self.task!r}")
         options = {"attention": self.attention, "window": self.window, "p": self.p}
         changes: dict[str, Any] = {k: value for k, value in options.items() if value is not None}
         variant = VARIANTS.get(self.attention or "")
@@ -121,9 +119,7 @@ class Options:
         if config.positions == "rope":
             return self.rope
         if self.rope not in ("none", Options.rope) or self.rope_theta is not None:
-            raise UserError(
-                f"--rope {self.rope}: this run has positions = {config.positions!r}, and no RoPE"
-            )
+            raise UserError(f"--rope: this run has positions = {config.positions!r}, and no RoPE")
         return "none"
 
 
@@ -139,12 +135,11 @@ class Run:
     facts: dict  # `run_facts`
 
 
-def load_run(path: str | Path, options: Options | None = None) -> Run:
+def load_run(path: str | Path, options: Options = Options()) -> Run:
     """Load a run, or the .pt file of a checkpoint, for evaluation.
 
     Raises UserError where the run or the device is missing.
     """
-    options = options or Options()
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -331,15 +326,15 @@ def stored(evaluation: Evaluation, path: str | Path) -> dict | None:
     return controlled and own | {"control": controlled}
 
 
-def with_controls(runs: Sequence[tuple[str, dict]]) -> Iterator[tuple[str, dict, bool]]:
-    """Names and measurements, each followed by its control, if there is one."""
-    for name, result in runs:
+def with_controls(results: dict[str, dict]) -> Iterator[tuple[str, dict, bool]]:
+    """Labels and measurements, each followed by its control, if there is one."""
+    for name, result in results.items():
         yield name, result, False
         if "control" in result:
             yield name, result["control"], True
 
 
-def title_of(measurements: Sequence[dict]) -> str:
+def title_of(measurements: Iterable[dict]) -> str:
     """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
     first, *others = measurements
     names = ("rope", "rope_factor", "rope_theta", "window", "p")
@@ -381,38 +376,28 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """An option for every field of the class."""
     hints = typing.get_type_hints(kind)
     for one in fields(kind):
-        about, hint = one.metadata, hints[one.name]
+        about, (hint, *_) = one.metadata, typing.get_args(hints[one.name]) or (hints[one.name],)
         default = "" if one.default in (None, False) else " (%(default)s)"
         settings: dict[str, Any] = {"default": one.default, "help": about["help"] + default}
         if hint is bool:
             settings["action"] = "store_true"
         else:
             settings["choices"] = about["choices"]
-            settings["type"] = functools.partial(value_of, hint, about["at_least"])
+            settings["type"] = lengths_of if hint == tuple[int, ...] else hint
         parser.add_argument(f"--{one.name}", **settings)
 
 
 def from_arguments(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    """An instance of the class, from a parser with `add_options`."""
-    return kind(**{one.name: getattr(arguments, one.name) for one in fields(kind)})
+    """An instance of the class, from a parser with `add_options`.
 
-
-def value_of(hint: Any, at_least: int | None, text: str) -> Any:
-    """The value of an option, of its field's type: `hint` is T or T | None.
-
-    Raises ArgumentTypeError where the text is no T, or the value is too small.
+    Raises UserError where a number is too small.
     """
-    kind, *_ = typing.get_args(hint) or (hint,)
-    if kind == tuple[int, ...]:
-        return lengths_of(text)
-    try:
-        value = kind(text)
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
-    if at_least is not None and value < at_least:
-        raise argparse.ArgumentTypeError(f"{text} must be at least {at_least}")
-    return value
+    values = {one.name: getattr(arguments, one.name) for one in fields(kind)}
+    for one in fields(kind):
+        value, least = values[one.name], one.metadata["at_least"]
+        if None not in (value, least) and value < least:
+            raise UserError(f"--{one.name} {value} must be at least {least}")
+    return kind(**values)
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
@@ -423,13 +408,14 @@ def lengths_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-Show = Callable[[Any, list[tuple[str, dict]]], dict[str, Figure]]
+Results = dict[str, dict]  # measurements by the labels of their runs
+Show = Callable[[Any, Results], dict[str, Figure]]
 
 
 def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
     """The `main` of an evaluation: measures the runs of the command line, prints and draws them.
 
-    `show(evaluation, [(name, measurement), ..])` prints a table and returns pictures by name.
+    `show(evaluation, results)` prints a table and returns pictures by name.
     """
 
     @command
@@ -438,7 +424,7 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         evaluation = evaluation.for_runs(arguments.runs)
         check_runs(arguments.runs, evaluation)
         measurements = [measured(evaluation, path) for path in arguments.runs]
-        pictures = show(evaluation, list(zip(run_names(arguments.runs), measurements, strict=True)))
+        pictures = show(evaluation, dict(zip(run_names(arguments.runs), measurements, strict=True)))
         if arguments.out and not pictures:
             raise UserError(f"--out {arguments.out}: this command draws no picture")
         for path, measurement in zip(arguments.runs, measurements, strict=True):

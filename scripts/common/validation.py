@@ -93,14 +93,19 @@ def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tu
     return tuple(sorted(n for n in lengths if n <= min(ends, default=n)))
 
 
+def accuracies(measurement: dict) -> dict[int, float]:
+    """The accuracy in percent at each length, in ascending order, of an evaluation of answers."""
+    parts = measurement["parts"]
+    lengths = sorted(int(name) for name in parts if name.isdecimal())
+    return {length: 100 * parts[str(length)]["accuracy"] for length in lengths}
+
+
 def check_lengths(config: Config, lengths: Iterable[int]) -> None:
     """Raise UserError where a length is beyond the learned positions of a run with this config."""
     longest = max(lengths)
     if config.positions == "learned" and longest > config.block_size:
-        raise UserError(
-            f"{config.out_dir}: a length of {longest} is beyond its learned positions, which end "
-            f"at block_size = {config.block_size}"
-        )
+        found = f"{config.out_dir}: a length of {longest} is beyond its learned positions"
+        raise UserError(f"{found}, which end at block_size = {config.block_size}")
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
@@ -124,10 +129,8 @@ def stretches(
     available = min(wanted, max(end - begin for begin, end in documents) - 1)
     if available < unit:
         where = "in the longest document" if whole_documents else "validation tokens"
-        raise UserError(
-            f"{config.data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple "
-            f"of {unit} to predict the same tokens in whole windows"
-        )
+        found = f"{config.data_dir}: {available} {where}"
+        raise UserError(f"{found}, but lengths {list(lengths)} take a multiple of {unit}")
     starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 

@@ -17,8 +17,8 @@ Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file: the repository's modules are two folders above
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from errors import UserError, command
 from scripts.reproduce.entries import open_scale
@@ -41,10 +41,8 @@ def main() -> None:
     experiment = EXPERIMENTS[options.name]
     chosen = tuple(options.only.split(",")) if options.only else experiment.entries
     if unknown := set(chosen) - set(experiment.entries):
-        raise UserError(
-            f"--only {min(unknown)!r} must be one of {', '.join(experiment.entries)}; configs of "
-            "your own: python -m scripts.compare configs/softmax.py configs/mine.py"
-        )
+        known = f"{', '.join(experiment.entries)}; scripts.compare takes other configs"
+        raise UserError(f"--only {min(unknown)!r} must be one of {known}")
     scale = open_scale(options.scale, options.out, experiment.task, settings)
     carry_out(options.name, experiment, scale, chosen, options)
 

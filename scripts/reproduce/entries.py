@@ -203,10 +203,8 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
         raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
     for key in (argument.partition("=")[0] for argument in settings):
         if key.startswith("--") and key[2:] not in FREE:
-            raise UserError(
-                f"{key} cannot be set here, but in a file for --scale FILE.py. The settings that "
-                f"do not change what is learned can: {', '.join(sorted(FREE))}"
-            )
+            free = f"only {', '.join(sorted(FREE))} can"
+            raise UserError(f"{key} cannot be set here, but in a file for --scale FILE.py; {free}")
     scale = Scale(name, (*known[name], *settings), Path(out) / own)
     if task not in scale.config.tasks:
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")

@@ -177,10 +177,9 @@ def maps(table: dict) -> Pictures:
 
 def positions(table: dict) -> Figure:
     """SSMax Fig. 5: loss over positions."""
-    return eval_length.plot(list(first_seeds(table).items()), table["scale"], by_position=True)
+    return eval_length.plot(first_seeds(table), table["scale"], by_position=True)
 
 
 def forces(table: dict) -> Figure:
     """LSSAR Figs. 1 and A7: the force on each planet."""
-    runs = first_seeds(table).items()
-    return plot_forces({name: one["parts"]["vectors"]["planets"] for name, one in runs})
+    return plot_forces(first_seeds(table))

@@ -9,7 +9,6 @@ A table has the keys of scripts.common.tables, and
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from runtime.files import check_writable
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
-from scripts.common.runner import Parser, value_of
+from scripts.common.runner import Parser
 from scripts.common.tables import paired, spread, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
@@ -40,9 +39,9 @@ def work_parser(name: str, doc: str, epilog: str) -> Parser:
         prog=f"python -m {name}", description=doc.split("\n\n")[0], epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    add, at_least_one = parser.add_argument, functools.partial(value_of, int, 1)
+    add = parser.add_argument
     add("--scale", required=True, help="124m (the papers'), a file in configs/scales, or a FILE.py")
-    add("--seeds", type=at_least_one, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
+    add("--seeds", type=int, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
     add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
     add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
     add("--again", action="store_true", help="measure again what has been measured")

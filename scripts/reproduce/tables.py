@@ -14,11 +14,12 @@ from layers.rope import Rope
 from scripts import passkey
 from scripts.attention_maps import AttentionMaps, mean_over_heads, mean_shares, positive_curve
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
+from scripts.common.validation import accuracies
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain, smoothed
 from scripts.passkey import Passkeys
 from scripts.physics import ARROWS, Physics
-from scripts.recall import LEARNED, PERCENT, Recall, accuracies, learned
+from scripts.recall import LEARNED, PERCENT, Recall, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at, lengths
@@ -99,7 +100,7 @@ def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
 
     return Experiment(
         title, "passkeys found (%)", entries, columns,
-        lambda m, config: [100 * part["accuracy"] for part in m["parts"].values()],
+        lambda measured, config: list(accuracies(measured).values()),
         lambda config: Passkeys(lengths=lengths(columns(config), config)),
         better="higher", digits=1, paper=LSSAR["passkey"], notes=(
             "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
@@ -197,7 +198,7 @@ def equations(table: dict) -> list[str]:
 
 def recalled(measured: dict, config: Config) -> list[float | None]:
     """The accuracy in percent at each length; beyond the first only where the task is learned."""
-    first, *longer = (100 * share for share in accuracies(measured).values())
+    first, *longer = accuracies(measured).values()
     return [first, *(longer if learned(measured) else [None] * len(longer))]
 
 
@@ -225,7 +226,7 @@ def by_seed(table: dict) -> list[str]:
     if missing:
         sentences.append(
             f"Not learned in {entry['runs'][0]['step']:,} steps, as a seed has less than "
-            f"{100 * LEARNED:g} at 1x (other learning rates or more steps may change that); at 1x, "
+            f"{LEARNED} at 1x (other learning rates or more steps may change that); at 1x, "
             f"by seed: {'; '.join(missing)}."
         )
     return sentences
