@@ -62,14 +62,10 @@ PLAIN = "plain"  # in place of a config file: PlainGPT
 
 @command
 def main() -> None:
-    parser = Parser(
-        description=__doc__.split("\n\n")[0],
-        epilog="--setting=value sets a setting of all models",
-        allow_abbrev=False,
-    )
+    epilog = "--setting=value sets a setting of all models"
+    parser = Parser(description=__doc__.split("\n\n")[0], epilog=epilog, allow_abbrev=False)
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
-    add("--scale", metavar="CONFIG.py", help="of all models, such as configs/scales/45m.py")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
     add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
     add("--rounds", type=int, default=5, help="(%(default)s)")
@@ -100,11 +96,10 @@ def main() -> None:
 
 def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Config]:
     """The Config of every model, by its name in the table."""
-    impls, scale = arguments.impls.split(","), [arguments.scale] if arguments.scale else []
-    models = {}
+    impls, models = arguments.impls.split(","), {}
     for path, impl in itertools.product(arguments.configs, impls):
         chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-        files = scale if path == PLAIN else [path, *scale]
+        files = [] if path == PLAIN else [path]
         name = Path(path).stem + (f" {impl}" if impls[1:] and path != PLAIN else "")
         models[name] = load_config([*files, "--batch_size=4", *settings, *chosen])
     return models
@@ -121,12 +116,8 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
             key: stack.enter_context(ProcessPoolExecutor(1, context))
             for key in itertools.product(models, phases)
         }
-        started = [
-            worker.submit(prepare, models[name], phase, name.startswith(PLAIN))
-            for (name, phase), worker in workers.items()
-        ]
-        for future in started:
-            future.result()
+        for (name, phase), worker in workers.items():
+            worker.submit(prepare, models[name], phase, name.startswith(PLAIN)).result()
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():

@@ -127,9 +127,7 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         measured = tables.recall if task == "recall" else tables.loss
         experiment = measured(title, entries, multiples)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
-    return replace(
-        experiment, baseline=entries[0], better=None, draw=pictures.together, notes=(note,)
-    )
+    return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
 
 
 def last_validation(run: PlannedRun) -> Values:

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +25,46 @@ import torch
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import MAY_CHANGE, VOCABULARY, Config
-from data.tokenizer import (
-    END_OF_TEXT,
-    MERGES_FILE,
-    byte_symbols,
-    copy_tokenizer,
-    get_tokenizer,
-)
+from config import MAY_CHANGE, ROOT, VOCABULARY, Config
+from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
-from scripts.common import runner
-from scripts.common.runner import Options, Run, load_run
+from scripts.common.runner import Options, Run, load_run, option, parse, require
 
-ROOT = Path(__file__).parent.parent
 # The arguments of GPT.scale_rope, as the facts of a run name them.
 ROPE = {"scaling": "rope", "factor": "rope_factor", "theta": "rope_theta"}
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export(Options):
+    """Export a trained model as a folder that Hugging Face's transformers loads by itself."""
+
+    device: str = option("cpu", "that the run is loaded on")
+
+
 @command
 def main() -> None:
-    parser = runner.Parser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
-    parser.add_argument("dir", metavar="DIR", type=Path, help="new folder to write")
-    runner.add_options(parser, Options)
-    parser.set_defaults(device="cpu")
-    arguments = parser.parse_args()
+    trained = {"metavar": "RUN", "help": "a run's folder, or a checkpoint's .pt"}
+    new = {"metavar": "DIR", "type": Path, "help": "new folder to write"}
+    options, arguments = parse(Export, others={"run": trained, "dir": new})
     folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
-    run = load_run(arguments.run, runner.from_arguments(Options, arguments))
+    run = load_run(arguments.run, options)
     model, tokenizer = transformers_model(run), transformers_tokenizer(run.config)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export", dir=folder.parent) as temporary:
-            new = Path(temporary, folder.name)
-            model.save_pretrained(new)
-            tokenizer.save_pretrained(new)
-            copy_tokenizer(run.config.tokenizer, new)
+            whole = Path(temporary, folder.name)
+            model.save_pretrained(whole)
+            tokenizer.save_pretrained(whole)
+            copy_tokenizer(run.config.tokenizer, whole)
             for name, text in sources().items():
-                (new / name).write_text(text, encoding="utf-8")
-            shutil.copy(ROOT / "LICENSE", new)
-            os.replace(new, folder)
+                (whole / name).write_text(text, encoding="utf-8")
+            shutil.copy(ROOT / "LICENSE", whole)
+            os.replace(whole, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
     print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
@@ -75,7 +72,7 @@ def main() -> None:
 
 def transformers_model(run: Run) -> Any:
     """The run's model as a transformers model, of hf_modeling.SharpAttentionForCausalLM."""
-    runner.require("eval", "transformers")
+    require("eval", "transformers")
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
     c, eot = run.config, get_tokenizer(run.config.tokenizer).eot

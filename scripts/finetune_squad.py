@@ -50,7 +50,7 @@ from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say
 from scripts.common.retrieval import ASK
-from scripts.common.runner import Options, Parser, add_options, from_arguments, option
+from scripts.common.runner import Options, option, parse
 from train import Batch, Objective, fit
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
@@ -88,11 +88,8 @@ class FineTuning:
 
 @command
 def main() -> None:
-    parser = Parser(description=FineTuning.__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a checkpoint's .pt")
-    add_options(parser, FineTuning)
-    arguments = parser.parse_args()
-    options = from_arguments(FineTuning, arguments)
+    run = {"metavar": "RUN", "help": "a run's folder, or a checkpoint's .pt"}
+    options, arguments = parse(FineTuning, others={"run": run})
     out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
         checkpoint.resumes(out, options.resume)
@@ -201,9 +198,9 @@ def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]
     """Inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
     texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in batch]
     x = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    y = torch.full_like(x, IGNORED)
-    for i, (example, text) in enumerate(zip(batch, texts, strict=True)):
-        y[i, len(text) - 1 - example.answer : len(text) - 1] = text[-example.answer :]
+    y = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
+    for targets, text, example in zip(y, texts, batch, strict=True):
+        targets[: len(text) - 1 - example.answer] = IGNORED
     return x.to(device), y.to(device)
 
 

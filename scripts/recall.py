@@ -35,13 +35,7 @@ from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Results, Run, as_command, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import (
-    AtLengths,
-    accuracies,
-    batches,
-    check_lengths,
-    default_lengths,
-)
+from scripts.common.validation import AtLengths, accuracies, batches, check_lengths, default_lengths
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"

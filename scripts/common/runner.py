@@ -357,23 +357,31 @@ class Parser(argparse.ArgumentParser):
         raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
-def parse(kind: type[Any], argv: Sequence[str] | None = None) -> tuple[Any, Any]:
-    """A dataclass of options from the command line, and the arguments with `runs` and `out`."""
+def picture_file(text: str) -> Path:
+    """The file of --out."""
+    path, formats = Path(text), ", ".join(PICTURES)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text} must end in {formats}")
+    check_writable(path.parent)
+    return path
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's folder, or a .pt in it"},
+    "--out": {"metavar": "FILE", "type": picture_file, "help": "of the picture: .png, .pdf, .svg"},
+}
+
+
+def parse(
+    kind: type[Any], argv: Sequence[str] | None = None, others: dict[str, dict] = RUNS
+) -> tuple[Any, Any]:
+    """A dataclass of options from the command line, and the `others`, which are no fields of it.
+
+    Raises UserError where a number is too small.
+    """
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or a .pt in it")
-    formats = ", ".join(PICTURES)
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"of the picture: {formats}")
-    add_options(parser, kind)
-    arguments = parser.parse_args(argv)
-    if arguments.out:
-        if arguments.out.suffix not in PICTURES:
-            raise UserError(f"--out {arguments.out} must end in {formats}")
-        check_writable(arguments.out.parent)
-    return from_arguments(kind, arguments), arguments
-
-
-def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """An option for every field of the class."""
+    for name, how in others.items():
+        parser.add_argument(name, **how)
     hints = typing.get_type_hints(kind)
     for one in fields(kind):
         about, (hint, *_) = one.metadata, typing.get_args(hints[one.name]) or (hints[one.name],)
@@ -385,19 +393,13 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             settings["choices"] = about["choices"]
             settings["type"] = lengths_of if hint == tuple[int, ...] else hint
         parser.add_argument(f"--{one.name}", **settings)
-
-
-def from_arguments(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    """An instance of the class, from a parser with `add_options`.
-
-    Raises UserError where a number is too small.
-    """
+    arguments = parser.parse_args(argv)
     values = {one.name: getattr(arguments, one.name) for one in fields(kind)}
     for one in fields(kind):
         value, least = values[one.name], one.metadata["at_least"]
         if None not in (value, least) and value < least:
             raise UserError(f"--{one.name} {value} must be at least {least}")
-    return kind(**values)
+    return kind(**values), arguments
 
 
 def lengths_of(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -53,7 +54,7 @@ class Experiment:
     draw: Callable[[dict], Pictures] = lambda table: {}
     paper: dict | None = None  # the section of papers.json with values for these entries
     paper_scale: str = "124m"  # where the section names no scales
-    notes: tuple[str, ...] = ()
+    note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     task: str = "language"  # of the runs
     baseline: str = ""  # an entry that the others are compared with, seed by seed
@@ -78,14 +79,15 @@ class Work:
         return [self.scale.run(name, seed) for seed in self.seeds for name in entries]
 
     def evaluations(self) -> list[tuple[PlannedRun, Evaluation]]:
-        """The runs to evaluate, each with its evaluation, which has the options of its view."""
+        """The runs to evaluate, each with its evaluation."""
         return [(run, self.evaluation(run)) for run in self.runs() if self.experiment.evaluation]
 
     def evaluation(self, run: PlannedRun) -> Evaluation:
+        """The evaluation with the options of the run's view."""
         assert self.experiment.evaluation is not None
         config = self.scale.config
-        how = {"device": config.device, "dtype": config.dtype} | view_options(run.view)
-        return replace(self.experiment.evaluation(config), **how)
+        how: dict[str, Any] = {"device": config.device, "dtype": config.dtype, "again": self.again}
+        return replace(self.experiment.evaluation(config), **how, **view_options(run.view))
 
     def stored(self, run: PlannedRun) -> dict | None:
         """The measurement of a finished run; None if missing."""
@@ -97,7 +99,7 @@ class Work:
         for run, evaluation in self.evaluations():
             try:
                 if run.finished:
-                    runner.measured(replace(evaluation, again=self.again), run.folder)
+                    runner.measured(evaluation, run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
@@ -121,5 +123,5 @@ class Work:
                 values = experiment.values(found, self.scale.config)
                 found |= {"curves": experiment.curves(found)} if experiment.curves else {}
             if found:
-                results.append(run.entry(values, found | {"folder": str(run.folder)}))
+                results.append(run.entry(values, found))
         return results

@@ -168,9 +168,10 @@ def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callabl
 def maps(table: dict) -> Pictures:
     """LSSAR Fig. A1: the attention maps of the first seed of each entry."""
     pictures: dict[str, Figure] = {}
-    for name, measured in first_seeds(table).items():
+    for name, (run, *_) in ((name, entry["runs"]) for name, entry in table["rows"].items()):
+        measured = run["evaluation"]
         evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
-        if figure := evaluation.picture(measured["folder"], measured):
+        if figure := evaluation.picture(run["run"], measured):
             pictures[f"{name}.png"] = figure
     return pictures
 

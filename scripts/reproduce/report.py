@@ -108,10 +108,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "scale": work.scale.name,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
-        "columns": [
-            column if isinstance(column, str) else f"{column:g}x, {at(column, config):,}"
-            for column in columns
-        ],
+        "columns": [c if isinstance(c, str) else f"{c:g}x, {at(c, config):,}" for c in columns],
         "multiples": [column for column in columns if not isinstance(column, str)] or None,
         "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
         "digits": experiment.digits,
@@ -175,7 +172,7 @@ def caption(table: dict, work: Work) -> list[str]:
     sentences += [*([spread_sentence(table, len(seeds))] if seeds else []), how_measured(runs)]
     if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
         sentences.append(f"The picture is of seed {seeds[0]}.")
-    sentences += [*work.experiment.notes, *work.experiment.remarks(table)]
+    sentences += [*filter(None, [work.experiment.note]), *work.experiment.remarks(table)]
     if table["not_run"]:
         sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
     return [*sentences, HOW_TO_READ, *(f"{failure}." for failure in table["failures"])]

@@ -18,7 +18,7 @@ from scripts.common.validation import accuracies
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain, smoothed
 from scripts.passkey import Passkeys
-from scripts.physics import ARROWS, Physics
+from scripts.physics import Physics
 from scripts.recall import LEARNED, PERCENT, Recall, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
@@ -61,7 +61,7 @@ def loss_table(title: str, paper: dict) -> Experiment:
 
 def loss_by_position(
     title: str, entries: tuple[str, ...], multiple: float, sequences: int | None = None,
-    notes: tuple[str, ...] = (), **opened: Any,
+    note: str = "", **opened: Any,
 ) -> Experiment:  # fmt: skip
     """Loss at every position of windows of one length; columns are the loss around positions.
 
@@ -81,7 +81,7 @@ def loss_by_position(
 
     return Experiment(
         title, "validation loss around a position (nats)", entries, shown, values, evaluation,
-        better="lower", draw=pictures.positions, notes=notes,
+        better="lower", draw=pictures.positions, note=note,
     )  # fmt: skip
 
 
@@ -102,9 +102,9 @@ def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
         title, "passkeys found (%)", entries, columns,
         lambda measured, config: list(accuracies(measured).values()),
         lambda config: Passkeys(lengths=lengths(columns(config), config)),
-        better="higher", digits=1, paper=LSSAR["passkey"], notes=(
+        better="higher", digits=1, paper=LSSAR["passkey"], note=(
             "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
-            "are multiples of the training length, or of its least multiple that fits a prompt.",
+            "are multiples of the training length, or of its least multiple that fits a prompt."
         ), **more,
     )  # fmt: skip
 
@@ -326,13 +326,13 @@ EXPERIMENTS = {
     "loss_by_length": loss(
         "LSSAR Fig. A2, loss to 16 times the training length", TWO, LENGTHS,
         draw=pictures.together, paper=TABLE1,
-        notes=("Fig. A2 has no numbers; the paper's values here are of its Table 1.",),
+        note="Fig. A2 has no numbers; the paper's values here are of its Table 1.",
     ),
     "p_sweep": loss(
         "LSSAR Appendix B.1.4, loss by p",
         ("lssa", *(f"lssar_p{p}" for p in POWERS), "softmax", *(f"softmax_p{p}" for p in POWERS)),
         LENGTHS, draw=pictures.loss_over_p, paper=TABLE1,
-        notes=("The paper has only curves here; its values are of its Table 1.",),
+        note="The paper has only curves here; its values are of its Table 1.",
     ),
     "p_at_evaluation": loss(
         "Is it the training or the sharpening: other p than in training",
@@ -343,21 +343,18 @@ EXPERIMENTS = {
     "components": loss(
         "LSSAR taken apart: phi, scale and re-weighting", COMPONENTS, LENGTHS,
         draw=grouped(pictures.by_stage), paper=TABLE1,
-        notes=("docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",),
+        note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
     "rope": loss(
         "RoPE scalings and variants",
         tuple(f"{name}:{rope}" for name in ("softmax", "ssmax", "lssar_p15") for rope in ROPES),
-        LENGTHS, draw=grouped(pictures.by_run), notes=(
-            "Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
-        ),
+        LENGTHS, draw=grouped(pictures.by_run),
+        note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
     "league": loss(
         "What users pick instead", LEAGUE_ENTRIES, LENGTHS,
-        draw=grouped(pictures.by_kind(LEAGUE)), paper=TABLE1, notes=(
-            "RoPE is scaled by dynamic NTK, but not in `:plain_rope`. `swa` has its own, shorter "
-            "window in the control too.",
-        ),
+        draw=grouped(pictures.by_kind(LEAGUE)), paper=TABLE1,
+        note="`:plain_rope` has no dynamic NTK. `swa` has its own window in the control too.",
     ),
     "headroom": replace(
         loss(
@@ -365,10 +362,9 @@ EXPERIMENTS = {
             HEADROOM, LENGTHS, draw=pictures.together,
         ),
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
-        remarks=headroom, notes=(
-            "Available is the loss at 1x minus the loss at the length, of the model that was "
-            "trained at that length or at the next longer one. The thin line of `softmax_4t` is "
-            "its own sliding window, of 4x.",
+        remarks=headroom, note=(
+            "Available: the loss at 1x minus the loss at the length, of the model that was trained "
+            "there or at the next longer length. `softmax_4t` has its own sliding window, of 4x."
         ),
     ),
     "league_passkey": passkeys(
@@ -379,7 +375,7 @@ EXPERIMENTS = {
     "t6": loss(
         "T6: queries, keys and values from factors, with softmax and with LSSAR",
         ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
-        LENGTHS, draw=pictures.together, notes=("docs/t6.md explains the entries.",),
+        LENGTHS, draw=pictures.together, note="docs/t6.md explains the entries.",
     ),
     "loss_by_position": loss_by_position(
         "Loss at each position, to 16 times the training length", TWO, 16
@@ -389,11 +385,10 @@ EXPERIMENTS = {
     ),
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
-        draw=pictures.recall, remarks=by_seed, notes=(
-            "A guess has 6.2 in lookup; 512 answers a length: a value near 50 has a standard error "
-            "of 2.2. RoPE is scaled by dynamic NTK, but not in `:plain_rope`. `_nope` has no "
-            "positions, and `hybrid_` none in half of the heads; the other half is softmax with "
-            "RoPE over a quarter of the training length.",
+        draw=pictures.recall, remarks=by_seed, note=(
+            "A guess has 6.2 in lookup; of 512 answers, a value of 50 has a standard error of 2.2. "
+            "`:plain_rope` has no dynamic NTK, `_nope` no positions, and `hybrid_` none in half of "
+            "the heads; the others are softmax with RoPE over a quarter of the training length."
         ),
     ),
     "attention_maps": Experiment(
@@ -409,20 +404,17 @@ EXPERIMENTS = {
         ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
         tuple(PHYSICS), newton, physics,
         better=tuple(PHYSICS.values()), digits=2, task="orbits", remarks=equations,
-        draw=pictures.forces, notes=(
-            "docs/physics.md explains the entries and the columns, and has the paper's laws.",
-            f"Arrows: the true forces, then the predictions of the first seed, at up to {ARROWS} "
-            "positions.",
+        draw=pictures.forces, note=(
+            "docs/physics.md explains the entries and the columns, and has the paper's laws. "
+            "Arrows: the true forces, then the predictions of the first seed."
         ),
     ),
     "gradient_norm": Experiment(
         "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",
         ("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
         ("median", "highest", "share of steps clipped"), read=metrics.gradient_norms,
-        draw=lines("step", "gradient norm before clipping", log="y"), notes=(
-            "After the warm-up. The paper says that softmax, unlike LSSAR, suffers from severe "
-            "gradient explosion at p = 15.",
-        ),
+        draw=lines("step", "gradient norm before clipping", log="y"),
+        note="After the warm-up. In the paper softmax explodes at p = 15, and LSSAR does not.",
     ),
     "entropy": Experiment(
         "LSSAR Sect. 2.1.2, entropy by the number of keys", "entropy of a row's weights (nats)",
@@ -430,10 +422,10 @@ EXPERIMENTS = {
         lambda config: AttentionMaps(text="", lengths=(at(16, config),)),
         curves=lambda measured: {"": entropies(measured)},
         draw=lines("keys n of a row, up to", "entropy of the weights (nats)", "x", True),
-        notes=(
+        note=(
             "Rows of the last layer in windows of 16 times the training length, means over heads; "
             "a column is of rows that see more than half as many keys, and at most as many. "
-            "Slope: of entropy over log n, from the training length on; equal weights have 1.",
+            "Slope: of entropy over log n, from the training length on; equal weights have 1."
         ),
     ),
     "gradient_slopes": Experiment(
@@ -442,20 +434,20 @@ EXPERIMENTS = {
         (*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
         compute=formulas.gradient_slopes, paper=LSSAR["gradients"],
         draw=lines("score x of the winner", "gradient dy / dx over its highest value", log="xy"),
-        notes=(
+        note=(
             f"Of one score x among {formulas.KEYS:,} keys, the others 0, and head size "
             f"{formulas.HEAD_SIZE}; with p, of (A6)'s y = r^p, before the last l1. The first two "
             "columns are far out (x = {exp:g} for exp, {softplus:g} for softplus), the last is at "
-            "the highest score that LSSA can have.".format(**formulas.FAR),
+            "the highest score that LSSA can have.".format(**formulas.FAR)
         ),
     ),
     "entropy_random": Experiment(
         "LSSAR Sect. 2.1.2, entropy of random rows", "entropy of a row's weights (nats)",
         ("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
         (*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"), compute=formulas.random_entropy,
-        draw=lines("keys n of a row", "entropy of the weights (nats)", "x", True), notes=(
+        draw=lines("keys n of a row", "entropy of the weights (nats)", "x", True), note=(
             f"q and k are normal, of head size {formulas.HEAD_SIZE}; means over "
-            f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1.",
+            f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1."
         ),
     ),
     "sparsity": Experiment(
@@ -466,50 +458,47 @@ EXPERIMENTS = {
         lambda config: AttentionMaps(text="", lengths=(), distances=True, rope="none"),
         curves=lambda measured: {"": positive_curve(measured)},
         draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", "x"),
-        notes=(
+        note=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
-            "training length; far: at least half of it.",
+            "training length; far: at least half of it."
         ),
     ),
     "ssmax_figure1": Experiment(
         "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"), SIZES,
         compute=formulas.attention_fading,
-        draw=lines("size n of the input vector", "largest weight", log="x"), notes=(
+        draw=lines("size n of the input vector", "largest weight", log="x"), note=(
             "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
-            "to 1.".format(**formulas.FADING),
+            "to 1.".format(**formulas.FADING)
         ),
     ),
     "ssmax_figure2": Experiment(
         "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
         ("a_1", "a_2", "R²"), read=metrics.learned_p,
-        draw=lines("input vector size n", "p_n", log="x"), notes=(
-            "By least squares over n >= 2. In the paper p_n closely follows the logarithm.",
-        ),
+        draw=lines("input vector size n", "p_n", log="x"),
+        note="By least squares over n >= 2. In the paper p_n closely follows the logarithm.",
     ),
     "ssmax_figure3": Experiment(
         "SSMax Fig. 3, the score that attention focuses on", "z_max whose weight is 1/2",
         tuple(formulas.FOCUS), SIZES, compute=formulas.attention_focus, digits=2,
         draw=lines("z_max; the other n - 1 scores are spread evenly from 0 to 1",
                    "weight of z_max"),
-        paper=formulas.FOCUS_RULE, notes=(
-            "The paper's values are its rule that z_max must exceed the others by about 1 / s.",
-        ),
+        paper=formulas.FOCUS_RULE,
+        note="The paper's values are its rule that z_max must exceed the others by about 1 / s.",
     ),
     "ssmax_figure4": Experiment(
         "SSMax Fig. 4, learning curves", "training loss (nats per token)", SSMAX_ENTRIES[:4],
         tuple(SSMAX["figure4"]["columns"]), read=metrics.learning_curve, needs=("softmax",),
         better="lower", draw=lines("step", "training loss (nats per token)"),
-        paper=SSMAX["figure4"], paper_scale="ssmax_paper", notes=(
-            "Means over the last tenth of the steps; all runs of a seed see the same batches.",
-        ),
+        paper=SSMAX["figure4"], paper_scale="ssmax_paper",
+        note="Means over the last tenth of the steps; all runs of a seed see the same batches.",
     ),
     "ssmax_figure5": loss_by_position(
         "SSMax Fig. 5, loss by position", SSMAX_ENTRIES,
         SSMAX["figure5"]["length"] / TRAINED_LENGTH, SSMAX["figure5"]["sequences"],
-        rope="none", rope_theta=SSMAX["figure5"]["rope_theta"], notes=(
+        rope="none", rope_theta=SSMAX["figure5"]["rope_theta"], note=(
             "docs/ssmax_swaps.md explains (e) and (f). The paper takes {sequences:,} random "
             "sequences of {length:,} tokens, here as many as the validation text has side by "
-            "side.".format(**SSMAX["figure5"]),
+            "side.".format(**SSMAX["figure5"])
         ),
     ),
 }  # fmt: skip
