@@ -61,7 +61,7 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
