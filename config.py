@@ -457,10 +457,8 @@ def filled_out_dir(config: Config) -> str:
     try:
         return config.out_dir.format(**values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but "
-            f"this fails: {error}"
-        ) from error
+        words = "may name settings in braces, as in out/p{p}, but this fails"
+        raise UserError(f"out_dir = {config.out_dir!r} {words}: {error}") from error
 
 
 def help_text() -> str:
@@ -598,15 +596,14 @@ def count_ids(tokenizer: str) -> int:
 def accumulation_steps(config: Config, world_size: int) -> int:
     """Micro-batches per step on each rank.
 
-    Raises UserError, naming values that work, where no number of them makes up total_batch_size.
+    Raises UserError, naming a value that works, where no number of them makes up total_batch_size.
     """
     micro = config.batch_size * config.block_size * world_size
     steps, rest = divmod(config.total_batch_size, micro)
-    if steps and not rest:
-        return steps
-    steps = max(1, steps)
-    raise UserError(
-        f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
-        f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
-        f"{micro}; {steps * micro} or {(steps + 1) * micro} would work"
-    )
+    if rest:
+        raise UserError(
+            f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
+            f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
+            f"{micro}; {(steps + 1) * micro} would work"
+        )
+    return steps
