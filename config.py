@@ -390,11 +390,11 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
         "block_size": gpt2.n_positions, "positions": "learned",
     }  # fmt: skip
     own = {key: values[key] for key in sizes if values.get(key) is not None}
-    shorter = own.get("block_size") in range(1, gpt2.n_positions)  # takes the first positions
-    for key, value in own.items():
-        if value != sizes[key] and not (key == "block_size" and shorter):
-            raise UserError(f"{source} has {key} = {sizes[key]!r}, not {value!r}: leave it out")
-    return sizes | own
+    if own.get("block_size") in range(1, gpt2.n_positions):
+        sizes["block_size"] = own["block_size"]  # the first positions suffice
+    if wrong := [f"{key} = {sizes[key]!r}" for key in own if own[key] != sizes[key]]:
+        raise UserError(f"{source} has {', '.join(wrong)}: leave these settings out")
+    return sizes
 
 
 def saved_config(values: Any, source: str | Path) -> Config:

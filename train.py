@@ -72,12 +72,13 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     dtype = pick_dtype(config.dtype, device)
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
-    if state is not None and state.tokens not in (0, loader.tokens):
-        raise UserError(
-            f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
-            f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-        )
-    loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
+    if loader is not None:
+        if state is not None and state.tokens not in (0, loader.tokens):
+            raise UserError(
+                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
+                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
+            )
+        loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
 
     # ---- model ----
     torch.manual_seed(config.seed)
@@ -101,7 +102,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     # ---- loop ----
     if is_main:
         say(describe(config, training, loader, world_size))
-    if config.dry_run:
+    if config.dry_run or loader is None:
         return False
     training.tokens = loader.tokens
     if is_main:

@@ -111,7 +111,10 @@ class Training:
         try:
             self.model.load_state_dict(state.model)
             for optimizer, saved in zip(self.optimizers, state.optimizers, strict=True):
+                options = optimizer.param_groups
                 optimizer.load_state_dict(saved)
+                for group, own in zip(optimizer.param_groups, options, strict=True):
+                    group.update(own)  # the config's, such as `fused` on another device
                 check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)

@@ -55,7 +55,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type != "cuda":
         return torch.float32
-    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    with torch.cuda.device(device):  # which the question below is about
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float16
 
 

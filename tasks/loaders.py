@@ -1,5 +1,7 @@
 """The batches of each task: what train.py needs to know of the data that it trains on."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,13 @@ from tasks.orbits import OrbitLoader
 from tasks.recall import RecallLoader
 
 
-def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader:
-    """The batches of one rank. Raises UserError where the data do not fit the settings."""
+def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
+    """The batches of one rank; None in a dry run before the data are made.
+
+    Raises UserError where the data do not fit the settings.
+    """
+    if config.dry_run and "language" in config.tasks and not Path(config.data_dir).exists():
+        return None
     sequences = config.total_batch_size // config.block_size
     batching = Batching(config.block_size, sequences, config.seed, rank, world_size, device)
     if config.task == "orbits":

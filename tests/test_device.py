@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,21 @@ def test_devices_are_refused_by_name(train, capsys):
         refused(capsys, lambda name=name: train("run", f"--device={name}"), says, "cpu")
 
 
-def test_bfloat16_is_automatic_only_where_the_gpu_computes_it(monkeypatch):
-    """A T4 emulates it."""
-    t4 = lambda including_emulation=True: including_emulation  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", t4)
-    assert device.pick_dtype("auto", torch.device("cuda")) == torch.float16
+def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch):
+    """A T4 emulates it: cuda:0 here, and the current device."""
+    current = [0]
+
+    @contextmanager
+    def using(gpu):
+        current.append(gpu.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", using)
+    supported = lambda including_emulation=True: including_emulation or current[-1] == 1  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    chosen = [device.pick_dtype("auto", torch.device("cuda", index)) for index in range(2)]
+    assert chosen == [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture

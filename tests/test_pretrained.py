@@ -55,14 +55,13 @@ def test_the_sizes_and_the_logits_are_those_of_transformers(folder):
         ("--gate=head", "differs: trunk.blocks.0.attn.c_gate"),
         ("--attention=asentmax", "differs: trunk.blocks.0.attn.c_rows"),
         ("--norm=rmsnorm", "differs: norm layernorm for rmsnorm"),
-        ("--n_layer=3", "has n_layer = 2, not 3: leave it out"),
-        ("--block_size=32", "has block_size = 16, not 32"),
-        ("--positions=rope", "has positions = 'learned', not 'rope'"),
+        ("--block_size=32 --n_head=2", "has block_size = 16: leave"),
+        ("--n_layer=3 --n_embd=63 --positions=rope", "has n_layer = 2, n_embd = 32, positions"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_by_name(folder, setting, says):
     with pytest.raises(UserError, match=says):
-        load(folder, setting)
+        load(folder, *setting.split())
 
 
 @pytest.mark.parametrize(

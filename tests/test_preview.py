@@ -9,13 +9,17 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_p
     assert not out.exists()
     for part in (
         "softmax: 33,696 parameters on cpu in float32; weights, gradients and optimizer take",
-        "3,999 tokens in 249 windows, 592 tokens for validation",
+        "3,999 tokens, 592 for validation",
         "896 tokens in steps of 128 (processes x micro-batches x batch_size x block_size = 1 x 1 x "
         "8 x 16), 1.8e+08 FLOP to do, step 0 of 7",
         "dry run: all checks passed; nothing was written",
     ):
         assert part in printed
     refused(capsys, lambda: train("run", "--dry_run", f"--data_dir={tmp_path}"), "no *_train_*.bin")
+    train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
+    assert "none: not there yet; data.text and data.fineweb make it" in capsys.readouterr().out
+    train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes")
+    assert "; the run goes through them 225 times" in capsys.readouterr().out
     (tmp_path / "file").touch()
     refused(capsys, lambda: train("file/run", "--dry_run"), "Not a directory")
     run = train("run", "--max_iters=2")
