@@ -36,7 +36,7 @@ from runtime import checkpoint
 from runtime.checkpoint import Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
-from runtime.divergence import finite_step, finite_weights, stop_diverged
+from runtime.divergence import finite_step, stop_diverged
 from runtime.files import lock_folder, write_json
 from runtime.log import Log, say
 from runtime.pretrained import load_initial
@@ -171,7 +171,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                     saver.save("best", t.state(config, best=True))
             stop = all_reduce_max(len(received), device) > 0
             if new and (last or stop or t.step % config.checkpoint_interval == 0):
-                if not finite_weights(t.model):
+                if not all(p.isfinite().all() for p in t.model.parameters()):
                     stop_diverged(run, t.step, "its update left non-finite weights")
                 log.sync()
                 saver.save("step", t.state(config))

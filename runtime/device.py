@@ -92,7 +92,6 @@ def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
 
 def environment() -> dict[str, Any]:
     """Versions, machine and commit."""
-    changes = git("status", "--porcelain", "--untracked-files=no")
     commit = git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
@@ -100,7 +99,7 @@ def environment() -> dict[str, Any]:
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
-        "modified": bool(changes),
+        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
     }
 
 

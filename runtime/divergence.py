@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from runtime.distributed import EXIT_FAILED
 
@@ -19,10 +18,6 @@ def finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> 
     """Whether a step's loss and gradients are finite, or overflow only by the scale of the loss."""
     overflows = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
     return math.isfinite(loss) and (math.isfinite(grad_norm) or overflows)
-
-
-def finite_weights(model: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def stop_diverged(run: Path, step: int, error: str) -> None:

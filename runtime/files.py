@@ -152,8 +152,3 @@ def is_locked(folder: Path) -> bool:
         return True
     except OSError:  # there is no such folder
         return False
-
-
-def locked(folder: Path) -> FileLock:
-    """A context that waits for a folder's second lock: a run may be evaluated in training."""
-    return FileLock(folder / ".results.lock")

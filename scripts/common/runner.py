@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from filelock import FileLock
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -46,7 +47,7 @@ from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
 from runtime.device import environment, pick_device, pick_dtype
-from runtime.files import check_writable, locked, read_json, write_json
+from runtime.files import check_writable, read_json, write_json
 from scripts.common.plots import save_picture
 
 # The longest label of a run, and the longest file name of a picture, in characters.
@@ -205,7 +206,8 @@ class Store:
         return self.values.get("parts", {})
 
     def add(self, part: str, value: dict) -> None:
-        with locked(self.path.parent):
+        # a lock of its own: a run may be evaluated while it trains
+        with FileLock(self.path.parent / ".results.lock"):
             others = [m for m in read_measurements(self.path) if not self._is(m)]
             code = self.values.get("code", {}) | {part: code_of_model()}
             parts = {"parts": self.parts | {part: value}, "code": code}
