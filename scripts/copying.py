@@ -50,15 +50,9 @@ from config import Config
 from errors import UserError
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Results, Run, as_command, option, title_of, with_controls
+from scripts.common.runner import Results, Run, as_command, batches, option, title_of, with_controls
 from scripts.common.tables import print_table
-from scripts.common.validation import (
-    Controlled,
-    batches,
-    check_lengths,
-    checked_tokens,
-    default_lengths,
-)
+from scripts.common.validation import Controlled, check_lengths, checked_tokens, default_lengths
 
 PASSAGE = 1 / 4  # of the training length
 WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths

@@ -37,9 +37,7 @@ Steps = list[dict[str, float]]
 class Curves:
     """The curves of runs while they train."""
 
-    smooth: int = option(
-        1, "draw means of so many steps, over a faint curve of each step", at_least=1
-    )
+    smooth: int = option(1, "draw means of so many steps over a faint curve", at_least=1)
 
 
 @command
@@ -51,10 +49,9 @@ def main() -> None:
 
 def read_steps(path: str | Path) -> Steps:
     """The steps and validations of a run. Raises UserError where there are none."""
-    steps = list(read_metrics(checkpoint.folder_of(path)))
-    if not steps:
-        raise UserError(f"{path}: its metrics.jsonl has no step yet")
-    return steps
+    if steps := read_metrics(checkpoint.folder_of(path)):
+        return steps
+    raise UserError(f"{path}: its metrics.jsonl has no step yet")
 
 
 def plot(runs: dict[str, Steps], options: Curves) -> Figure:

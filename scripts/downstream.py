@@ -53,9 +53,7 @@ class Downstream(Evaluation):
     name = "downstream"
 
     tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
-    max_length: int | None = option(
-        None, "most tokens at once (default: 2x training; learned positions: 1x)", at_least=1
-    )
+    max_length: int | None = option(None, "most tokens at once (default: 2x training)", at_least=1)
     limit: int | None = option(None, "only this many samples of each task, to try it", at_least=1)
 
     @property
@@ -181,10 +179,8 @@ def readable(results: dict) -> dict:
 def show(evaluation: Downstream, results: Results) -> dict[str, Figure]:
     """Print all scores; there is no picture."""
     for name, result in results.items():
-        print(
-            f"{name}: step {result['step']}, RoPE scaling {result['rope']}, at most "
-            f"{result['max_length']} tokens; lm_eval {result['lm_eval']}"
-        )
+        how = (f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval"))
+        print(f"{name}: {', '.join(how)}")
     table = [["task", "metric", "run", "value", "stderr", "samples"]]
     for part, measured in next(iter(results.values()))["parts"].items():
         # a group has its own score, a tag has only the scores of its tasks

@@ -30,8 +30,10 @@ from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, copy_tokenize
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
-from scripts.common.runner import Options, Run, load_run, option, parse, require
+from scripts.common.runner import RUN, Options, Run, load_run, option, parse, require
 
+# Where transformers finds its classes in the exported folder.
+CODE = "hf_modeling.SharpAttention"
 # The arguments of GPT.scale_rope, as the facts of a run name them.
 ROPE = {"scaling": "rope", "factor": "rope_factor", "theta": "rope_theta"}
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
@@ -46,9 +48,8 @@ class Export(Options):
 
 @command
 def main() -> None:
-    trained = {"metavar": "RUN", "help": "a run's folder, or a checkpoint's .pt"}
     new = {"metavar": "DIR", "type": Path, "help": "new folder to write"}
-    options, arguments = parse(Export, others={"run": trained, "dir": new})
+    options, arguments = parse(Export, others={"run": RUN, "dir": new})
     folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
@@ -83,10 +84,7 @@ def transformers_model(run: Run) -> Any:
         "settings": settings,  # on which results depend
         "rope": {key: run.facts[name] for key, name in ROPE.items()},
         "run": run.facts | {"environment": environment()},
-        "auto_map": {
-            "AutoConfig": "hf_modeling.SharpAttentionConfig",
-            "AutoModelForCausalLM": "hf_modeling.SharpAttentionForCausalLM",
-        },
+        "auto_map": {"AutoConfig": f"{CODE}Config", "AutoModelForCausalLM": f"{CODE}ForCausalLM"},
         "vocab_size": c.n_vocab,
         "hidden_size": c.n_embd,
         "max_position_embeddings": c.block_size,
@@ -112,12 +110,9 @@ def transformers_tokenizer(config: Config) -> Any:
         tokenizer = byte_level_bpe(config.tokenizer)
     else:
         tokenizer = Tokenizer.from_file(config.tokenizer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        split_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark),
-    )
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark)
+    as_it_is = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **as_it_is)
 
 
 def byte_level_bpe(name: str) -> Any:

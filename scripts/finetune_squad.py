@@ -50,7 +50,7 @@ from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say
 from scripts.common.retrieval import ASK
-from scripts.common.runner import Options, option, parse
+from scripts.common.runner import RUN, Options, option, parse
 from train import Batch, Objective, fit
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
@@ -83,13 +83,12 @@ class FineTuning:
     checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "of matrix products", choices=tuple(choices("dtype")))
+    dtype: str = option("auto", "of matrix products", choices=choices("dtype"))
 
 
 @command
 def main() -> None:
-    run = {"metavar": "RUN", "help": "a run's folder, or a checkpoint's .pt"}
-    options, arguments = parse(FineTuning, others={"run": run})
+    options, arguments = parse(FineTuning, others={"run": RUN})
     out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
         checkpoint.resumes(out, options.resume)
@@ -136,10 +135,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- loop ----
     checkpoint.write_header(out, config, kernels)
     write_json(out / "squad.json", data)
-    say(
-        f"{config.variant_name}: {len(examples):,} examples ({data['left_out']:,} questions left "
-        f"out), {config.max_iters:,} steps on {device.type}; run folder {out}"
-    )
+    taken = f"{len(examples):,} examples ({data['left_out']:,} questions left out)"
+    say(f"{config.variant_name}: {taken}, {config.max_iters:,} steps on {device.type}, in {out}")
 
     def batch(step: int) -> Batch:
         chosen = batch_of(step, examples, options.sequences, config.seed)

@@ -171,11 +171,9 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     """Attention from the prompt's last token to the needle's span, [layers, H]."""
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
     idx = torch.tensor([needle.prompt + [0] * ANSWER_TOKENS], device=run.device)
-    last = len(needle.prompt) - 1
+    last = slice(len(needle.prompt) - 1, len(needle.prompt))
     with autocast(run.device, run.dtype):
-        layers = attention_weights(
-            run.model, idx, slice(last, last + 1), lambda A: A[..., needle.span].sum(-1)
-        )
+        layers = attention_weights(run.model, idx, last, lambda A: A[..., needle.span].sum(-1))
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
@@ -190,11 +188,8 @@ def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
           "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
         for needle, text in answered(run, needles, length, eot)
     )  # fmt: skip
-    heads = [
-        {"layer": layer, "head": head, "score": value}
-        for layer, of_layer in enumerate(scores.tolist())
-        for head, value in enumerate(of_layer)
-    ]
+    H, of_heads = scores.shape[1], enumerate(scores.flatten().tolist())
+    heads = [{"layer": i // H, "head": i % H, "score": value} for i, value in of_heads]
     best = sorted(heads, key=lambda head: -head["score"])[:HEADS]
     trials = [trial | {"top_score": scores.max().item()} for trial, scores in others]
     return {"length": length, "one needle": first | {"heads": best}, "trials": trials}

@@ -33,9 +33,9 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Results, Run, as_command, option, title_of
+from scripts.common.runner import Results, Run, as_command, batches, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, accuracies, batches, check_lengths, default_lengths
+from scripts.common.validation import AtLengths, accuracies, check_lengths, default_lengths
 from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"
@@ -75,8 +75,7 @@ class Recall(AtLengths):
         if not 0 < self.pairs(config, lengths[0]) <= self.pairs(config, lengths[-1]) <= MQAR_KEYS:
             each = f"{PAIRS} in every {config.block_size} tokens"
             raise UserError(f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {each}")
-        asked = {"answers": self.answers, "proportional": self.proportional}
-        return asked | {"recall": config.recall}
+        return {"answers": self.answers, "proportional": self.proportional, "recall": config.recall}
 
     def sequences(self, config: Config, length: int) -> int:
         """How many sequences have enough answers."""

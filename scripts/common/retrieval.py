@@ -12,9 +12,9 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
 from runtime.device import autocast
-from scripts.common.runner import Run, option, title_of
+from scripts.common.runner import Run, batches, option, title_of
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, accuracies, batches, check_lengths
+from scripts.common.validation import AtLengths, accuracies, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
@@ -74,5 +74,4 @@ def answered(
 
 def first_number(text: str) -> str:
     """The first run of digits, or ''."""
-    found = re.search("[0-9]+", text)
-    return found[0] if found else ""
+    return (re.findall("[0-9]+", text) or [""])[0]

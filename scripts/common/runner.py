@@ -27,10 +27,11 @@ import importlib.util
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from filelock import FileLock
@@ -50,6 +51,8 @@ from runtime.device import environment, pick_device, pick_dtype
 from runtime.files import check_writable, read_json, write_json
 from scripts.common.plots import save_picture
 
+# Tokens of an evaluation batch, unless one sequence is longer.
+BATCH_TOKENS = 16384
 # The longest label of a run, and the longest file name of a picture, in characters.
 LONGEST_LABEL, LONGEST_NAME = 40, 59
 PICTURES = (".png", ".pdf", ".svg")
@@ -57,11 +60,14 @@ PICTURES = (".png", ".pdf", ".svg")
 LEARNED = names("attention", "model", "data", "optimisation")
 
 
+T = TypeVar("T")
+
+
 # ---- options ----
 
 
 def option(
-    default: Any, help: str, *, at_least: int | None = None, choices: Sequence[str] | None = None
+    default: Any, help: str, *, at_least: int | None = None, choices: Collection[str] | None = None
 ) -> Any:
     """A field that is an option of the command."""
     return field(default=default, metadata={"help": help, "at_least": at_least, "choices": choices})
@@ -81,10 +87,8 @@ class Options:
     attention: str | None = option(None, "another variant; it re-weights only with --p")
     p: float | None = option(None, "another power of the re-weighting")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "of matrix products", choices=tuple(choices("dtype")))
-    attention_impl: str = option(
-        "auto", "path of attention", choices=tuple(choices("attention_impl"))
-    )
+    dtype: str = option("auto", "of matrix products", choices=choices("dtype"))
+    attention_impl: str = option("auto", "path of attention", choices=choices("attention_impl"))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -174,6 +178,13 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
         "attention_impl": options.attention_impl,
         "formulas": formulas(config),
     }
+
+
+def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
+    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
+    left = iter(tqdm(items, leave=False))
+    while batch := list(islice(left, max(1, BATCH_TOKENS // length))):
+        yield batch
 
 
 def require(extra: str, *modules: str) -> None:
@@ -368,8 +379,9 @@ def picture_file(text: str) -> Path:
     return path
 
 
+RUN = {"metavar": "RUN", "help": "a run's folder, or a .pt in it"}
 RUNS: dict[str, dict[str, Any]] = {
-    "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's folder, or a .pt in it"},
+    "runs": {"nargs": "+"} | RUN,
     "--out": {"metavar": "FILE", "type": picture_file, "help": "of the picture: .png, .pdf, .svg"},
 }
 
@@ -463,13 +475,11 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
     configs = [checkpoint.read_config(path) for path in paths]
     differ = [k for k in LEARNED if len({getattr(config, k) for config in configs}) > 1]
     others = [key for key in differ if key not in ("attention", "p")]
-    labels = [
-        ", ".join(
-            [config.variant_name] * (others != differ or not differ)
-            + [f"{key} {shown(getattr(config, key))}" for key in others]
-        )
-        for config in configs
-    ]
+    labels = []
+    for config in configs:
+        variant = [] if differ and others == differ else [config.variant_name]
+        settings = [f"{key} {shown(getattr(config, key))}" for key in others]
+        labels.append(", ".join(variant + settings))
     if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
         return labels
     folders = [Path(path).resolve() for path in paths]
@@ -494,11 +504,9 @@ def picture_path(paths: Sequence[str | Path], name: str) -> Path:
     other runs have other pictures.
     """
     folder = common_folder(paths)
-    if len(paths) == 1 and not checkpoint.is_checkpoint(paths[0]):
-        return folder / f"{name}.png"
-    found = [Path(path).resolve().relative_to(folder) for path in paths]
-    label = "_".join("-".join(one.parts).removesuffix(".pt") for one in found)
-    return folder / f"{shortened(f'{name}_{label}')}.png"
+    found = [Path(path).resolve().relative_to(folder) for path in paths]  # one run's is empty
+    labels = ["-".join(one.parts).removesuffix(".pt") for one in found]
+    return folder / f"{shortened('_'.join(filter(None, [name, *labels])))}.png"
 
 
 def shortened(name: str) -> str:

@@ -95,11 +95,10 @@ def best_entries(table: dict, column: int) -> set[str]:
 def write(folder: Path, table: dict, pictures: Sequence[str]) -> None:
     """Save a table of results as table.json and table.md, which shows the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {
-        name: entry
-        | {"runs": [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]}
-        for name, entry in table["rows"].items()
-    }
+    rows = {}
+    for name, entry in table["rows"].items():
+        runs = [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]
+        rows[name] = entry | {"runs": runs}
     write_json(folder / "table.json", table | {"rows": rows})
     with atomic_write(folder / "table.md", "w") as file:
         file.write(markdown(table, pictures))

@@ -1,4 +1,4 @@
-"""The lengths at which runs are evaluated, the validation tokens there, and their batches."""
+"""The lengths at which runs are evaluated, and the validation tokens that are measured there."""
 
 import functools
 import hashlib
@@ -7,15 +7,13 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from config import Config
 from data.loader import copy_to, inputs_and_targets, validation_tokens
@@ -23,14 +21,7 @@ from data.shards import check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from runtime.files import sha256_of
-from scripts.common.runner import Evaluation, option
-
-# Tokens of an evaluation batch, unless one sequence is longer.
-BATCH_TOKENS = 16384
-# More validation tokens than any sample of them takes: a shard of data.fineweb.
-SHARD = 10**8
-
-T = TypeVar("T")
+from scripts.common.runner import Evaluation, batches, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +135,8 @@ def windows(
         yield copy_to(device, *inputs_and_targets(np.stack(batch), device))
 
 
-def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
-    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
-    left = iter(tqdm(items, leave=False))
-    while batch := list(islice(left, max(1, BATCH_TOKENS // length))):
-        yield batch
-
-
 @functools.lru_cache(1)  # an evaluation asks several times
-def checked_tokens(config: Config, wanted: int = SHARD) -> NDArray[np.uint16]:
+def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.uint16]:
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)

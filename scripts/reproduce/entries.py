@@ -3,6 +3,7 @@
 All tables share the runs: OUT/<scale>/<entry>/seed<seed>.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -110,30 +111,23 @@ POSITIONS: dict[str, Callable[[Config], dict]] = {
     "hybrid_{}": half_local,
 }
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
-ENTRIES = (
-    {
-        "softmax_before_f": Entry(SOFTMAX, before_swap),
-        "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
-        "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
-        "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
-        "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
-        "softmax_window": Entry(SOFTMAX, two_points),
-        "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
-        "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
-        "swa": Entry(CONFIGS / "swa.py", quarter("window")),
-        "softmax_4t": Entry(SOFTMAX, longer(4)),
-        "softmax_16t": Entry(SOFTMAX, longer(16)),
-    }
-    | {
-        name: Entry(CONFIGS / f"{name}.py", quarter("local_window"))
-        for name in ("hybrid", "hybrid_lssar_p5")
-    }
-    | {
-        pattern.format(name): Entry(FILES[name], changes)
-        for name in NORMALISERS
-        for pattern, changes in POSITIONS.items()
-    }
-)
+ENTRIES = {
+    "softmax_before_f": Entry(SOFTMAX, before_swap),
+    "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
+    "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
+    "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
+    "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
+    "softmax_window": Entry(SOFTMAX, two_points),
+    "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
+    "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
+    "swa": Entry(CONFIGS / "swa.py", quarter("window")),
+    "hybrid": Entry(CONFIGS / "hybrid.py", quarter("local_window")),
+    "hybrid_lssar_p5": Entry(CONFIGS / "hybrid_lssar_p5.py", quarter("local_window")),
+    "softmax_4t": Entry(SOFTMAX, longer(4)),
+    "softmax_16t": Entry(SOFTMAX, longer(16)),
+}
+for normaliser, (pattern, positions) in itertools.product(NORMALISERS, POSITIONS.items()):
+    ENTRIES[pattern.format(normaliser)] = Entry(FILES[normaliser], positions)
 
 
 def find_entry(name: str) -> Entry:

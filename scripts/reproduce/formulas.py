@@ -43,9 +43,7 @@ FOCUS = {
 # The paper's rule: z_max is 1 / s above the highest other score, 1.
 FOCUS_RULE = {
     "columns": [f"n = {n:,}" for n in SIZES],
-    "rows": {
-        name: [1 + 1 / s] * len(SIZES) for name, (variant, s) in FOCUS.items() if variant == "ssmax"
-    },
+    "rows": {name: [1 + 1 / s] * len(SIZES) for name, (_, s) in FOCUS.items() if name != "softmax"},
 }
 
 

@@ -1,5 +1,6 @@
 """Pictures of a table: functions of the table that return a figure, or several by file name."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -33,46 +34,35 @@ def first_seeds(table: dict) -> dict[str, dict]:
 # ---- means over seeds, and their range ----
 
 
-def control_of(entry: dict) -> list[float] | None:
-    """The mean loss of an entry's control at each length."""
-    known = [run["evaluation"].get("control") for run in entry["runs"]]
-    if not all(known):
-        return None
-    return [statistics.mean(column) for column in zip(*(c["loss"] for c in known), strict=True)]
-
-
-def over_length(table: dict, panels: Mapping[str, Mapping[str, str]]) -> Figure:
-    """A panel for each {title: {entry: label}}: loss over length; thin: the controls.
-
-    The panels PAPER and DIFFERENCE have the paper's values and the differences from the baseline.
-    """
+def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
+    """A panel for each {title: {label: summary over seeds}}: loss over length; thin: controls."""
     x = table["multiples"]
-    curves: dict[str, list[Curve]] = {}
-    for title, names in panels.items():
-        shown = curves[title] = []
-        for name, label in names.items():
-            entry = table["rows"][name]
-            other = {PAPER: {"mean": entry["paper"]}, DIFFERENCE: entry.get("difference")}
-            values = other.get(title, entry)
-            sides = [
-                [math.nan if v is None else v for v in values[s]] for s in SIDES if s in values
-            ]
-            shown.append(Curve(label, x, *(side[: len(x)] for side in sides)))
-            if title not in other and (control := control_of(entry)):
-                shown.append(Curve(label, x, control, thin=True))
+    curves: dict[str, list[Curve]] = {title: [] for title in panels}
+    for title, summaries in panels.items():
+        for label, summary in summaries.items():
+            known = (summary[side][: len(x)] for side in SIDES if side in summary)
+            sides = [[math.nan if v is None else v for v in values] for values in known]
+            curves[title].append(Curve(label, x, *sides))
+            runs = [run.get("evaluation", {}) for run in summary.get("runs", [])]
+            losses = [run["control"]["loss"] for run in runs if "control" in run]
+            if losses:
+                means = [statistics.mean(column) for column in zip(*losses, strict=True)]
+                curves[title].append(Curve(label, x, means, thin=True))
     alike = DIFFERENCE not in panels
     return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=alike)
 
 
 def together(table: dict) -> Figure:
     """All entries in one panel; in others the paper's values, and differences from the baseline."""
-    rows = table["rows"].items()
+    rows = table["rows"]
     panels = {
-        f"scale {table['scale']}": {name: name for name, _ in rows},
-        PAPER: {name: name for name, entry in rows if entry["paper"]},
-        DIFFERENCE: {name: name for name, entry in rows if "difference" in entry},
+        f"scale {table['scale']}": rows,
+        PAPER: {name: {"mean": entry["paper"]} for name, entry in rows.items() if entry["paper"]},
+        DIFFERENCE: {n: entry["difference"] for n, entry in rows.items() if "difference" in entry},
     }
-    return over_length(table, {title: names for title, names in panels.items() if names})
+    return over_length(
+        table, {title: summaries for title, summaries in panels.items() if summaries}
+    )
 
 
 Places = Callable[[str], list[tuple[str, str]]]  # the panels and labels of an entry, by its name
@@ -82,10 +72,10 @@ def grouped(of: Places) -> Callable[[dict], Figure]:
     """A panel for each title of `of`."""
 
     def draw(table: dict) -> Figure:
-        groups: dict[str, dict[str, str]] = {}
-        for name in table["rows"]:
+        groups: dict[str, dict[str, dict]] = {}
+        for name, entry in table["rows"].items():
             for title, label in of(name):
-                groups.setdefault(title, {})[name] = label
+                groups.setdefault(title, {})[label] = entry
         return over_length(table, groups)
 
     return draw
@@ -108,22 +98,18 @@ def by_kind(kinds: Mapping[str, Iterable[str]]) -> Places:
 def recall(table: dict) -> Pictures:
     """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
     learned = {name: one for name, one in table["rows"].items() if None not in one["mean"]}
-    at, titles = table["multiples"].index(16), list(RECALL_POSITIONS.values())
-    names = {one: [form.format(one) for form in RECALL_POSITIONS] for one in NORMALISERS}
-    shares = {
-        one: [learned[name]["mean"][at] / 100 if name in learned else None for name in entries]
-        for one, entries in names.items()
-    }
+    at = table["multiples"].index(16)
+    places: dict[str, tuple[str, str]] = {}
+    shares: dict[str, list[float | None]] = {one: [] for one in NORMALISERS}
+    for one, (form, title) in itertools.product(NORMALISERS, RECALL_POSITIONS.items()):
+        name = form.format(one)
+        places[name] = (title, one)
+        shares[one].append(learned[name]["mean"][at] / 100 if name in learned else None)
     title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
-    across = [title.replace(" ", "\n") for title in titles]
+    across = [title.replace(" ", "\n") for title in RECALL_POSITIONS.values()]
     grid = heat_map(title, shares, across, table["unit"], "", "")
     if not learned:
         return grid
-    places = {
-        name: (title, normaliser)
-        for normaliser, entries in names.items()
-        for name, title in zip(entries, titles, strict=True)
-    }
     draw = grouped(lambda name: [places.get(name, ("others", name))])
     return {"recall.png": grid, "recall_by_length.png": draw(table | {"rows": learned})}
 

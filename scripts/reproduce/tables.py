@@ -316,9 +316,7 @@ EXPERIMENTS = {
         draw=pictures.together, paper=TABLE1,
     ),
     "table2": downstream("LSSAR Table 2, downstream tasks", LSSAR["table2"]),
-    "table_a1": downstream(
-        "LSSAR Table A1, downstream tasks after FineWeb-Edu", LSSAR["table_a1"], "124m_edu"
-    ),
+    "table_a1": downstream("LSSAR Table A1, FineWeb-Edu", LSSAR["table_a1"], "124m_edu"),
     "table_a2": downstream("LSSAR Table A2, LAMBADA", LSSAR["table_a2"]),
     "table_a4": loss_table("LSSAR Table A4, modified scores", LSSAR["table_a4"]),
     "table_a5": loss_table("LSSAR Table A5, softmax without its parts", LSSAR["table_a5"]),
@@ -377,12 +375,8 @@ EXPERIMENTS = {
         ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
         LENGTHS, draw=pictures.together, note="docs/t6.md explains the entries.",
     ),
-    "loss_by_position": loss_by_position(
-        "Loss at each position, to 16 times the training length", TWO, 16
-    ),
-    "passkey": passkeys(
-        "LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together
-    ),
+    "loss_by_position": loss_by_position("Loss by position, to 16 training lengths", TWO, 16),
+    "passkey": passkeys("LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together),
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
         draw=pictures.recall, remarks=by_seed, note=(
@@ -395,8 +389,7 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
         tuple(MAPPED.values()),
         lambda measured, config: [mean_over_heads(only_part(measured), name) for name in MAPPED],
-        lambda config: AttentionMaps(tokens=0),
-        draw=pictures.maps,
+        lambda config: AttentionMaps(tokens=0), draw=pictures.maps,
     ),
     "table3": Experiment(
         "LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
