@@ -83,7 +83,7 @@ def main() -> None:
     dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
     shape = f"{config.n_layer} layers, {config.n_embd} wide, "
     shape += f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {made['machine']}"
-    print(f"\n{shape}; median of {arguments.rounds} rounds (ratio to the first model)")
+    print(f"\n{shape}; median of {arguments.rounds} rounds; in parentheses over the first model")
     print_figures(figures, models)
     if arguments.out:
         used = config.as_dict() | {"dtype": dtype, "rounds": arguments.rounds}

@@ -111,8 +111,8 @@ def transformers_tokenizer(config: Config) -> Any:
     else:
         tokenizer = Tokenizer.from_file(config.tokenizer)
     ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark)
-    as_it_is = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **as_it_is)
+    options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **options)
 
 
 def byte_level_bpe(name: str) -> Any:

@@ -126,9 +126,10 @@ class Needles(Retrieval, OnText):
     def facts(self, config: Config) -> dict:
         lengths = (*self.lengths_of(config), self.score_length)
         self.check_lengths(config, lengths, SHORTEST)
-        available = len(self.haystack(config).tokens)
-        if max(lengths) > available:
-            raise UserError(f"{config.data_dir}: {available} validation tokens, not {max(lengths)}")
+        available, longest = len(checked_tokens(config)), max(lengths)
+        if longest > available:
+            found = f"{config.data_dir}: {available} validation tokens"
+            raise UserError(f"{found}, but a haystack of {longest}")
         return super().facts(config) | {"samples": self.samples, "sample_seed": self.seed}
 
     def parts(self, config: Config) -> list[str]:
@@ -188,8 +189,8 @@ def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
           "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
         for needle, text in answered(run, needles, length, eot)
     )  # fmt: skip
-    H, of_heads = scores.shape[1], enumerate(scores.flatten().tolist())
-    heads = [{"layer": i // H, "head": i % H, "score": value} for i, value in of_heads]
+    H, values = scores.shape[1], scores.flatten().tolist()  # [layers * H]
+    heads = [{"layer": i // H, "head": i % H, "score": x} for i, x in enumerate(values)]
     best = sorted(heads, key=lambda head: -head["score"])[:HEADS]
     trials = [trial | {"top_score": scores.max().item()} for trial, scores in others]
     return {"length": length, "one needle": first | {"heads": best}, "trials": trials}
@@ -206,9 +207,8 @@ def show(evaluation: Needles, results: Results) -> dict[str, Figure]:
         heads.append(Curve(label, range(1, len(best) + 1), best))
         trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
         for kind in GRADES:
-            places = [i for i, trial in enumerate(trials) if trial["grade"] == kind]
-            values = [trials[i]["top_score"] for i in places]
-            tops += [Curve(f"{name}, {kind}", [i + 1 for i in places], values)] if places else []
+            points = [(i, t["top_score"]) for i, t in enumerate(trials, 1) if t["grade"] == kind]
+            tops += [Curve(f"{name}, {kind}", *zip(*points, strict=True))] if points else []
     one = f"one needle, {FIXED[2]:.0%} deep in {evaluation.score_length:,} tokens"
     many = f"needles at random depths of {evaluation.score_length:,} tokens"
     return {

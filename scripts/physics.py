@@ -205,7 +205,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     def squared_error(x: Tensor, y: Tensor) -> Tensor:
         return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
 
-    for step in tqdm(range(physics.steps), "fine-tuning", leave=False):
+    for step in tqdm(range(physics.steps), "fine-tuning", leave=False, disable=None):
         sequences = min(physics.batch, len(x))
         places = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
         parts = [part[places].split(config.batch_size) for part in (x, y)]

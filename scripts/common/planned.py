@@ -63,12 +63,8 @@ class PlannedRun:
         """The command that starts or continues the training, with a process for each GPU."""
         launcher, processes = [sys.executable], processes_of(self.config)
         if processes > 1:
-            launcher += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={processes}",
-            ]
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc_per_node={processes}"]
         return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
     def entry(self, values: Sequence[float | None], evaluation: dict) -> dict:

@@ -154,8 +154,7 @@ def load_run(path: str | Path, options: Options = Options()) -> Run:
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
-    facts = run_facts(trained, weights, options)
-    folder = checkpoint.folder_of(path)
+    facts, folder = run_facts(trained, weights, options), checkpoint.folder_of(path)
     return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
@@ -182,7 +181,7 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
 
 def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
     """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
-    left = iter(tqdm(items, leave=False))
+    left = iter(tqdm(items, leave=False, disable=None))
     while batch := list(islice(left, max(1, BATCH_TOKENS // length))):
         yield batch
 

@@ -121,7 +121,7 @@ def stretches(
     if available < unit:
         where = "in the longest document" if whole_documents else "validation tokens"
         found = f"{config.data_dir}: {available} {where}"
-        raise UserError(f"{found}, but lengths {list(lengths)} take a multiple of {unit}")
+        raise UserError(f"{found}, but lengths {list(lengths)} need a multiple of {unit}")
     starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 

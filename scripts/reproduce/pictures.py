@@ -60,9 +60,7 @@ def together(table: dict) -> Figure:
         PAPER: {name: {"mean": entry["paper"]} for name, entry in rows.items() if entry["paper"]},
         DIFFERENCE: {n: entry["difference"] for n, entry in rows.items() if "difference" in entry},
     }
-    return over_length(
-        table, {title: summaries for title, summaries in panels.items() if summaries}
-    )
+    return over_length(table, {title: shown for title, shown in panels.items() if shown})
 
 
 Places = Callable[[str], list[tuple[str, str]]]  # the panels and labels of an entry, by its name

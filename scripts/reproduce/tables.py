@@ -355,12 +355,9 @@ EXPERIMENTS = {
         note="`:plain_rope` has no dynamic NTK. `swa` has its own window in the control too.",
     ),
     "headroom": replace(
-        loss(
-            "What a longer context is worth to a model that was trained on it",
-            HEADROOM, LENGTHS, draw=pictures.together,
-        ),
+        loss("What a longer context is worth to a model trained on it", HEADROOM, LENGTHS),
         columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
-        remarks=headroom, note=(
+        draw=pictures.together, remarks=headroom, note=(
             "Available: the loss at 1x minus the loss at the length, of the model that was trained "
             "there or at the next longer length. `softmax_4t` has its own sliding window, of 4x."
         ),
