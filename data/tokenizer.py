@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from config import TOKENIZER, VOCABULARY, tokenizer_file
 from errors import UserError
-from runtime.files import copy_file
+from runtime.files import atomic_write
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
@@ -130,7 +130,8 @@ def get_tokenizer(name: str) -> Tokenizer:
 def copy_tokenizer(tokenizer: str, folder: Path) -> None:
     """Copy a tokenizer's file into a folder; a built-in tokenizer has none."""
     if tokenizer not in VOCABULARY:
-        copy_file(tokenizer_file(tokenizer), folder / TOKENIZER)
+        with atomic_write(folder / TOKENIZER) as file:
+            file.write(tokenizer_file(tokenizer).read_bytes())
 
 
 def split_text(text: str, size: int) -> Iterator[str]:

@@ -30,19 +30,13 @@ import msgspec
 import torch
 
 from attention_paths.fingerprint import differs
-from config import MAY_CHANGE, TOKENIZER, VOCABULARY, Config, saved_config
+from config import MAY_CHANGE, Config, saved_config
+from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime.device import environment, uncommitted
-from runtime.files import (
-    atomic_write,
-    convert,
-    copy_file,
-    read_json,
-    sha256_of,
-    write_json,
-)
+from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
 
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]
@@ -144,8 +138,7 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
     that it began with, and says where they have changed since; each start has a patch.
     """
-    if config.tokenizer not in VOCABULARY:
-        copy_file(config.tokenizer, run / TOKENIZER)
+    copy_tokenizer(config.tokenizer, run)
     write_json(run / "config.json", config.as_dict())
     resumed_at, made = step(run) if config.resume else None, environment() | attention
     if resumed_at is not None:

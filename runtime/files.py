@@ -53,12 +53,6 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
         raise
 
 
-def copy_file(source: str | Path, path: str | Path) -> None:
-    """Copy a file atomically. Raises UserError where it cannot be read or written."""
-    with atomic_write(path) as file, open(source, "rb") as original:
-        shutil.copyfileobj(original, file)
-
-
 def delete_abandoned(temporary: Path) -> None:
     """Delete the temporary file of a killed process; a file in use is locked, and stays."""
     with suppress(OSError), open(temporary, "rb") as file:

@@ -1,6 +1,5 @@
 """The log of a run: printed lines, metrics.jsonl, wandb."""
 
-import functools
 import json
 import math
 import os
@@ -130,16 +129,15 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
         return None
     mode = cast(Any, "online" if mode == "auto" else mode)
     before = (read_json(path, dict[str, str]) if resumed else None) or {}
-    start = functools.partial(
-        wandb.init, project=config.wandb_project, name=run.name, dir=run, id=before.get("id"),
-        resume="allow", config=config.as_dict(),
-        settings=wandb.Settings(init_timeout=8, silent=True),
+    options: dict[str, Any] = dict(
+        project=config.wandb_project, name=run.name, dir=run, id=before.get("id"), resume="allow",
+        config=config.as_dict(), settings=wandb.Settings(init_timeout=8, silent=True),
     )  # fmt: skip
     try:
-        started = start(mode=mode)
+        started = wandb.init(mode=mode, **options)
     except wandb.errors.Error as error:
         say(f"wandb does not answer ({first_line(error)}): this run is logged offline")
-        mode, started = "offline", start(mode="offline")
+        mode, started = "offline", wandb.init(mode="offline", **options)
     write_json(path, {"id": started.id})
     if mode == "offline":
         say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
