@@ -14,11 +14,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from config import Config, load_config
 from data.shards import write_meta, write_shard
 from data.tokenizer import get_tokenizer
 from tests.corpora import make_documents, write_parquet
-from tests.helpers import SMALL, set_meta
+from tests.helpers import SMALL, set_meta, write_scale
 
 
 @pytest.fixture(scope="session")
@@ -181,16 +180,14 @@ def no_fsync(monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must exit with code 2 and one sentence, which is returned."""
+    """Make a call that must exit with code 2 and a sentence that has this part, or these parts."""
 
-    def run(main, *argv):
-        capsys.readouterr()
+    def run(function, *arguments, says):
         with pytest.raises(SystemExit) as stop:
-            main([str(arg) for arg in argv])
-        assert stop.value.code == 2
-        lines = capsys.readouterr().err.strip().split("\n")
-        assert lines[-1].startswith("error: ")
-        return lines[-1]
+            function(*arguments)
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and message.splitlines()[-1].startswith("error: ")
+        assert all(part in message for part in ([says] if isinstance(says, str) else says)), message
 
     return run
 
@@ -222,11 +219,7 @@ def one_thread():
 @pytest.fixture
 def scale(tmp_path):
     """A scale file with the settings of SMALL."""
-    settings = load_config([*SMALL, "--out_dir=unused"]).as_dict()
-    changed = {k: v for k, v in settings.items() if v != getattr(Config, k) and k != "out_dir"}
-    path = tmp_path / "small.py"
-    path.write_text("".join(f"{key} = {value!r}\n" for key, value in changed.items()))
-    return path
+    return write_scale(tmp_path / "small.py", *SMALL)
 
 
 @pytest.fixture

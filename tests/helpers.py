@@ -40,6 +40,14 @@ SMALL = [
 SMALLER = ["--n_embd=16", "--batch_size=1", "--total_batch_size=16"]
 
 
+def write_scale(path: Path, *settings: str) -> Path:
+    """A scale file: the settings of a command line that are not the defaults."""
+    values = load_config([*settings, "--out_dir="]).as_dict()
+    changed = {key: value for key, value in values.items() if value != getattr(Config, key)}
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in changed.items()))
+    return path
+
+
 def small_config(case: str, *more: str) -> Config:
     """A small model of a config file, with settings behind it if any ('relu_li.py --p=3')."""
     name, *settings = case.split()

@@ -13,7 +13,6 @@ from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, mean_shares, row_numbers, summary
 from scripts.common.runner import load_run
 from tests.helpers import not_blank, saved_run, small_model
-from tests.runs import refused
 
 
 def read(run):
@@ -102,44 +101,38 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     (result,) = read(run)
     assert result["head_windows"] == [list(windows)] * 2
     limits = [window or 16 for window in windows]
-    entropies, firsts, positive, dead_rows, dead_keys = [[], []], [[], []], {}, [], []
-    for ids in validation_ids(shards, 16, 2):
-        layers = evaluation.attention_weights(model, ids[None], slice(None))
-        for layer, A in enumerate(layers):
-            for head, window in enumerate(limits):
-                rows = A[0, head].tolist()
-                dead_rows += [not any(row) for row in rows]
-                dead_keys += [not any(row[j] for row in rows[j + 1 :]) for j in range(8)]
-                for i, row in enumerate(rows):
-                    seen = row[max(0, i + 1 - window) : i + 1]
-                    for distance, weight in enumerate(reversed(seen)):
-                        group = positive.setdefault((layer, head, distance.bit_length()), [])
-                        group.append(weight > 0)
-                    if layer == 1 and i and any(seen):
-                        shares = np.array([w for w in seen if w]) / sum(seen)
-                        n, entropy = len(seen), -(shares * np.log(shares)).sum()
-                        entropies[head].append(entropy / math.log(n) if n > 1 else 1)
-                        firsts[head].append(row[0] / sum(seen))
+    ids = validation_ids(shards, 16, 2)
+    layers = evaluation.attention_weights(model, ids, slice(None))
+    A = torch.stack(layers).double().numpy()  # [layers, windows, heads, queries, keys]
+    i, j = np.indices((16, 16))
+    seen = np.stack([(j <= i) & (j > i - limit) for limit in limits])
+    # the entropies of the last layer, as shares of log n
+    used, n = A[1].any(-1) & (i[:, 0] > 0), seen.sum(-1)
+    rows = A[1] / np.where(used, A[1].sum(-1), 1)[..., None]
+    entropies = -(rows * np.log(np.where(rows > 0, rows, 1))).sum(-1)
+    entropies = np.where(n > 1, entropies / np.log(np.maximum(n, 2)), 1)
     by_keys, by_distance = result["parts"]["16 tokens"], result["parts"]["by distance"]
-    shares = [np.mean(one) for one in entropies]
-    assert by_keys["heads"]["entropy_share"] == pytest.approx(shares, rel=1e-5)
-    if windows == (None, None):
-        shares = [np.mean(one) for one in firsts]
-        assert by_keys["heads"]["first_token"] == pytest.approx(shares, rel=1e-5)
+    for name, numbers in (("entropy_share", entropies), ("first_token", rows[..., 0])):
+        if name == "entropy_share" or windows == (None, None):
+            expected = [numbers[:, head][used[:, head]].mean() for head in range(2)]
+            assert by_keys["heads"][name] == pytest.approx(expected, rel=1e-5)
+    group = np.frexp(abs(i - j))[1]  # 0, 1, 2 to 3, 4 to 7, 8 to 15 keys back
     for layer, heads in enumerate(by_distance["positive"]):
         for head, shares in enumerate(heads):
-            groups = [positive.get((layer, head, group)) for group in range(5)]
-            assert shares == pytest.approx([group and np.mean(group) for group in groups])
+            pairs = [seen[head] & (group == number) for number in range(5)]
+            positive = A[layer, :, head] > 0
+            expected = [positive[:, one].mean() if one.any() else None for one in pairs]
+            assert shares == pytest.approx(expected)
     means = mean_shares(result)
-    assert means["all"] == pytest.approx(np.mean(sum(positive.values(), [])))
-    assert means["dead rows"] == pytest.approx(np.mean(dead_rows))
-    assert means["dead keys"] == pytest.approx(np.mean(dead_keys))
+    assert means["all"] == pytest.approx((A > 0)[..., seen].mean())
+    assert means["dead rows"] == pytest.approx((~A.any(-1)).mean())
+    assert means["dead keys"] == pytest.approx((~np.tril(A, -1)[..., :8].any(-2)).mean())
     assert (means["dead rows"] > 0) == settings.startswith("relu")
     if settings == "softmax.py":
         for name in ("weights_by_distance", "attention_maps"):
             assert not_blank(run / f"{name}.png")
     # what a head's window hides is white, as what comes after
-    panels = attention_maps.plot_maps(load_run(run), 1, ids.tolist(), layers[1][0])
+    panels = attention_maps.plot_maps(load_run(run), 1, ids[0].tolist(), layers[1][0])
     drawn = [axes.images[0].get_array().count() for axes in panels.axes[:2]]
     assert drawn == [sum(min(i + 1, window) for i in range(16)) for window in limits]
 
@@ -162,9 +155,9 @@ def test_several_runs_are_compared(shards, call, tmp_path, pictures):
     assert (read(run)[-1]["tokens"], read(run)[-1]["layer"]) == (0, 1)
 
 
-def test_refuses_before_anything_is_written(trained, call, capsys):
+def test_refuses_before_anything_is_written(trained, call, refused):
     for argument, message in (
         ("--layer=2", "layers 0 to 1"), ("--text=a", "1 tokens"), ("--lengths=1", "at least 2"),
     ):  # fmt: skip
-        refused(capsys, lambda one=argument: call(attention_maps, trained, one), message)
+        refused(call, attention_maps, trained, argument, says=message)
     assert not list(trained.glob("attention_*"))

@@ -21,39 +21,44 @@ def step(name, phase, *settings, plain=False):
     return benchmark.build_step(config, phase, torch.device("cpu"), plain)
 
 
-def test_the_papers_figures_stand_beside_every_path(call, capsys, monkeypatch):
+@pytest.fixture
+def table(call, capsys, monkeypatch):
+    """Run the command with figures of 1 for the first model, 2 for the second and so on.
+
+    Returns the models, by name, and the lines printed.
+    """
     asked = {}
 
-    def measure(models, rounds, phases):  # figures of 1 for the first model, 2 for the second
+    def measure(models, rounds, phases):
         asked.update(models)
         columns = [f"{phase}_{unit}" for phase in phases for unit in ("ms", "ms_spread", "mb")]
         return {name: dict.fromkeys(columns, n) for n, name in enumerate(models, 1)}
 
     monkeypatch.setattr(benchmark, "measure", measure)
-    paths = ("--impls", "auto,reference")
-    call(benchmark, "configs/softmax.py", "configs/lssar_p15.py", "configs/relu_li.py", *paths)
-    lines = capsys.readouterr().out.splitlines()
+
+    def run(*arguments):
+        asked.clear()
+        call(benchmark, *arguments)
+        return asked, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_the_papers_figures_stand_beside_every_path(table):
+    configs = [f"configs/{name}.py" for name in ("softmax", "lssar_p15", "relu_li")]
+    _, lines = table(*configs, "--impls=auto,reference")
     after = [lines[i + 1].strip() for i, line in enumerate(lines) if line.startswith("lssar_p15")]
     assert all(line.startswith("paper, A100") and "250.3 (2.08)" in line for line in after)
     assert sum("paper, A100" in line for line in lines) == 4
     # the paper has no figures of other phases, nor of T6
-    call(benchmark, "configs/softmax.py", "configs/t6.py", "--phases", "decode", "--p=3")
-    printed = capsys.readouterr().out
-    assert "\nt6 " in printed and "2.0 (2.00)" in printed and "paper" not in printed
-    assert asked["t6"].p == 3  # no option of the command, though --phases begins with it
+    models, lines = table("configs/softmax.py", "configs/t6.py", "--phases=decode", "--p=3")
+    assert lines[-1].startswith("t6 ") and "2.0 (2.00)" in lines[-1]
+    assert models["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
-def test_a_model_of_every_path_and_one_plain_model(call, capsys, monkeypatch):
-    models = {}
-
-    def measure(asked, rounds, phases):
-        models.update(asked)
-        return {name: {"train_ms": len(name)} for name in asked}
-
-    monkeypatch.setattr(benchmark, "measure", measure)
+def test_a_model_of_every_path_and_one_plain_model(table):
     more = ("--impls=auto,unfused", "--block_size=32", "--batch_size=2", "--phases=train")
-    call(benchmark, "plain", "configs/lssar_p3.py", *more)
-    assert "lssar_p3 unfused 16.0 (3.20)" in " ".join(capsys.readouterr().out.split())
+    models, _ = table("plain", "configs/lssar_p3.py", *more)
     assert [*models] == ["plain", "lssar_p3 auto", "lssar_p3 unfused"]
     config = models["lssar_p3 unfused"]
     assert (config.block_size, config.batch_size, config.compile) == (32, 2, False)

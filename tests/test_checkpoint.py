@@ -12,7 +12,7 @@ import torch
 
 from errors import UserError
 from runtime import checkpoint
-from tests.runs import identical, metrics, refused, saved
+from tests.runs import identical, metrics, saved
 
 
 def test_which_checkpoints_are_kept(train):
@@ -29,7 +29,7 @@ def test_which_checkpoints_are_kept(train):
     assert sorted(path.name for path in folder.glob("*.pt")) == names
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, refused):
     folder = train("run")
     file = folder / "step_000006.pt"
     data = bytearray(file.read_bytes())
@@ -42,7 +42,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys):
     assert "step 4/7" in captured.out and "step 3/7: loss" not in captured.out
     for file in folder.glob("*.pt"):
         os.truncate(file, 1000)
-    refused(capsys, lambda: train("run", "--resume"), "007.pt is damaged, and no earlier")
+    refused(train, "run", "--resume", says="007.pt is damaged, and no earlier")
     with pytest.raises(UserError, match="best"):
         checkpoint.find(folder, "best")
 
@@ -66,7 +66,7 @@ def test_a_bit_that_flips_is_noticed_or_changes_nothing(tmp_path):
     assert noticed > 150
 
 
-def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, capsys):
+def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
     """Its settings are in the file."""
     run = train("run", "--max_iters=4")
     alone = tmp_path / "copied" / "mine.pt"
@@ -80,19 +80,14 @@ def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, capsys):
     content = torch.load(alone, weights_only=True, mmap=False)
     content["model"]["wte.weight"] = None
     torch.save(content, alone)
-    refused(capsys, lambda: train("new", f"--init_from={alone}"), "mine.pt is damaged", "NoneType")
+    refused(train, "new", f"--init_from={alone}", says=("mine.pt is damaged", "NoneType"))
 
 
-def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, capsys):
+def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     run = train("run", "--max_iters=1")
-    (tmp_path / "empty").mkdir()
-    for path, says in (
-        (tmp_path / "runn", f"did you mean {run}?"),
-        (run / "step_000002.pt", f"did you mean {run / 'step_000001.pt'}?"),
-        (tmp_path / "empty", "no checkpoint in it; a run is"),
-    ):
-        refused(capsys, lambda path=path: train("new", f"--init_from={path}"), says)
-    refused(capsys, lambda: train("none", "--resume"), "no checkpoint in it")
+    for wrong, near in ((tmp_path / "runn", run), (run / "step_02.pt", run / "step_000001.pt")):
+        refused(train, "new", f"--init_from={wrong}", says=f"did you mean {near}?")
+    refused(train, "none", "--resume", says="no checkpoint in it; a run is")
     assert not (tmp_path / "none").exists()
 
 
@@ -113,20 +108,20 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
     assert (tmp_path / "evil").exists()
 
 
-def test_what_is_no_run_is_not_overwritten(train, capsys):
+def test_what_is_no_run_is_not_overwritten(train, refused):
     """A foreign config.json, the records of a run whose checkpoints are gone."""
     folder = train("run", "--max_iters=0")
     (folder / "step_000000.pt").unlink()  # ended before its first checkpoint: it starts again
     train("run", "--max_iters=4")
     records = (folder / "metrics.jsonl").read_text()
-    refused(capsys, lambda: train("run"), "holds a run")
+    refused(train, "run", says="holds a run")
     for path in folder.glob("step*.pt"):
         path.unlink()
-    refused(capsys, lambda: train("run"), "metrics.jsonl belongs to no run")
+    refused(train, "run", says="metrics.jsonl belongs to no run")
     assert (folder / "metrics.jsonl").read_text() == records
     (folder / "metrics.jsonl").unlink()
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    refused(capsys, lambda: train("run"), "config.json belongs to no run")
+    refused(train, "run", says="config.json belongs to no run")
     assert "gpt2" in (folder / "config.json").read_text()
 
 
@@ -160,20 +155,20 @@ def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
         assert torch.equal(loaded.model["w"], torch.full((3,), value))
 
 
-def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, capsys):
+def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, refused):
     settings = ("--schedule=cosine", "--warmup_iters=1")
     folder = train("cosine", *settings)
     more = (*settings, "--resume", "--max_iters=12")
-    refused(capsys, lambda: train("cosine", *more), "max_iters = 6, so it", "with 12", "init_from")
+    refused(train, "cosine", *more, says=("max_iters = 6, so it", "with 12", "init_from"))
     # a setting that a checkpoint does not know had its default
     content = torch.load(folder / "step_000006.pt", weights_only=True)
     del content["config"]["window"]
     torch.save(content, folder / "step_000006.pt")
     same = (*settings, "--resume")
-    refused(capsys, lambda: train("cosine", *same, "--window=8"), "window = None, so it cannot")
+    refused(train, "cosine", *same, "--window=8", says="window = None, so it cannot")
     train("cosine", *same)
     run = train("steady", "--schedule=trapezoidal")
     steady = ("--schedule=trapezoidal", "--resume", "--max_iters=9")
     train("steady", *steady, "--cooldown_iters=3")
     assert list(metrics(run, "lr").values())[5:] == pytest.approx([1e-2, 1e-2, 2e-2 / 3, 1e-2 / 3])
-    refused(capsys, lambda: train("steady", *steady, "--max_iters=20"), "max_iters = 9, so it")
+    refused(train, "steady", *steady, "--max_iters=20", says="max_iters = 9, so it")

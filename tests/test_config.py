@@ -81,12 +81,6 @@ def test_scales_are_the_papers():
     for scale, sizes in {"355m": (24, 1024, 16, 60000), "45m": (6, 512, 8, 9000)}.items():
         config = load_config([at(f"scales/{scale}.py")])
         assert tuple(getattr(config, key) for key in shape) == sizes
-    paper = dict(
-        norm="rmsnorm", mlp="swiglu", mlp_hidden=2048, bias=False, total_batch_size=2048 * 1024,
-        max_iters=200000, schedule="constant", warmup_iters=1000,
-    )  # fmt: skip
-    config = load_config([at("scales/ssmax_paper.py")])
-    assert {key: getattr(config, key) for key in paper} == paper
 
 
 def test_later_files_and_then_the_command_line_win(tmp_path):
@@ -212,7 +206,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--learning_rate=1e300", "learning_rate = 1e+300 must be a number below 2**63"),
-        ("--beta1=1", "beta1 = 1.0 must be below 1"),
         ("--seed=1e999", "seed = inf must be a number below 2**63"),
         ("--gamma=0 --attention=relu_shen", "gamma = 0.0 must be above 0"),
         ("--vocab_size=70000", "70000 token ids are more than the 65536 of a uint16"),
@@ -224,7 +217,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
-        ("--n_head=256", "heads of width 3 must be even: RoPE rotates pairs"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be a multiple of n_head / n_kv_head = 4"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
@@ -233,14 +225,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),
         ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
          "'linear'"),
-        ("--nope_every=4 --positions=none", "nope_every = 4 has an effect with positions = 'rope'"),
-        ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
         ("--local_window=9", "beside heads without: set nope_share or nope_every"),
-        ("--min_lr=1e-5 --schedule=constant", "an effect with schedule = 'cosine' or 'trapezoid"),
         # the command line itself
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
         ("configs", "configs is a folder without config.json: no run of train.py"),
-        ("--p", "--p needs a value: --p=None"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
     ],
 )  # fmt: skip

@@ -13,8 +13,7 @@ from model import GPT
 from runtime import checkpoint
 from scripts import copying
 from scripts.common.runner import Store
-from tests.helpers import not_blank, saved_run, small_config, small_model, stub_run
-from tests.runs import refused
+from tests.helpers import not_blank, saved_run, small_config, stub_run
 
 
 class Inducing:
@@ -85,16 +84,7 @@ def test_where_there_is_no_share():
     assert copying.shares_kept(result) == {32: "hurt"}
 
 
-def test_a_layer_with_a_window_keeps_nothing_beyond_it(noise):
-    model = small_model("softmax.py --window=8", "--n_layer=1")
-    run, text = stub_run(None, "bytes", model), read_shard(noise / "text_val_000000.bin")
-    for lag, same in ((4, False), (11, True), (40, True)):
-        pairs = copying.copies(text, 6, lag, 4)
-        copied, other = (copying.copy_losses(run, one, lag) for one in pairs)
-        assert np.array_equal(copied, other) == same
-
-
-def test_the_command(shards, call, tmp_path, capsys):
+def test_the_command(shards, call, tmp_path, capsys, refused):
     torch.manual_seed(0)
     runs = [
         saved_run(tmp_path / name, GPT(small_config(f"{name}.py", f"--data_dir={shards}")))
@@ -123,4 +113,4 @@ def test_the_command(shards, call, tmp_path, capsys):
         ("--lags=3", "lag 3 is shorter than a passage, which has 4 tokens"),
         ("--lags=1000", "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
     ):
-        refused(capsys, lambda o=option: call(copying, runs[0], o), message)
+        refused(call, copying, runs[0], option, says=message)

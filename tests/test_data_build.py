@@ -1,11 +1,12 @@
 """Making shards: kills and resumes, parts, what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import build, fineweb, shards
+from data import build, fineweb
 from runtime.files import lock_folder, read_json
 from tests.corpora import (
     contents,
@@ -37,7 +38,8 @@ def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size, piece, work
     assert contents(out) == whole
 
 
-def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.write_bytes(b"damaged")])
+def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypatch, lose):
     path, out = write_parquet(tmp_path / "x.parquet", ["some words " * 9] * 400), tmp_path / "out"
     whole = run_fineweb(path, out)
     tokenise, tokenised = build._tokenise, []
@@ -48,33 +50,12 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
             yield state, tokens
 
     monkeypatch.setattr(build, "_tokenise", counted)
-    max(out.glob("*train*.bin")).unlink()
+    lose(max(out.glob("*train*.bin")))
     assert run_fineweb(path, out) == whole
     assert len(tokens_in(out)) == 8000 and 1000 <= sum(tokenised) < 1700
 
 
-def test_resume_after_a_stop_between_shard_and_meta(corpus, tmp_path, monkeypatch):
-    """A shard that meta.json does not list yet, a half-written one, and a damaged one."""
-    _, folder = corpus
-    whole = run_fineweb(folder, tmp_path / "whole")
-    out, write_meta = tmp_path / "out", shards.write_meta
-
-    def stop_at_third(path, meta):
-        if len(meta["shards"]) == 3:
-            raise KeyError("stopped")
-        write_meta(path, meta)
-
-    monkeypatch.setattr(shards, "write_meta", stop_at_third)
-    with pytest.raises(KeyError):
-        run_fineweb(folder, out)
-    assert len(list(out.glob("*.bin"))) == 3
-    (out / ".fineweb_train_000003.bin.0a1b2c3d.tmp").write_bytes(b"half")
-    (out / "fineweb_train_000001.bin").write_bytes(b"damaged since")
-    monkeypatch.setattr(shards, "write_meta", write_meta)
-    assert run_fineweb(folder, out) == whole
-
-
-def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
+def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
     _, folder = corpus
     out = tmp_path / "out"
     before = run_fineweb(folder, out)
@@ -84,17 +65,16 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, capsys, refused):
     assert "already done" in capsys.readouterr().out
     assert times == {p: p.stat().st_mtime_ns for p in times}
 
-    base = ("--parquet", folder, "--out_dir", out)
-    assert "shard_size 1000, not 999" in refused(fineweb.main, *base, "--shard_size", 999)
+    again = (call, fineweb, "--parquet", folder, "--out_dir", out)
+    refused(*again, "--shard_size=999", says="shard_size 1000, not 999")
     with lock_folder(out, ""):
-        line = refused(fineweb.main, *base)
-    assert "another process is making this set" in line
+        refused(*again, says="another process is making this set")
     write_parquet(folder / "002_00000.parquet", ["more"])
-    assert "made with documents" in refused(fineweb.main, *base, "--shard_size", 1000)
+    refused(*again, "--shard_size=1000", says="made with documents")
     meta = read_json(out / "meta.json")
     meta["shards"][0]["name"] = "../x_train_000000.bin"
     (out / "meta.json").write_text(json.dumps(meta))
-    assert "meta.json: damaged" in refused(fineweb.main, *base)
+    refused(*again, says="meta.json: damaged")
 
 
 @pytest.mark.parametrize("share, n", [(0.25, 400_000), (1, 5120), (1, 90), (1, 3), (1, 0)])

@@ -10,9 +10,9 @@ from errors import UserError
 from tests.helpers import set_meta
 
 
-def shard_bytes(tokens, magic=20240520, version=1, n=None):
+def shard_bytes(tokens, magic=20240520, version=1):
     """A shard as llm.c describes it, made without our writer."""
-    header = struct.pack("<3i", magic, version, len(tokens) if n is None else n)
+    header = struct.pack("<3i", magic, version, len(tokens))
     return header + bytes(1024 - len(header)) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
@@ -33,12 +33,9 @@ def test_the_published_format(tmp_path):
     "data, message",
     [
         (shard_bytes([1, 2, 3], magic=7), r"not a shard: it starts with \[7, 1\], not 20240520, 1"),
-        (shard_bytes([1, 2, 3], version=2), r"starts with \[20240520, 2\]"),
         (shard_bytes([1, 2, 3])[:-1], "3 tokens, which take 1030 bytes, but the file has 1029"),
-        (shard_bytes([1, 2, 3]) + b"\0\0", "but the file has 1032"),
         (shard_bytes([]), "0 tokens"),
         (b"", r"starts with \[\]"),
-        (shard_bytes([1])[:1000], "but the file has 1000"),
         (None, "the shard cannot be read: No such"),
     ],
 )

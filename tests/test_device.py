@@ -3,22 +3,18 @@
 import json
 import subprocess
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from config import Config
 from runtime import checkpoint, device
-from tests.runs import refused
-
-ROOT = Path(__file__).parent.parent
 
 
-def test_devices_are_refused_by_name(train, capsys):
+def test_devices_are_refused_by_name(train, refused):
     for name in ("gpu", "cuda:70", "cpu:1"):
         says = f"device = '{name}'; this machine has"
-        refused(capsys, lambda name=name: train("run", f"--device={name}"), says, "cpu")
+        refused(train, "run", f"--device={name}", says=(says, "cpu"))
 
 
 def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch):

@@ -12,9 +12,7 @@ import torch
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from tests.faults import arguments, finish, group, run, start
-from tests.runs import assert_same_run, metrics, saved, steps_logged, wait_for
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import ROOT, assert_same_run, metrics, saved, steps_logged, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +77,10 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
     agree(folder, whole)
 
 
-ORBITS = ["--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=2",
-          "--systems=20", "--bins=50", "--val_tokens=64"]  # fmt: skip
 RECALL = ["--task=language+recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512"]
 
 
-@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (ORBITS, 4), (RECALL, 2)])
+@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (RECALL, 4)])
 def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, settings, size):
     """With and without accumulation."""
     one, two, begun = tmp_path / "one", tmp_path / "two", ["--max_iters=3"] * (size == 2)

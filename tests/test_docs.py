@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.runs import ROOT
+
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/**/*.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")

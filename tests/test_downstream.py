@@ -13,7 +13,6 @@ from runtime.files import read_json
 from scripts import downstream
 from scripts.common.runner import Options, load_run
 from tests.helpers import saved_run, small_model, write_task
-from tests.runs import refused
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
 
@@ -191,10 +190,10 @@ def test_several_runs_in_one_table(evaluate, tmp_path, capsys):
             assert [task, metric, name, *cells] in [line[:5] for line in table]
 
 
-def test_refuses(evaluate, run, capsys):
+def test_refuses(evaluate, run, refused):
     for names, message in (
         ("choise", "no task 'choise'; similar names: choice"),
         ("arc_easy", "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"),
     ):
-        refused(capsys, lambda names=names: evaluate(run, names), message)
+        refused(evaluate, run, names, says=message)
     assert not (run / "downstream.json").exists()

@@ -84,27 +84,22 @@ def test_variants_train_and_generate(build, name, p):
     assert torch.equal(generated(model, cache_implementation="static"), whole)
 
 
-def test_masks_that_are_not_causal_are_refused(build):
+def test_what_would_compute_another_attention_is_refused(build):
+    """Masks that are not causal, dropout and learned sinks."""
     model, padded = attach(build(), "lssar", 15.0), torch.ones_like(x)
+    model(x, attention_mask=padded)
     padded[0, :3] = 0
     packed = torch.arange(10).repeat(2, 2)
     for options in ({"attention_mask": padded}, {"position_ids": packed}):
         with pytest.raises(UserError, match="mask is not causal"):
             model(x, use_cache=False, **options)
-    model(x, attention_mask=torch.ones_like(x))
-
-
-def test_dropout_and_learned_sinks_are_refused(build):
-    model, (q, k, v) = attach(build(), "lssar", 15.0), torch.randn(3, 1, 4, 5, 8)
-    attention = model.model.layers[0].self_attn
+    attention, (q, k, v) = model.model.layers[0].self_attn, torch.randn(3, 1, 4, 5, 8)
+    with pytest.raises(UserError, match="dropout and learned sinks"):
+        attend(attention, q, k, v, None, s_aux=torch.zeros(4))
     attention.attention_dropout = 0.1
     model(x)
-    for call in (
-        lambda: model.train()(x),
-        lambda: attend(attention, q, k, v, None, s_aux=torch.zeros(4)),
-    ):
-        with pytest.raises(UserError, match="dropout and learned sinks"):
-            call()
+    with pytest.raises(UserError, match="dropout and learned sinks"):
+        model.train()(x)
 
 
 def test_what_a_variant_needs_is_refused_at_once(build):

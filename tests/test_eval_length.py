@@ -14,7 +14,6 @@ from runtime import checkpoint
 from scripts import eval_length
 from scripts.common.validation import checked_tokens, stretches, validation_id
 from tests.helpers import measured_losses, not_blank, saved_run, small_config
-from tests.runs import refused
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_the_gain_is_over_the_better_of_two_controls(window, gain):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_other_text_in_the_same_folder_is_measured_anew(module_run, call, shards, tmp_path):
+def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, shards, tmp_path):
     shards = shutil.copytree(shards, tmp_path / "shards")
     run = module_run("softmax.py", f"--data_dir={shards}")
     call(eval_length, run, "--lengths", "16")
@@ -143,6 +142,12 @@ def test_other_text_in_the_same_folder_is_measured_anew(module_run, call, shards
     old, new = measured_losses(run)
     assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]
     assert new["loss"] == [pytest.approx(direct_losses(run, shards, 16).mean().item(), rel=1e-5)]
+    # another run, which differs in its weights alone
+    other = saved_run(tmp_path / "other", GPT(checkpoint.read_config(run)))
+    shutil.copy(run / "eval_length.json", other)
+    call(eval_length, other, "--lengths", "16")
+    *copied, own = measured_losses(other)
+    assert copied == [old, new] and own["sha256"] == checkpoint.find(other).id["sha256"]
 
 
 def test_eval_length_by_position(module_run, call, shards):
@@ -182,12 +187,12 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, capsys):
+def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, refused):
     run = module_run("softmax.py")
     longer = module_run("lssa.py", "--block_size=32", "--total_batch_size=32", "--val_tokens=128")
     other = module_run("softmax.py", f"--data_dir={shutil.copytree(shards, tmp_path / 'copy')}")
     say = str(tmp_path / "copy"), "--data_dir DIR"
-    refused(capsys, lambda: call(eval_length, run, other), *say)
+    refused(call, eval_length, run, other, says=say)
     # the same tokens for all
     call(eval_length, run, longer, "--lengths", "16,64")
     assert [measured_losses(path)[0]["tokens"] for path in (run, longer)] == [128, 128]
@@ -210,16 +215,16 @@ def test_smoothed_is_a_mean_over_neighbours():
         assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
 
 
-def test_refusals_before_anything_is_measured(module_run, call, capsys):
+def test_refusals_before_anything_is_measured(module_run, call, refused):
     run, bad = module_run("softmax.py", "--positions=none"), module_run("softmax.py")
     for argument, message in (
         ("--data_dir=nowhere", "nowhere"),
         ("--rope=yarn", "positions = 'none', and no RoPE"),
     ):
-        refused(capsys, lambda one=argument: call(eval_length, run, one), message)
+        refused(call, eval_length, run, argument, says=message)
     # what is wrong with any of the runs, before the first of them is measured
     (bad / "eval_length.json").write_text('{"loss": 1}')
     damaged = "eval_length.json: damaged"
-    refused(capsys, lambda: call(eval_length, run, bad, "--lengths=16"), damaged)
+    refused(call, eval_length, run, bad, "--lengths=16", says=damaged)
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
     assert not (run / "eval_length.json").exists()

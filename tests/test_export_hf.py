@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,12 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from scripts import export_hf
 from scripts.common.runner import Options, load_run
-from tests.helpers import CONFIGS, saved_run, small_config, small_model
-from tests.runs import refused
+from tests.helpers import ROWS, saved_run, small_model
+from tests.runs import ROOT
 from tests.test_data_tokenizer import TEXTS, random_texts
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
 
-ROOT = Path(__file__).parent.parent
-FILES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.py"))
-LANGUAGE = [file for file in FILES if small_config(file).task == "language"]
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
 # Exported by the command: all that layers share, or not, and a scaled RoPE.
 CASES = {
@@ -115,7 +111,7 @@ def test_an_export_is_the_run(folder):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("case", [*LANGUAGE, "hybrid.py --sink=learned"])
+@pytest.mark.parametrize("case", [*ROWS, "t6.py", "hybrid.py --sink=learned"])
 @torch.no_grad()
 def test_every_config_is_loaded(case, tmp_path):
     """transformers builds the model on the meta device, then reads the weights."""
@@ -168,9 +164,9 @@ def test_gradient_accumulation_changes_no_loss(tmp_path, batch):
     assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_odd_texts_have_the_same_ids(name):
-    tokenizer, own = export_hf.byte_level_bpe(name), get_tokenizer(name)
+def test_odd_texts_have_the_same_ids():
+    """For GPT-2's vocabulary see test_a_file_with_gpt2s_vocabulary_is_gpt2."""
+    tokenizer, own = export_hf.byte_level_bpe("bytes"), get_tokenizer("bytes")
     tokenizer.encode_special_tokens = True  # the end-of-text mark in a text is ordinary text
     assert tokenizer.get_vocab_size() == own.n_vocab
     for text in [*TEXTS, *random_texts(200, 60)]:
@@ -185,7 +181,7 @@ def test_the_folder_says_what_it_is(folder):
     assert (folder / "user/model0/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, capsys):
+def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):
     target = tmp_path / "new/model"
     with monkeypatch.context() as patch:
         patch.setattr(export_hf, "sources", lambda: {}["half-way"])
@@ -196,4 +192,4 @@ def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, capsys):
     export(folder / "run0", target)
     names = [{path.name for path in one.iterdir()} for one in (target, folder / "user/model0")]
     assert names[0] == names[1] and list((tmp_path / "new").iterdir()) == [target]
-    refused(capsys, lambda: export(folder / "run0", target), "is not an empty folder")
+    refused(export, folder / "run0", target, says="is not an empty folder")

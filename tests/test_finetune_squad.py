@@ -15,8 +15,9 @@ from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
 from scripts import finetune_squad
+from scripts.common.papers import SSMAX
 from scripts.common.runner import load_run
-from tests.runs import identical, lines, metrics, refused, saved
+from tests.runs import identical, lines, metrics, saved
 
 SQUAD_WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
 
@@ -81,8 +82,12 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     assert rates[:3] == pytest.approx([1e-3, 2e-3, 3e-3])
     cosine = [3e-3 * (1 + math.cos(math.pi * i / 15)) / 2 for i in range(15)]
     assert rates[3:] == pytest.approx(cosine) and sum(losses[-3:]) < 0.9 * sum(losses[:3])
-    config = checkpoint.read_config(out)
-    assert (config.beta1, config.beta2, config.weight_decay) == (0.9, 0.999, 0)
+    paper, config = SSMAX["finetuning"], checkpoint.read_config(out)
+    assert [config.beta1, config.beta2] == paper["betas"] and config.optimizer == "adamw"
+    assert (config.weight_decay, config.grad_clip) == (paper["weight_decay"], paper["grad_clip"])
+    defaults = finetune_squad.FineTuning()
+    for name in ("learning_rate", "epochs", "sequences"):
+        assert getattr(defaults, name) == paper[name]
     assert config.init_from == str(run) and config.attention == "lssar" and config.p == 3
     # the first loss is that of the base, summed over an answer and averaged over examples
     model = GPT(config).eval()
@@ -99,7 +104,7 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
 
 
 def test_finetuning_is_resumed_and_never_overwritten(
-    run, squad, call, tmp_path, monkeypatch, capsys
+    run, squad, call, tmp_path, monkeypatch, refused
 ):
     """In float16, where the state has a scaler too."""
     arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", "float16")
@@ -127,26 +132,17 @@ def test_finetuning_is_resumed_and_never_overwritten(
         (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
     ):
         again = (finetune_squad, *arguments, "--out_dir", parts, *more)
-        refused(capsys, lambda again=again: call(*again), message)
+        refused(call, *again, says=message)
     assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
     call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
     assert lines(parts) == lines(whole) and saved(parts)["step"] == 6
     assert identical(saved(parts)["model"], saved(whole)["model"])
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "JSON"),
-        ('{"data": [{"paragraphs": [{"context": "a"}]}]}', "KeyError('qas')"),
-        ('{"data": []}', "0 answerable questions"),
-        (None, "no such file"),
-    ],
-)
-def test_finetuning_refuses_bad_data(trained, call, tmp_path, capsys, content, message):
-    path = tmp_path / "squad.json"
-    if content is not None:
-        path.write_text(content)
-    arguments = (finetune_squad, trained, "--squad", path, "--out_dir", tmp_path / "out")
-    refused(capsys, lambda: call(*arguments), message)
-    assert not (tmp_path / "out").exists()
+def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused):
+    path, out = tmp_path / "squad.json", tmp_path / "out"
+    arguments = (call, finetune_squad, trained, f"--squad={path}", f"--out_dir={out}")
+    refused(*arguments, says="no such file")
+    path.write_text('{"data": [{"paragraphs": [{"context": "a"}]}]}')
+    refused(*arguments, says="KeyError('qas')")
+    assert not out.exists()

@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +38,7 @@ from tests.fused import (
     kernels,
 )
 from tests.helpers import SMALL, small_config
+from tests.runs import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
@@ -388,7 +388,7 @@ def test_machine_code_is_that_of_the_table(arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels", *arguments],
-        cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert arguments or done.stdout.count("instructions") == 48

@@ -3,8 +3,6 @@
 On a GPU the tests of tests/test_kernels.py run there too.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -25,6 +23,7 @@ from tests.fused import (
     kernels,
 )
 from tests.helpers import small_config
+from tests.runs import metrics
 
 pytestmark = [
     pytest.mark.cuda,
@@ -120,8 +119,7 @@ def test_200_steps_follow_those_of_the_reference(train):
             "--warmup_iters=50", "--learning_rate=1e-3", "--eval_interval=1000",
             f"--attention_impl={impl}",
         )  # fmt: skip
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        return np.array([line["loss"] for line in lines if "loss" in line])
+        return np.array([*metrics(out).values()])
 
     ours, reference = losses("triton"), losses("reference")
     assert len(ours) > 0 and ours[-1] < 0.7 * ours[0]

@@ -2,9 +2,8 @@
 
 import ast
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.runs import ROOT
 
 # From the bottom up: an entry is a module, or a package, which stands for the modules directly in
 # it. A module may import what is in the lines above its own, and the other modules of its package.

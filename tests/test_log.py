@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from config import Config
 from runtime.log import Log
 from tests.faults import arguments, run
-from tests.runs import metrics, refused
-
-ROOT = Path(__file__).parent.parent
+from tests.runs import metrics
 
 
 def test_wandb_offline_says_how_to_sync(shards, tmp_path):
@@ -28,7 +26,7 @@ def test_a_full_disk_under_the_output_does_not_end_a_run(shards, tmp_path):
     assert max(metrics(tmp_path / "run")) == 6
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence(train, capsys, monkeypatch):
+def test_a_full_disk_ends_the_run_with_a_sentence(train, monkeypatch, refused):
     real = Log.step
 
     def full(log, step, **values):
@@ -38,7 +36,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(train, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Log, "step", full)
-        refused(capsys, lambda: train("run"), "No space left on device")
+        refused(train, "run", says="No space left on device")
     train("run", "--resume")
 
 

@@ -13,7 +13,7 @@ from runtime import checkpoint
 from scripts import eval_length, export_hf, sample
 from scripts.common.runner import load_run
 from tests.corpora import make_documents
-from tests.runs import metrics, refused
+from tests.runs import metrics
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,9 @@ def made(tmp_path_factory):
     return folder / "own.json", folder / "shards", folder / "other.json"
 
 
-def test_a_tokenizers_file_goes_with_shards_runs_and_exports(made, train, call, tmp_path, capsys):
+def test_a_tokenizers_file_goes_with_shards_runs_and_exports(
+    made, train, call, tmp_path, capsys, refused
+):
     file, shards, other = made
     content, own, identity = file.read_bytes(), get_tokenizer(str(file)), identify(str(file))
     assert (shards / "tokenizer.json").read_bytes() == content
@@ -46,13 +48,13 @@ def test_a_tokenizers_file_goes_with_shards_runs_and_exports(made, train, call, 
 
     data = f"--data_dir={shards}"
     hint = f"but tokenizer = 'bytes'; give --tokenizer={shards / 'tokenizer.json'}"
-    refused(capsys, lambda: train("run", data), identity, hint)
-    refused(capsys, lambda: train("run", data, f"--tokenizer={other}"), "other.json' (sha256:")
+    refused(train, "run", data, says=(identity, hint))
+    refused(train, "run", data, f"--tokenizer={other}", says="other.json' (sha256:")
     folder = train("run", data, f"--tokenizer={file}")
     assert (folder / "tokenizer.json").read_bytes() == content
     more = (data, "--resume", "--max_iters=9")
     say = f"was made with tokenizer {identity!r}, but tokenizer = '{other}'"
-    refused(capsys, lambda: train("run", *more, f"--tokenizer={other}"), say)
+    refused(train, "run", *more, f"--tokenizer={other}", says=say)
     train("run", *more, f"--tokenizer={shards / 'tokenizer.json'}")  # another copy
     assert sorted(metrics(folder)) == list(range(1, 10))
 

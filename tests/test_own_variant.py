@@ -4,25 +4,15 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import SMALL, measured_losses
-from tests.runs import ROOT, metrics
+from tests.runs import ROOT, copy_of_repository, metrics
 
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
-
-
-def not_copied(folder, names):
-    """Caches, runs, and the folders of data/, which hold shards."""
-    skipped = {".git", ".venv", "out", "wandb", "results", "__pycache__"} & set(names)
-    if Path(folder) == ROOT / "data":
-        skipped |= {name for name in names if (ROOT / "data" / name).is_dir()}
-    return skipped | {name for name in names if name.startswith(".")}
 
 
 def test_the_section_of_the_readme(tmp_path, shards):
@@ -30,7 +20,7 @@ def test_the_section_of_the_readme(tmp_path, shards):
     readme = (ROOT / "README.md").read_text()
     section = re.search(r"^## A variant of your own\n(.*?)(?=^## )", readme, re.M | re.S)[1]
     code, settings = re.findall(r"```python\n(.*?)```", section, re.S)
-    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=not_copied)
+    copy = copy_of_repository(tmp_path / "copy")
     with open(copy / "attention.py", "a") as file:
         file.write("\n" + code)
     (copy / "configs/elu1_p15.py").write_text(settings)

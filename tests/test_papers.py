@@ -3,13 +3,9 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from config import Config
-from runtime import checkpoint
-from scripts import finetune_squad
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import entries, tables
 from tests.helpers import CONFIGS, ROWS
@@ -67,38 +63,10 @@ def test_the_recipe_of_ssmax():
         value = value.lower() if isinstance(value, str) else value
         assert getattr(config, setting) == value, name
     assert recipe.pop("betas") == [config.beta1, config.beta2]
+    assert (config.norm, config.mlp, config.bias) == ("rmsnorm", "swiglu", False)  # as in LLaMA
     assert recipe.pop("sequences") * config.block_size == config.total_batch_size
     tokens = config.max_iters * config.total_batch_size
     assert recipe.pop("tokens") == f"approximately {tokens / 1e9:.0f}B"
     assert shape == {"parameters": "162M"}  # counted in test_model.py
     # bfloat16 is a GPU's default here, there is no dropout, and the data are FineWeb
     assert recipe == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SlimPajama"}
-
-
-def test_the_fine_tuning_of_ssmax(monkeypatch, tmp_path):
-    """Its Table 3, in scripts/finetune_squad.py."""
-    paper, base, settings = dict(SSMAX["finetuning"]), Config(), {}
-    examples = [finetune_squad.Example(np.zeros(0), 0)] * paper.pop("examples")
-    stubs = {
-        "GPT": lambda config: torch.nn.Identity(), "check_kernels": lambda *given, **more: {},
-        "read_squad": lambda path: examples, "encode_all": lambda *given: examples,
-    }  # fmt: skip
-    for name, stub in stubs.items():
-        monkeypatch.setattr(finetune_squad, name, stub)
-    found = checkpoint.Found(tmp_path, {})
-    monkeypatch.setattr(checkpoint, "read_config", lambda run: base)
-    monkeypatch.setattr(checkpoint, "load_weights", lambda *given: found)
-    monkeypatch.setattr(Config, "replace", lambda self, **more: settings.update(more) or self)
-    with pytest.raises(StopIteration):  # the optimizers: a model without parameters
-        finetune_squad.finetune("run", tmp_path, finetune_squad.FineTuning(device="cpu"))
-    for name in ("weight_decay", "grad_clip", "learning_rate"):
-        assert settings[name] == paper.pop(name), name
-    for name in ("optimizer", "schedule"):
-        assert settings[name] == paper.pop(name).lower(), name
-    assert [settings["beta1"], settings["beta2"]] == paper.pop("betas")
-    assert settings["total_batch_size"] == paper.pop("tokens_a_step")
-    assert paper.pop("sequences") * paper.pop("length") == settings["total_batch_size"]
-    epoch = settings["max_iters"] / paper.pop("epochs")
-    assert epoch == 679 and settings["warmup_iters"] == epoch * paper.pop("warmup_epochs")
-    assert base.rope_theta == paper.pop("rope_theta")
-    assert paper == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SQuAD 2.0"}

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from config import Config, load_config
+from config import load_config
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tasks.orbits import PAIRS, G, draw_pair, simulated
-from tests.helpers import SMALL, not_blank, read_table, saved_run
-from tests.runs import refused
+from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 
 ORBITS = [
     "--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=1",
@@ -146,20 +145,18 @@ def test_pyoperon_finds_newtons_law():
     assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
 
 
-def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, capsys, monkeypatch):
-    refused(capsys, lambda: call(physics, trained), "task = 'language', but this command")
-    refused(capsys, lambda: call(eval_length, orbit_run), "has task = 'orbits', but this command")
+def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, monkeypatch, refused):
+    refused(call, physics, trained, says="task = 'language', but this command")
+    refused(call, eval_length, orbit_run, says="has task = 'orbits', but this command")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(capsys, lambda: call(physics, orbit_run), 'and pyoperon: pip install -e ".[physics]"')
+    refused(call, physics, orbit_run, says='and pyoperon: pip install -e ".[physics]"')
 
 
-def test_table3_from_nothing(call, commands, searched, config, tmp_path):
+def test_table3_from_nothing(call, commands, searched, tmp_path):
     """The numbers, the equations and the picture of entries at the scale of the tests above."""
     from scripts.reproduce import __main__ as reproduce
 
-    scale = tmp_path / "small.py"
-    changed = {k: v for k, v in config.as_dict().items() if v != getattr(Config, k)}
-    scale.write_text("".join(f"{k} = {v!r}\n" for k, v in changed.items() if k != "out_dir"))
+    scale = write_scale(tmp_path / "small.py", *SMALL, *ORBITS)
     paths = [f"--scale={scale}", f"--out={tmp_path}/out", f"--results={tmp_path}/results"]
     only = "--only=oracle,softmax,softmax_window,untrained"
     call(reproduce, "table3", only, *paths, "--wandb_mode=disabled")

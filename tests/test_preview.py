@@ -1,9 +1,7 @@
 """What a run says before its first step."""
 
-from tests.runs import refused
 
-
-def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_path):
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_path, refused):
     out = train("run", "--dry_run", "--max_iters=7", "--val_tokens=10000")
     printed = capsys.readouterr().out
     assert not out.exists()
@@ -15,13 +13,13 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_p
         "dry run: all checks passed; nothing was written",
     ):
         assert part in printed
-    refused(capsys, lambda: train("run", "--dry_run", f"--data_dir={tmp_path}"), "no *_train_*.bin")
+    refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
     train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
     assert "none: not there yet; data.text and data.fineweb make it" in capsys.readouterr().out
     train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes")
     assert "; the run goes through them 225 times" in capsys.readouterr().out
     (tmp_path / "file").touch()
-    refused(capsys, lambda: train("file/run", "--dry_run"), "Not a directory")
+    refused(train, "file/run", "--dry_run", says="Not a directory")
     run = train("run", "--max_iters=2")
     before = {path: path.read_bytes() for path in run.iterdir()}
     train("run", "--dry_run", "--resume", "--max_iters=4")

@@ -1,23 +1,19 @@
 """The quickstart itself."""
 
 import math
-import shutil
 import subprocess
 
 import pytest
 
 from tests.helpers import measured_losses
-from tests.runs import ROOT
+from tests.runs import ROOT, copy_of_repository
 
 
 def test_quickstart(tmp_path):
     """The script itself in a copy of the repository, with less training."""
     if not (ROOT / ".venv").exists():
         pytest.skip("scripts/test.sh makes the .venv that the quickstart uses")
-    ignored = shutil.ignore_patterns(
-        ".venv", ".git", "out", "text_*", "fineweb*", ".*_cache", "wandb"
-    )
-    copy = shutil.copytree(ROOT, tmp_path / "repository", ignore=ignored)
+    copy = copy_of_repository(tmp_path / "repository")
     (copy / ".venv").symlink_to(ROOT / ".venv")
     script = copy / "scripts/quickstart.sh"
     script.write_text(script.read_text().replace("--tokens 65536", "--tokens 4096"))

@@ -89,7 +89,8 @@ def shard_kills(tmp_path, points, shard_size=2000):
 
 
 def test_killed_inside_a_shard_write(tmp_path):
-    assert shard_kills(tmp_path, [2, 9, 16]) == 3
+    """And on either side of its rename, and of the rename of meta.json."""
+    assert shard_kills(tmp_path, [2, 9, 10, 11, 12]) == 5
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):

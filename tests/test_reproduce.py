@@ -22,7 +22,7 @@ from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import entries, tables
 from tests.helpers import measured_losses, not_blank, read_table, small_config
-from tests.runs import ROOT, refused, wait_for
+from tests.runs import ROOT, wait_for
 
 
 def test_table1_end_to_end(reproduced, commands, tmp_path, monkeypatch, capsys):
@@ -143,8 +143,8 @@ def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, mon
         (["ssmax_figure5", "--scale=tiny"], ["599 validation tokens", "2500"]),
     ],
 )
-def test_refusals_come_before_any_work(reproduced, commands, capsys, arguments, parts):
-    refused(capsys, lambda: reproduced(*arguments), *parts)
+def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, refused):
+    refused(reproduced, *arguments, says=parts)
     assert not commands
 
 
@@ -159,7 +159,7 @@ def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
 # ---- entries and scales ----
 
 
-def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, capsys):
+def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
     swaps = replace(tables.EXPERIMENTS["loss_by_length"], entries=("ssmax_e", "ssmax_f"))
     monkeypatch.setitem(tables.EXPERIMENTS, "swaps", swaps)
@@ -178,9 +178,9 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, capsys):
     # a run that began with other weights is refused, and so is a run with other settings
     shutil.rmtree(small / "softmax")
     shutil.copytree(small / "softmax_before_f", small / "softmax")
-    refused(capsys, lambda: reproduced("swaps"), "other initial weights", f"{small}/softmax/seed")
+    refused(reproduced, "swaps", says=("other initial weights", f"{small}/softmax/seed"))
     scale.write_text(scale.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
-    refused(capsys, lambda: reproduced("swaps"), "learning_rate = 0.01, not 0.02")
+    refused(reproduced, "swaps", says="learning_rate = 0.01, not 0.02")
 
 
 def test_the_swaps_at_the_papers_scale():

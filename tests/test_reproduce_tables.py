@@ -19,7 +19,6 @@ from scripts.common.planned import PlannedRun
 from scripts.reproduce import formulas, metrics, tables
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import metrics as metrics_of
-from tests.runs import refused
 
 
 @pytest.fixture
@@ -85,16 +84,16 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
 
 
 def test_what_cannot_be_measured_is_refused_before_training(
-    reproduced, commands, scale, monkeypatch, capsys
+    reproduced, commands, scale, monkeypatch, refused
 ):
     def offline(names):
         raise UserError(f"{names}: their data are not on this machine")
 
     monkeypatch.setattr(downstream, "load_tasks", offline)
-    refused(capsys, lambda: reproduced("table_a2"), "('lambada_openai',): their data")
+    refused(reproduced, "table_a2", says="('lambada_openai',): their data")
     reproduced("table_a2", "--plan")  # a plan needs no tasks
     scale.write_text(scale.read_text() + 'positions = "learned"\n')
-    refused(capsys, lambda: reproduced("table1", "--only=softmax"), "learned positions, which end")
+    refused(reproduced, "table1", "--only=softmax", says="learned positions, which end")
     assert not commands
 
 

@@ -14,7 +14,6 @@ from scripts import needle, passkey
 from scripts.common import retrieval
 from scripts.common.runner import Store, load_run
 from tests.helpers import Reader, small_config, small_model, stub_run
-from tests.runs import refused
 
 SCORES = "scores of 2 needles in 240 tokens"
 
@@ -170,9 +169,9 @@ def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, picture
     assert pictures[2:] == [tmp_path / name for name in names]
 
 
-def test_refusals(trained, call, capsys):
+def test_refusals(trained, call, refused):
     before = sorted(path.name for path in trained.iterdir())
-    refused(capsys, lambda: call(passkey, trained, "--lengths=200"), "too short")
+    refused(call, passkey, trained, "--lengths=200", says="too short")
     longer = ("--lengths=200,4096", "--score_length=200")
-    refused(capsys, lambda: call(needle, trained, *longer), "600 validation tokens")
+    refused(call, needle, trained, *longer, says="600 validation tokens")
     assert sorted(path.name for path in trained.iterdir()) == before
