@@ -5,7 +5,6 @@ import multiprocessing
 import pytest
 import torch
 
-from attention_paths.module import Attention
 from config import load_config
 from model import GPT, Trunk
 from runtime.files import read_json
@@ -70,13 +69,14 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
     context.set_forkserver_preload(["scripts.benchmark"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     out = tmp_path / "new/b.json"
-    more = ("--rounds=3", "--block_size=16", "--phases=eval", "--out", out)
+    more = ("--rounds=3", "--block_size=16", "--phases=eval,attention", "--out", out)
     call(benchmark, "configs/lssar_p3.py", *TINY, *more)
     saved = read_json(out)
     figures = saved["rows"]["lssar_p3"]
     assert saved["settings"]["rounds"] == 3
-    low, high = figures["eval_ms_spread"]
-    assert 0 < low <= figures["eval_ms"] <= high and figures["eval_mb"] > 50
+    for phase in ("eval", "attention"):
+        low, high = figures[f"{phase}_ms_spread"]
+        assert 0 < low <= figures[f"{phase}_ms"] <= high and figures[f"{phase}_mb"] > 50
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
@@ -128,18 +128,3 @@ def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
     decode()
     decode()
     assert seen == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
-
-
-@pytest.mark.parametrize("phase, backward", [("attention", 1), ("attention_eval", 0)])
-def test_attention_alone_is_a_layers(monkeypatch, phase, backward):
-    seen, calls, forward, grad = [], [], Attention.forward, torch.autograd.grad
-
-    def noted(self, q, k, v):
-        seen.append((self.p, q.shape, q.requires_grad))
-        return forward(self, q, k, v)
-
-    monkeypatch.setattr(Attention, "forward", noted)
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a: calls.append(a) or grad(*a))
-    step("lssar_p3", phase, *SHORT)()
-    assert seen == [(3, (2, 2, 8, 8), bool(backward))] * benchmark.CALLS
-    assert len(calls) == backward * benchmark.CALLS

@@ -166,6 +166,7 @@ def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, refused):
     torch.save(content, folder / "step_000006.pt")
     same = (*settings, "--resume")
     refused(train, "cosine", *same, "--window=8", says="window = None, so it cannot")
+    refused(train, "cosine", *same, "--learning_rate=1", says="learning_rate = 0.01, so it cannot")
     train("cosine", *same)
     run = train("steady", "--schedule=trapezoidal")
     steady = ("--schedule=trapezoidal", "--resume", "--max_iters=9")

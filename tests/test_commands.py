@@ -1,9 +1,8 @@
-"""What commands on finished runs have in common, and what an installation is."""
+"""Commands as a user starts them, and what an installation is."""
 
 import json
 import os
 import pkgutil
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,20 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import eval_length, needle, sample
 from tests.helpers import SMALL
 from tests.runs import ROOT
-
-
-@pytest.mark.parametrize("module", [eval_length, sample, needle])
-def test_a_folder_without_a_run_or_a_checkpoint_is_refused(
-    trained, call, tmp_path, module, refused
-):
-    for _ in range(2):
-        refused(call, module, tmp_path, says="no checkpoint in it")
-        shutil.copy(trained / "config.json", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
 
 # Libraries that take seconds to import, and that most commands do not need.
 SLOW = ("torch._dynamo", "transformers", "lm_eval", "datasets", "pandas", "scipy", "sympy", "wandb")

@@ -101,7 +101,6 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, "--p=3,3.0"], ["two entries are called softmax,p=3"]),
         ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean lssar?"]),
         ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
-        ([SOFTMAX, "--seed=1,2"], ["--seed", "--seeds 3"]),
         ([SOFTMAX, TINY], ["different val_tokens", "'softmax': 256, 'tiny': 65536"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),
     ],

@@ -109,8 +109,5 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
 
     worth = loss(tokens[480:484]) - loss(tokens[120:124])  # the second passage; the last
     assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
-    for option, message in (
-        ("--lags=3", "lag 3 is shorter than a passage, which has 4 tokens"),
-        ("--lags=1000", "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"),
-    ):
-        refused(call, copying, runs[0], option, says=message)
+    says = "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"
+    refused(call, copying, runs[0], "--lags=1000", says=says)

@@ -112,9 +112,3 @@ def test_any_dataset_of_the_hub(tmp_path, hub):
     options = [f"--dataset={repo}", "--name=small", "--column=body", "--shard_size=1000"]
     fineweb.main([*options, "--split=held", f"--out_dir={out}"])
     assert np.array_equal(tokens_in(out), expected_tokens(documents[::2] + documents[1::2]))
-
-
-def test_default_folders():
-    assert fineweb.default_folder("HuggingFaceFW/fineweb", "sample-10BT") == "fineweb10B"
-    assert fineweb.default_folder("HuggingFaceFW/fineweb-edu", "sample-350BT") == "fineweb_edu350B"
-    assert fineweb.default_folder("a/My.Set", None) == "my_set"

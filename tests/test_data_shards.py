@@ -35,6 +35,7 @@ def test_the_published_format(tmp_path):
         (shard_bytes([1, 2, 3], magic=7), r"not a shard: it starts with \[7, 1\], not 20240520, 1"),
         (shard_bytes([1, 2, 3])[:-1], "3 tokens, which take 1030 bytes, but the file has 1029"),
         (shard_bytes([]), "0 tokens"),
+        (shard_bytes([1, 2, 3]) + b"\0\0", "but the file has 1032"),
         (b"", r"starts with \[\]"),
         (None, "the shard cannot be read: No such"),
     ],

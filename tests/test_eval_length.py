@@ -217,14 +217,9 @@ def test_smoothed_is_a_mean_over_neighbours():
 
 def test_refusals_before_anything_is_measured(module_run, call, refused):
     run, bad = module_run("softmax.py", "--positions=none"), module_run("softmax.py")
-    for argument, message in (
-        ("--data_dir=nowhere", "nowhere"),
-        ("--rope=yarn", "positions = 'none', and no RoPE"),
-    ):
-        refused(call, eval_length, run, argument, says=message)
+    refused(call, eval_length, run, "--rope=yarn", says="positions = 'none', and no RoPE")
     # what is wrong with any of the runs, before the first of them is measured
     (bad / "eval_length.json").write_text('{"loss": 1}')
-    damaged = "eval_length.json: damaged"
-    refused(call, eval_length, run, bad, "--lengths=16", says=damaged)
+    refused(call, eval_length, run, bad, "--lengths=16", says="eval_length.json: damaged")
     assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
     assert not (run / "eval_length.json").exists()

@@ -142,10 +142,3 @@ def test_batches_are_the_same_for_any_number_of_processes():
         whole.validation_batches(30, 4)
     with pytest.raises(UserError, match="1 to 2 planets: .* 4 windows .* one batch takes 8"):
         loader(systems=4)
-
-
-def test_few_positions_are_clipped():
-    """The shares that docs/physics.md has."""
-    clipped = [(np.abs(at) > 50).any(-1).mean((1, 2)) for _, at in simulated(MANY, 1000)]
-    share = np.concatenate(clipped)
-    assert 1e-4 < share.mean() < 1e-3 and 0.002 < (share > 0).mean() < 0.008

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.common.plots import Curve, draw_curves, heat_map, save_picture
+from scripts.common.plots import Curve, draw_curves, save_picture
 from tests.helpers import not_blank
 
 
@@ -14,13 +14,6 @@ def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, cap
         assert (tmp_path / name).read_bytes().startswith(start)
         assert capsys.readouterr().out == f"picture: {name}\n"
     assert not_blank(tmp_path / "a.png")
-
-
-def test_a_heat_map_has_a_number_where_something_was_measured():
-    figure = heat_map("a", {"10%": [0.0, None], "90%": [0.256, 1.0]}, ["16", "2,048"], "found (%)")
-    axes = figure.axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0", "26", "100"]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "2,048"]
 
 
 @pytest.mark.parametrize("panels, count, label", [(1, 2, "a"), (1, 9, "b" * 40), (3, 43, "c" * 25)])

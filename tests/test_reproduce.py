@@ -207,6 +207,6 @@ def test_an_entry_may_have_any_p():
         entry = entries.find_entry(name)
         found = (entry.file.stem, entry.changes(None))
         assert found == (file, {"p": float(name.rpartition("_p")[2])})
-    for name in ("lssar_p7.0", "lssar_p-1", "lssar_pi", "nothing_p3"):
+    for name in ("lssar_p7.0", "nothing_p3"):
         with pytest.raises(entries.UserError, match=name):
             entries.find_entry(name)

@@ -167,11 +167,3 @@ def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, picture
     names = [f"needle_{name}_run_other.png" for name in ("heads", "scores")]
     assert pictures[:2] == [run / "needle.png", other / "needle.png"]
     assert pictures[2:] == [tmp_path / name for name in names]
-
-
-def test_refusals(trained, call, refused):
-    before = sorted(path.name for path in trained.iterdir())
-    refused(call, passkey, trained, "--lengths=200", says="too short")
-    longer = ("--lengths=200,4096", "--score_length=200")
-    refused(call, needle, trained, *longer, says="600 validation tokens")
-    assert sorted(path.name for path in trained.iterdir()) == before

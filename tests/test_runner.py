@@ -45,7 +45,6 @@ def test_every_option_comes_from_the_command_line():
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--tokens=0", "--tokens 0 must be at least 1"),
         ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
         ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
@@ -169,6 +168,3 @@ def test_pictures_of_other_runs_have_other_names(tmp_path):
     runs = [tmp_path / "x/softmax", tmp_path / "y/lssa"]
     assert picture_path(runs, "loss") == tmp_path / "loss_x-softmax_y-lssa.png"
     assert picture_path(runs[:1] * 2, "loss") == tmp_path / "x/loss_softmax_softmax.png"
-    many = [tmp_path / "softmax" / f"seed{i}" for i in range(50)]
-    names = {picture_path(runs, "loss").name for runs in (many, many[:-1], many[:-2])}
-    assert len(names) == 3 and all(len(name) < 60 for name in names)
