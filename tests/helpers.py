@@ -51,7 +51,8 @@ def write_scale(path: Path, *settings: str) -> Path:
 def small_config(case: str, *more: str) -> Config:
     """A small model of a config file, with settings behind it if any ('relu_li.py --p=3')."""
     name, *settings = case.split()
-    return load_config([str(CONFIGS / name), *SMALL, *SMALLER, *settings, *more])
+    heads = ["--n_head=4"] if "quarter" in name else []  # of which a quarter is one
+    return load_config([str(CONFIGS / name), *SMALL, *SMALLER, *heads, *settings, *more])
 
 
 def small_model(case: str, *more: str) -> GPT:

@@ -76,9 +76,9 @@ def probe(scale: Config) -> dict:
     return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
 
 
-def quarter(setting: str) -> Callable[[Config], dict]:
-    """A window of a quarter of the training length, as the config file has it for 1,024 tokens."""
-    return lambda scale: {setting: max(1, scale.block_size // 4)}
+def part(share: float, setting: str) -> Callable[[Config], dict]:
+    """A window of this share of the training length, as the config file has it for 1,024 tokens."""
+    return lambda scale: {setting: max(1, int(scale.block_size * share))}
 
 
 def two_points(scale: Config) -> dict:
@@ -96,7 +96,7 @@ def longer(times: int) -> Callable[[Config], dict]:
 
 def half_local(scale: Config) -> dict:
     """A hybrid: half of the heads see all keys without positions, half a window with RoPE."""
-    return {"nope_share": 0.5} | quarter("local_window")(scale)
+    return {"nope_share": 0.5} | part(1 / 4, "local_window")(scale)
 
 
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
@@ -120,9 +120,10 @@ ENTRIES = {
     "softmax_window": Entry(SOFTMAX, two_points),
     "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
     "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
-    "swa": Entry(CONFIGS / "swa.py", quarter("window")),
-    "hybrid": Entry(CONFIGS / "hybrid.py", quarter("local_window")),
-    "hybrid_lssar_p5": Entry(CONFIGS / "hybrid_lssar_p5.py", quarter("local_window")),
+    "swa": Entry(CONFIGS / "swa.py", part(1 / 4, "window")),
+    "hybrid": Entry(CONFIGS / "hybrid.py", part(1 / 4, "local_window")),
+    "hybrid_lssar_p5": Entry(CONFIGS / "hybrid_lssar_p5.py", part(1 / 4, "local_window")),
+    "hybrid_ssmax_quarter": Entry(CONFIGS / "hybrid_ssmax_quarter.py", part(1 / 2, "local_window")),
     "softmax_4t": Entry(SOFTMAX, longer(4)),
     "softmax_16t": Entry(SOFTMAX, longer(16)),
 }

@@ -310,6 +310,11 @@ RECALL_ENTRIES = (
     "stick_breaking", "fox", "asentmax", "softpick", "swa:plain_rope", "gated", "qk_norm",
 )  # fmt: skip
 
+TEXT_AND_RECALL = (
+    "softmax", "softmax:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_ssmax_quarter:plain_rope",
+    "hybrid_lssar_p5:plain_rope",
+)  # fmt: skip
+
 EXPERIMENTS = {
     "table1": loss(
         "LSSAR Table 1, loss by length", tuple(TABLE1["rows"]), (1, 2, 4, 8),
@@ -381,6 +386,17 @@ EXPERIMENTS = {
             "`:plain_rope` has no dynamic NTK, `_nope` no positions, and `hybrid_` none in half of "
             "the heads; the others are softmax with RoPE over a quarter of the training length."
         ),
+    ),
+    "text_and_recall": loss(
+        "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS, task="recall",
+        note="For scales with task = language+recall. `:plain_rope` has no dynamic NTK.",
+    ),
+    "recall_and_text": replace(
+        recall(
+            "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
+            draw=pictures.together, remarks=by_seed, note="`:plain_rope` has no dynamic NTK.",
+        ),
+        values=lambda measured, config: [*accuracies(measured).values()], better="higher",
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
