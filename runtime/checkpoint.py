@@ -30,8 +30,7 @@ import msgspec
 import torch
 
 from attention_paths.fingerprint import differs
-from config import MAY_CHANGE, Config, saved_config
-from data.tokenizer import copy_tokenizer
+from config import MAY_CHANGE, TOKENIZER, VOCABULARY, Config, saved_config
 from errors import UserError, did_you_mean, first_line
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -138,7 +137,9 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
     that it began with, and says where they have changed since; each start has a patch.
     """
-    copy_tokenizer(config.tokenizer, run)
+    if config.tokenizer not in VOCABULARY:
+        with atomic_write(run / TOKENIZER) as file:
+            file.write(Path(config.tokenizer).read_bytes())
     write_json(run / "config.json", config.as_dict())
     resumed_at, made = step(run) if config.resume else None, environment() | attention
     if resumed_at is not None:

@@ -1,5 +1,6 @@
 """The batches of each task: what train.py needs to know of the data that it trains on."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,15 +22,20 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
         return None
     sequences = config.total_batch_size // config.block_size
     batching = Batching(config.block_size, sequences, config.seed, rank, world_size, device)
-    if config.task == "orbits":
-        return OrbitLoader(config.systems, config.planets, config.bins, batching)
-    if config.task == "recall":
-        return RecallLoader(config.recall, batching)
+    return LOADERS[config.task](config, batching)
+
+
+def open_text(config: Config, batching: Batching) -> TokenLoader:
     check_tokenizer(config.data_dir, config.tokenizer)
-    text = TokenLoader(config.data_dir, batching, config.text_ids)
-    if config.task == "language":
-        return text
-    return AlternatingLoader(text, RecallLoader(config.recall, batching, config.text_ids))
+    return TokenLoader(config.data_dir, batching, config.text_ids)
+
+
+def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
+    return OrbitLoader(config.systems, config.planets, config.bins, batching)
+
+
+def open_recall(config: Config, batching: Batching) -> RecallLoader:
+    return RecallLoader(config.recall, batching, config.text_ids)
 
 
 class AlternatingLoader(Loader):
@@ -50,3 +56,16 @@ class AlternatingLoader(Loader):
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
         return (self.recall if step % 2 else self.text)._read(step // 2)
+
+
+def open_both(config: Config, batching: Batching) -> AlternatingLoader:
+    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
+
+
+# One entry for each value of the setting `task`.
+LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
+    "language": open_text,
+    "orbits": open_orbits,
+    "recall": open_recall,
+    "language+recall": open_both,
+}
