@@ -310,6 +310,7 @@ RECALL_ENTRIES = (
     "stick_breaking", "fox", "asentmax", "softpick", "swa:plain_rope", "gated", "qk_norm",
 )  # fmt: skip
 
+BOTH = "Half of the tokens are of text, half of recall. `:plain_rope` has no dynamic NTK."
 TEXT_AND_RECALL = (
     "softmax", "softmax:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_ssmax_quarter:plain_rope",
     "hybrid_lssar_p5:plain_rope",
@@ -389,12 +390,12 @@ EXPERIMENTS = {
     ),
     "text_and_recall": loss(
         "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS, task="recall",
-        note="For scales with task = language+recall. `:plain_rope` has no dynamic NTK.",
+        draw=pictures.together, note=BOTH,
     ),
     "recall_and_text": replace(
         recall(
             "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
-            draw=pictures.together, remarks=by_seed, note="`:plain_rope` has no dynamic NTK.",
+            draw=pictures.together, remarks=by_seed, note=BOTH,
         ),
         values=lambda measured, config: [*accuracies(measured).values()], better="higher",
     ),
