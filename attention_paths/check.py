@@ -8,7 +8,7 @@ import torch
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import launch
 from attention_paths.reference import Context, ReferenceAttention
-from errors import UserError
+from errors import UserError, check_choice
 
 
 @functools.cache
@@ -30,8 +30,8 @@ def name_of(variant: Variant) -> str:
 
 def check_phi(name: str, phi: Phi) -> None:
     """Raise UserError where phi is not as declared, or where hidden keys could get weight."""
-    if launch is not None and phi.kernel not in (None, *launch.PHIS):
-        raise UserError(f"{name}: kernel = {phi.kernel!r} is not in attention_paths.phi.PHIS")
+    if phi.kernel is not None and launch is not None:
+        check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
     hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
     weight, slope = phi.function(hidden.clone()), torch.zeros(())
     if phi.zero == -math.inf and weight.requires_grad:

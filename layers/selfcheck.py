@@ -48,7 +48,7 @@ def check_kernels(
     if "blocked" in by_path and config.attention_impl == "auto":
         line += f" (not triton: {obstacle(by_path['blocked'][0], q) or 'this is cpu'})"
     if fused := by_path.get("triton"):
-        kinds = {(layer.variant, layer.window): layer for layer in fused}
+        kinds = {(x.variant, x.window, x.alibi_heads): x for x in fused}
         errors, problems = zip(*(check(x, config, q) for x in kinds.values()), strict=True)
         if any_rank(any(problems)):
             problem = f"the fused kernels fail: {max(problems) or 'on another rank'}"

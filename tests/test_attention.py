@@ -387,7 +387,7 @@ SEES_TOO_MUCH = [
     (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
     (Variant(Phi(root_of_softplus)), r"own: phi\(-inf\) = 0, its gradient there nan.* heavy tail"),
-    (Variant(Phi(elu1, kernel="elu")), "own: kernel = 'elu' is not in"),
+    (Variant(Phi(elu1, kernel="elu")), "own: kernel = 'elu'; did you mean relu?"),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
