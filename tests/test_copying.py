@@ -13,7 +13,15 @@ from model import GPT
 from runtime import checkpoint
 from scripts import copying
 from scripts.common.runner import Store
-from tests.helpers import not_blank, saved_run, small_config, stub_run
+from tests.helpers import (
+    SMALL,
+    not_blank,
+    read_table,
+    saved_run,
+    small_config,
+    stub_run,
+    write_scale,
+)
 
 
 class Inducing:
@@ -111,3 +119,21 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
     says = "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"
     refused(call, copying, runs[0], "--lags=1000", says=says)
+
+
+def test_the_table_of_what_is_kept(reproduced, scale, monkeypatch):
+    write_scale(scale, *SMALL, "--n_head=4")  # of which a quarter is one
+
+    def losses(run, windows, lag):
+        found = (windows[:, :4] == windows[:, lag:]).all(-1)
+        hurt = 5 * (lag >= 16 and run.config.positions == "rope" and run.config.window is None)
+        return 2 + hurt - found * (1 if lag < 64 else 0.5)
+
+    monkeypatch.setattr(copying, "copy_losses", losses)
+    folder = reproduced("copying", "--only=softmax,ssmax_nope")
+    table, text = read_table(folder), (folder / "table.md").read_text()
+    assert table["columns"][:4] == ["0.25x, 4", "0.5x, 8", "0.75x, 12", "2x, 32"]
+    expected = [[*[1.0] * 3, *[None] * 5], [*[1.0] * 4, *[0.5] * 4]]
+    assert [row["mean"] for row in table["rows"].values()] == expected
+    assert "Share kept at 16x, by seed: `softmax` –; `ssmax_nope` 0.50." in text
+    assert not_blank(folder / "copying.png")

@@ -15,6 +15,7 @@ from scripts import passkey
 from scripts.attention_maps import AttentionMaps, mean_over_heads, mean_shares, positive_curve
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.common.validation import accuracies
+from scripts.copying import BEYOND, UNIT, WITHIN, Copying, shares_kept, worth_at
 from scripts.downstream import Downstream
 from scripts.eval_length import LossByLength, gain, smoothed
 from scripts.passkey import Passkeys
@@ -232,6 +233,24 @@ def by_seed(table: dict) -> list[str]:
     return sentences
 
 
+# ---- copies in text ----
+
+
+def copied(measured: dict, config: Config) -> list[float | None]:
+    """The worth of the first copy by lag, without what is hurt, and the share kept at the last."""
+    kept, parts = shares_kept(measured), measured["parts"]
+    worths = {lag: worth_at(measured, [lag])[0] for lag in sorted(map(int, parts))}
+    known = [None if kept.get(lag) == "hurt" else worth for lag, worth in worths.items()]
+    last = list(kept.values())[-1]
+    return [*known, None if isinstance(last, str) else last]
+
+
+def kept_by_seed(table: dict) -> list[str]:
+    shares = {name: [run["values"][-1] for run in e["runs"]] for name, e in table["rows"].items()}
+    texts = {n: ", ".join("–" if s is None else f"{s:.2f}" for s in e) for n, e in shares.items()}
+    return [f"{KEPT.capitalize()}, by seed: {'; '.join(f'`{name}` {text}' for name, text in texts.items())}."]
+
+
 # ---- headroom ----
 
 
@@ -316,6 +335,17 @@ TEXT_AND_RECALL = (
     "hybrid_lssar_p5:plain_rope",
 )  # fmt: skip
 
+KEPT = "share kept at 16x"
+COPIES = (
+    "softmax", "softmax:plain_rope", "ssmax", "lssar_p15", "stick_breaking", "fox", "ssmax_nope",
+    "hybrid:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_lssar_p5:plain_rope",
+    "hybrid_ssmax_quarter:plain_rope",
+)  # fmt: skip
+COPIED = (
+    "For a scale whose text has repeats, as tiny_copies. `:plain_rope` has no dynamic NTK, "
+    "`_nope` no positions."
+)
+
 EXPERIMENTS = {
     "table1": loss(
         "LSSAR Table 1, loss by length", tuple(TABLE1["rows"]), (1, 2, 4, 8),
@@ -398,6 +428,16 @@ EXPERIMENTS = {
             draw=pictures.together, remarks=by_seed, note=BOTH,
         ),
         values=lambda measured, config: [*accuracies(measured).values()], better="higher",
+    ),
+    "copying": Experiment(
+        "What a passage is worth where it comes again, by lag", UNIT, COPIES,
+        (*WITHIN, *BEYOND, KEPT), copied, lambda config: Copying(), better="higher",
+        draw=pictures.together, remarks=kept_by_seed, note=COPIED + " –: the context hurts, or a "
+        "model hardly copies within T (docs/evaluations.md, Copies).",
+    ),
+    "loss_and_copying": loss(
+        "Loss by length of models trained on repeats", COPIES, LENGTHS, draw=pictures.together,
+        note=COPIED,
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
