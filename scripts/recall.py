@@ -7,7 +7,8 @@ runs, and none is a training sequence. As many keys are asked at every length, a
 with --proportional, which is for mqar, the pairs grow with the length. An answer is right if it is
 the likeliest of all token ids. A run with less than 99% right answers at its training length has
 not learned the task: the table says so in place of its accuracies at other lengths.
-The distance of an answer is the number of tokens from the token that determines it.
+The distance of an answer is the number of tokens from the token that determines it. For sort a
+second line has the share of sequences whose answers are all right.
 
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
 without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
@@ -78,9 +79,9 @@ class Recall(AtLengths):
         return {"answers": self.answers, "proportional": self.proportional, "recall": config.recall}
 
     def sequences(self, config: Config, length: int) -> int:
-        """How many sequences have enough answers."""
+        """How many sequences have enough answers; at least 64, as answers of one are alike."""
         one = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
-        return -(-self.answers // len(one.answers))
+        return max(64, -(-self.answers // len(one.answers)))
 
     def measure_part(self, run: Run, name: str) -> dict:
         task, length = run.config.recall, int(name)
@@ -110,7 +111,8 @@ def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
     for limit in np.unique(limits):
         here = right[limits == limit]
         distances[str(limit)] = {"answers": here.size, "accuracy": float(here.mean())}
-    return {"accuracy": float(right.mean()), "answers": right.size, "distances": distances}
+    shares = {"accuracy": float(right.mean()), "exact": float(right.all(1).mean())}
+    return shares | {"answers": right.size, "distances": distances}
 
 
 def learned(result: dict) -> bool:
@@ -138,6 +140,9 @@ def show(evaluation: Recall, results: Results) -> dict[str, Figure]:
             cells = [cell if i == trained else "–" for i, cell in enumerate(cells)]
             note = f"not learned in {result['step']:,} steps"
         table.append([name, *cells, note])
+        if result["recall"] == "sort":  # the authors' measure
+            exact = [f"{100 * result['parts'][str(n)]['exact']:.1f}" for n in lengths]
+            table.append(["  all answers of a sequence", *exact, ""])
     print(f"\n{title}: {PERCENT}")
     print_table(table)
     if not by_length:

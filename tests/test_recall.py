@@ -143,13 +143,24 @@ def test_the_accuracy_by_distance():
     found = recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])])
     shares = {"1": (1, 1.0), "4": (2, 1.0), "64": (1, 0.0)}
     by_limit = {k: {"answers": n, "accuracy": share} for k, (n, share) in shares.items()}
-    assert found == {"accuracy": 0.75, "answers": 4, "distances": by_limit}
+    assert found == {"accuracy": 0.75, "exact": 0.5, "answers": 4, "distances": by_limit}
+
+
+def test_whole_sequences_of_sort(capsys):
+    part = {"accuracy": 0.995, "exact": 0.25, "answers": 800, "distances": {}}
+    opened = dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
+    result = {"recall": "sort", "trained_length": 64, "parts": {"64": part}} | opened
+    recall.show(recall.Recall(), {"run": result})
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        "99.5",
+        "25.0",
+    ]
 
 
 def test_refusals_and_pairs_in_proportion(tmp_path):
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
     grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
-    assert [grown.sequences(config, length) for length in (64, 512)] == [128, 16]
+    assert [grown.sequences(config, length) for length in (64, 512)] == [128, 64]
     run = saved_run(tmp_path / "run", GPT(config))
     assert max(recall.Recall(proportional=True).for_runs([run]).lengths) == 2048  # 128 pairs
     latest = config.replace(recall="latest")

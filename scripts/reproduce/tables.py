@@ -246,9 +246,11 @@ def copied(measured: dict, config: Config) -> list[float | None]:
 
 
 def kept_by_seed(table: dict) -> list[str]:
-    shares = {name: [run["values"][-1] for run in e["runs"]] for name, e in table["rows"].items()}
-    texts = {n: ", ".join("–" if s is None else f"{s:.2f}" for s in e) for n, e in shares.items()}
-    return [f"{KEPT.capitalize()}, by seed: {'; '.join(f'`{name}` {text}' for name, text in texts.items())}."]
+    sentences = []
+    for name, entry in table["rows"].items():
+        shares = [run["values"][-1] for run in entry["runs"]]
+        sentences.append(f"`{name}` {', '.join('–' if s is None else f'{s:.2f}' for s in shares)}")
+    return [f"{KEPT.capitalize()}, by seed: {'; '.join(sentences)}."]
 
 
 # ---- headroom ----
