@@ -135,5 +135,5 @@ def test_the_table_of_what_is_kept(reproduced, scale, monkeypatch):
     assert table["columns"][:4] == ["0.25x, 4", "0.5x, 8", "0.75x, 12", "2x, 32"]
     expected = [[*[1.0] * 3, *[None] * 5], [*[1.0] * 4, *[0.5] * 4]]
     assert [row["mean"] for row in table["rows"].values()] == expected
-    assert "Share kept at 16x, by seed: `softmax` –; `ssmax_nope` 0.50." in text
+    assert "Share kept, by seed: `softmax` –; `ssmax_nope` 0.500." in text
     assert not_blank(folder / "copying.png")

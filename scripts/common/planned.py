@@ -56,8 +56,7 @@ class PlannedRun:
     @property
     def tokens_left(self) -> int:
         """The tokens that are missing."""
-        steps = self.config.max_iters - (self.step or 0)
-        return max(0, steps) * self.config.total_batch_size
+        return max(0, self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
 
     def command(self) -> list[str]:
         """The command that starts or continues the training, with a process for each GPU."""
@@ -145,10 +144,9 @@ def cost(runs: Sequence[PlannedRun]) -> str:
 def price(runs: Sequence[PlannedRun]) -> str:
     """A sentence on the FLOP that are left, and on their time on a GPU."""
     with torch.device("meta"):
-        each = [GPT(run.config).flops_per_token() * run.tokens_left for run in with_bases(runs)]
-    hours = sum(each) / (0.4 * PEAK_FLOPS["A100"]) / 3600
-    on = "one A100 at 40% of its peak, assumed"
-    return f"training takes {sum(each):.1e} FLOP: {hours:.1f} hours of {on}"
+        flop = sum(GPT(one.config).flops_per_token() * one.tokens_left for one in with_bases(runs))
+    hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
+    return f"training takes {flop:.1e} FLOP: {hours:.1f} hours of one A100 at 40% of its peak"
 
 
 # ---- training ----

@@ -225,18 +225,16 @@ class Store:
             write_json(self.path, [*others, own])
 
     def _is(self, measurement: dict) -> bool:
-        """Whether the facts are the same; measurements made before recorded no formulas."""
-        facts, now = dict(self.facts), self.facts.get("formulas")
-        if now and not differs(measurement.get("formulas"), now):
-            del facts["formulas"]
-        return facts.items() <= measurement.items()
+        """Whether the facts are the same, as far as the formulas can be compared."""
+        same = all(measurement.get(k) == v for k, v in self.facts.items() if k != "formulas")
+        return same and not differs(measurement.get("formulas"), self.facts.get("formulas", ""))
 
 
 @functools.cache
 def code_of_model() -> str:
     """A hash of the code of the model and its attention."""
-    files = [ROOT / "attention.py", ROOT / "model.py"]
-    files += sorted((*ROOT.glob("attention_paths/*.py"), *ROOT.glob("layers/*.py")))
+    code = ("attention.py", "model.py", "attention_paths/*.py", "layers/*.py")
+    files = [file for pattern in code for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -44,8 +44,7 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
             sides = [[math.nan if v is None else v for v in values] for values in known]
             curves[title].append(Curve(label, x, *sides))
             runs = [run.get("evaluation", {}) for run in summary.get("runs", [])]
-            controls = [run["control"] for run in runs if "control" in run]
-            losses = [control["loss"] for control in controls if "loss" in control]
+            losses = [run["control"]["loss"] for run in runs if "loss" in run.get("control", {})]
             if losses:
                 means = [statistics.mean(column) for column in zip(*losses, strict=True)]
                 curves[title].append(Curve(label, x, means, thin=True))

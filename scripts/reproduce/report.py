@@ -91,8 +91,7 @@ def carry_out(
 def build_table(work: Work, failures: list[str]) -> dict:
     """The table of all available runs with these seeds."""
     experiment, config, better = work.experiment, work.scale.config, work.experiment.better
-    columns = experiment.columns
-    columns = columns if isinstance(columns, tuple) else columns(config)
+    columns = experiment.columns(config) if callable(experiment.columns) else experiment.columns
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
     results = {name: runs for name in experiment.entries if (runs := work.results(name))}
     if not results:

@@ -5,6 +5,7 @@ A new table is a new entry of EXPERIMENTS.
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from layers.rope import Rope
 from scripts import passkey
 from scripts.attention_maps import AttentionMaps, mean_over_heads, mean_shares, positive_curve
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
+from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
 from scripts.copying import BEYOND, UNIT, WITHIN, Copying, shares_kept, worth_at
 from scripts.downstream import Downstream
@@ -204,31 +206,36 @@ def recalled(measured: dict, config: Config) -> list[float | None]:
 
 
 def recall(
-    title: str, entries: tuple[str, ...], multiples: tuple[float, ...], **more: Any
-) -> Experiment:
+    title: str, entries: tuple[str, ...], multiples: tuple[float, ...],
+    values: Callable[[dict, Config], list] = recalled, **more: Any,
+) -> Experiment:  # fmt: skip
     """Recall by length, in percent."""
     return Experiment(
-        title, PERCENT, entries, multiples, recalled,
+        title, PERCENT, entries, multiples, values,
         lambda config: Recall(lengths=lengths(multiples, config)),
         digits=1, task="recall", **more,
     )  # fmt: skip
 
 
+def each_seed(table: dict, column: int) -> list[str]:
+    """For each entry its name and its values in a column, by seed."""
+    return [
+        f"`{name}` {', '.join(cell(table, summarise([run]), column) for run in entry['runs'])}"
+        for name, entry in table["rows"].items()
+    ]
+
+
 def by_seed(table: dict) -> list[str]:
     """The accuracy of each seed at 16x, and the entries that have not learned the task."""
-    at = table["multiples"].index(16)
-    seeds: list[str] = []
-    missing: list[str] = []
-    for name, entry in table["rows"].items():
-        first, found = ([run["values"][i] for run in entry["runs"]] for i in (0, at))
-        names, shares = (missing, first) if None in found else (seeds, found)
-        names.append(f"`{name}` {', '.join(f'{share:.1f}' for share in shares)}")
+    first, found = (each_seed(table, at) for at in (0, table["multiples"].index(16)))
+    missing = [one for one, longer in zip(first, found, strict=True) if "–" in longer]
+    seeds = [longer for longer in found if "–" not in longer]
     sentences = [f"At 16x, by seed: {'; '.join(seeds)}."] if seeds else []
     if missing:
+        steps = next(iter(table["rows"].values()))["runs"][0]["step"]
         sentences.append(
-            f"Not learned in {entry['runs'][0]['step']:,} steps, as a seed has less than "
-            f"{LEARNED} at 1x (other learning rates or more steps may change that); at 1x, "
-            f"by seed: {'; '.join(missing)}."
+            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
+            f"learning rates or more steps may change that); at 1x, by seed: {'; '.join(missing)}."
         )
     return sentences
 
@@ -238,19 +245,9 @@ def by_seed(table: dict) -> list[str]:
 
 def copied(measured: dict, config: Config) -> list[float | None]:
     """The worth of the first copy by lag, without what is hurt, and the share kept at the last."""
-    kept, parts = shares_kept(measured), measured["parts"]
-    worths = {lag: worth_at(measured, [lag])[0] for lag in sorted(map(int, parts))}
-    known = [None if kept.get(lag) == "hurt" else worth for lag, worth in worths.items()]
-    last = list(kept.values())[-1]
-    return [*known, None if isinstance(last, str) else last]
-
-
-def kept_by_seed(table: dict) -> list[str]:
-    sentences = []
-    for name, entry in table["rows"].items():
-        shares = [run["values"][-1] for run in entry["runs"]]
-        sentences.append(f"`{name}` {', '.join('–' if s is None else f'{s:.2f}' for s in shares)}")
-    return [f"{KEPT.capitalize()}, by seed: {'; '.join(sentences)}."]
+    kept, lags = shares_kept(measured), sorted(map(int, measured["parts"]))
+    known = [None if kept.get(n) == "hurt" else worth_at(measured, [n])[0] for n in lags]
+    return [*known, None if isinstance(share := kept[lags[-1]], str) else share]
 
 
 # ---- headroom ----
@@ -337,16 +334,10 @@ TEXT_AND_RECALL = (
     "hybrid_lssar_p5:plain_rope",
 )  # fmt: skip
 
-KEPT = "share kept at 16x"
 COPIES = (
-    "softmax", "softmax:plain_rope", "ssmax", "lssar_p15", "stick_breaking", "fox", "ssmax_nope",
-    "hybrid:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_lssar_p5:plain_rope",
-    "hybrid_ssmax_quarter:plain_rope",
+    *TEXT_AND_RECALL, "hybrid:plain_rope", "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking",
+    "fox",
 )  # fmt: skip
-COPIED = (
-    "For a scale whose text has repeats, as tiny_copies. `:plain_rope` has no dynamic NTK, "
-    "`_nope` no positions."
-)
 
 EXPERIMENTS = {
     "table1": loss(
@@ -424,22 +415,20 @@ EXPERIMENTS = {
         "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS, task="recall",
         draw=pictures.together, note=BOTH,
     ),
-    "recall_and_text": replace(
-        recall(
-            "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
-            draw=pictures.together, remarks=by_seed, note=BOTH,
-        ),
-        values=lambda measured, config: [*accuracies(measured).values()], better="higher",
+    "recall_and_text": recall(
+        "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
+        lambda measured, config: [*accuracies(measured).values()], better="higher",
+        draw=pictures.together, remarks=by_seed, note=BOTH,
     ),
     "copying": Experiment(
         "What a passage is worth where it comes again, by lag", UNIT, COPIES,
-        (*WITHIN, *BEYOND, KEPT), copied, lambda config: Copying(), better="higher",
-        draw=pictures.together, remarks=kept_by_seed, note=COPIED + " –: the context hurts, or a "
-        "model hardly copies within T (docs/evaluations.md, Copies).",
+        (*WITHIN, *BEYOND, "share kept at 16x"), copied, lambda config: Copying(),
+        better="higher", digits=3, draw=pictures.together,
+        remarks=lambda table: [f"Share kept, by seed: {'; '.join(each_seed(table, -1))}."],
+        note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
     ),
     "loss_and_copying": loss(
-        "Loss by length of models trained on repeats", COPIES, LENGTHS, draw=pictures.together,
-        note=COPIED,
+        "Loss by length of models that learned to copy", COPIES, LENGTHS, draw=pictures.together
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
