@@ -16,7 +16,7 @@ from runtime.checkpoint import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
-from scripts.reproduce import formulas, metrics, tables
+from scripts.reproduce import formulas, metrics, report, tables
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import metrics as metrics_of
 
@@ -49,7 +49,7 @@ def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path, undrawn
     assert (folder_of(tmp_path, "lssa") / "eval_length.json").read_bytes() == before
 
 
-def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
+def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
     """Softmax trained at 4 T and 16 T on as many tokens a step, against softmax's own window."""
     scale.write_text(scale.read_text().replace("block_size = 16", "block_size = 8"))
     table = read_table(reproduced("headroom"))
@@ -68,6 +68,12 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
     assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
     assert any(text.endswith(f"headroom`), by seed {worth:+.4f}.") for text in other["caption"])
     assert len(commands) == 3
+    monkeypatch.setattr(report, "available", lambda entries, length: [0.1])
+    for gain, spread, undecidable in ((0, 0.2, True), (0, 0.05, False), (-0.3, 0.2, False)):
+        monkeypatch.setattr(tables, "gain", lambda measured, gain=gain: gain)
+        monkeypatch.setattr(report, "spread", lambda entry, column, spread=spread: spread)
+        caption = read_table(reproduced("loss_by_length", "--only=softmax"))["caption"]
+        assert caption[-1].startswith("Undecidable here,") == undecidable
 
 
 def test_passkeys_where_a_prompt_is_longer_than_the_training_length(

@@ -123,7 +123,8 @@ def build_table(work: Work, failures: list[str]) -> dict:
 def what_is_available(work: Work, table: dict) -> list[str]:
     """Write what the longest length is worth beside the gain from context; returns sentences.
 
-    None where the table has no gains, or the scale no runs of headroom.
+    None where the table has no gains, or the scale no runs of headroom. Where the seeds differ by
+    more than a model could gain, and by more than it is hurt, whether it gains is undecidable.
     """
     if GAIN not in table["columns"]:
         return []
@@ -135,13 +136,13 @@ def what_is_available(work: Work, table: dict) -> list[str]:
         return []
     mean, column = sum(worth) / len(worth), table["columns"].index(GAIN)
     table["columns"][column] = f"{GAIN} (available: {mean:+.4f})"
-    wider = [n for n, entry in table["rows"].items() if (spread(entry, column) or 0) > mean]
-    names = ", ".join(f"`{name}`" for name in wider)
-    undecided = f"Undecidable here, as the gain differs by more between seeds: {names}."
+    gains = {n: (e["mean"][column] or 0, spread(e, column) or 0) for n, e in table["rows"].items()}
+    wide = ", ".join(f"`{n}`" for n, (gain, range_) in gains.items() if range_ > max(mean, -gain))
+    undecided = f"Undecidable here, as the gain differs by more between seeds: {wide}."
     return [
         f"Available: what {longest:g}x is worth to a softmax that was trained on it (`reproduce "
         f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}.",
-        *([undecided] if wider else []),
+        *([undecided] if wide else []),
     ]
 
 
