@@ -145,7 +145,7 @@ def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = 
     if value is None:
         return "–"
     paper = (entry.get("paper") or {column: None})[column]
-    text = f"**{value:{sign},.{digits}f}**" if bold else f"{value:{sign},.{digits}f}"
+    text = f"**{value:{sign}z,.{digits}f}**" if bold else f"{value:{sign}z,.{digits}f}"
     width = entry["deviation"][column] if table["baseline"] else (spread(entry, column) or 0) / 2
     if width:
         text += f" ± {width:.{digits}f}"

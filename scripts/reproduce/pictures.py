@@ -18,7 +18,7 @@ from scripts.reproduce.measure import Pictures
 SLIDING = "sliding window of 1x"
 PAPER = "the paper's"
 DIFFERENCE = "minus the first entry, with the same seed"
-LENGTH = "length, in multiples of the training length"
+LENGTH = "tokens, in multiples of the training length"
 # The entries of recall by the pattern of their names, and what their positions are called.
 RECALL_POSITIONS = {
     "{}": "RoPE, scaled", "{}:plain_rope": "RoPE, plain", "{}_nope": "no positions",
