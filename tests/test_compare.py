@@ -55,7 +55,7 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
         pairs = [one["values"][i] - other["values"][i] for one, other in seeds]
         assert difference == pytest.approx(statistics.mean(pairs))
         assert f"{difference:+z.4f} ± {statistics.stdev(pairs):.4f}" in printed
-        assert all(f"{pair:+.4f} |" in printed for pair in pairs)
+        assert all(f"{pair:+z.4f} |" in printed for pair in pairs)
         own = [run["values"][i] for run in mine["runs"]]
         assert f" {statistics.mean(own):.4f} ± {statistics.stdev(own):.4f} |" in printed
     assert not_blank(folder / "compare_softmax_mine.png")
