@@ -117,7 +117,7 @@ class Reader:
 
 def stub_run(path, tokenizer: str, model=None) -> Run:
     config = small_config("softmax.py", f"--tokenizer={tokenizer}")
-    facts = {"variant": "softmax", "trained_length": 16, "rope": "none", "formulas": None}
+    facts = {"variant": "softmax", "trained_length": 16, "rope": "none"}
     return Run(path, config, model, torch.device("cpu"), torch.float32, facts)
 
 

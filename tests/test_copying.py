@@ -14,13 +14,11 @@ from runtime import checkpoint
 from scripts import copying
 from scripts.common.runner import Store
 from tests.helpers import (
-    SMALL,
     not_blank,
     read_table,
     saved_run,
     small_config,
     stub_run,
-    write_scale,
 )
 
 
@@ -121,9 +119,7 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     refused(call, copying, runs[0], "--lags=1000", says=says)
 
 
-def test_the_table_of_what_is_kept(reproduced, scale, monkeypatch):
-    write_scale(scale, *SMALL, "--n_head=4")  # of which a quarter is one
-
+def test_the_table_of_what_is_kept(reproduced, monkeypatch):
     def losses(run, windows, lag):
         found = (windows[:, :4] == windows[:, lag:]).all(-1)
         hurt = 5 * (lag >= 16 and run.config.positions == "rope" and run.config.window is None)

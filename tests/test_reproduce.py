@@ -150,7 +150,7 @@ def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
     printed = capsys.readouterr().out
     assert "to train: 15 runs" in printed
-    assert re.search(r"\de\+\d+ FLOP: 0.0 hours of one A100 at 40% of its peak", printed)
+    assert re.search(r"\de\+\d+ FLOP: 0.0 hours of an A100, assuming 40% of its peak", printed)
     assert not commands and not (tmp_path / "out").exists()
 
 

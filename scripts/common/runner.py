@@ -226,8 +226,9 @@ class Store:
 
     def _is(self, measurement: dict) -> bool:
         """Whether the facts are the same, as far as the formulas can be compared."""
-        same = all(measurement.get(k) == v for k, v in self.facts.items() if k != "formulas")
-        return same and not differs(measurement.get("formulas"), self.facts.get("formulas", ""))
+        now = self.facts.get("formulas", "")
+        same = self.facts.items() <= (measurement | {"formulas": now}).items()
+        return same and not differs(measurement.get("formulas"), now)
 
 
 @functools.cache

@@ -81,22 +81,12 @@ def part(share: float, setting: str) -> Callable[[Config], dict]:
     return lambda scale: {setting: max(1, int(scale.block_size * share))}
 
 
-def two_points(scale: Config) -> dict:
-    """A window of two points of each body in the largest system."""
-    return {"window": 2 * (scale.planets + 1)}
-
-
 def longer(times: int) -> Callable[[Config], dict]:
     """Trained at a longer length, on as many tokens a step: headroom."""
     return lambda scale: {
         "block_size": times * scale.block_size,
         "batch_size": max(1, scale.batch_size // times),
     }
-
-
-def half_local(scale: Config) -> dict:
-    """A hybrid: half of the heads see all keys without positions, half a window with RoPE."""
-    return {"nope_share": 0.5} | part(1 / 4, "local_window")(scale)
 
 
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
@@ -108,7 +98,8 @@ NORMALISERS = (
 POSITIONS: dict[str, Callable[[Config], dict]] = {
     "{}_nope": lambda scale: {"positions": "none"},
     "{}_alibi": lambda scale: {"positions": "alibi"},
-    "hybrid_{}": half_local,
+    # half of the heads see all keys without positions, half a window with RoPE
+    "hybrid_{}": lambda scale: {"nope_share": 0.5} | part(1 / 4, "local_window")(scale),
 }
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
 ENTRIES = {
@@ -117,7 +108,8 @@ ENTRIES = {
     "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
     "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
     "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
-    "softmax_window": Entry(SOFTMAX, two_points),
+    # a window of two points of each body in the largest system
+    "softmax_window": Entry(SOFTMAX, lambda scale: {"window": 2 * (scale.planets + 1)}),
     "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
     "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
     "swa": Entry(CONFIGS / "swa.py", part(1 / 4, "window")),

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from config import Config
-from errors import first_line
+from errors import UserError, first_line
 from runtime.device import environment
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
@@ -112,7 +112,10 @@ class Work:
             made = {"environment": environment(), "evaluation": {"curves": curves}}
             return [{"seed": None, "values": values} | made]
         for seed in self.seeds:
-            run, *others = (self.scale.run(one, seed) for one in (name, *experiment.needs))
+            try:
+                run, *others = (self.scale.run(one, seed) for one in (name, *experiment.needs))
+            except UserError:  # not chosen, and impossible at this scale: a quarter of two heads
+                return []
             if not all(one.finished and not one.difference() for one in (run, *others)):
                 continue
             found: dict | None

@@ -128,9 +128,8 @@ def what_is_available(work: Work, table: dict) -> list[str]:
     """
     if GAIN not in table["columns"]:
         return []
-    runs, longest = work.scale.out / work.scale.name, table["multiples"][-1]
-    headroom = replace(work, experiment=EXPERIMENTS["headroom"])
-    entries = {name: headroom.results(name) for name in HEADROOM[1:] if (runs / name).is_dir()}
+    longest, headroom = table["multiples"][-1], replace(work, experiment=EXPERIMENTS["headroom"])
+    entries = {name: headroom.results(name) for name in HEADROOM[1:]}
     worth = available(entries, at(longest, work.scale.config))
     if not worth:
         return []
@@ -138,11 +137,10 @@ def what_is_available(work: Work, table: dict) -> list[str]:
     table["columns"][column] = f"{GAIN} (available: {mean:+.4f})"
     gains = {n: (e["mean"][column] or 0, spread(e, column) or 0) for n, e in table["rows"].items()}
     wide = ", ".join(f"`{n}`" for n, (gain, range_) in gains.items() if range_ > max(mean, -gain))
-    undecided = f"Undecidable here, as the gain differs by more between seeds: {wide}."
     return [
         f"Available: what {longest:g}x is worth to a softmax that was trained on it (`reproduce "
         f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}.",
-        *([undecided] if wide else []),
+        *([f"Undecidable here, as the gains of seeds differ by more: {wide}."] if wide else []),
     ]
 
 

@@ -217,25 +217,26 @@ def recall(
     )  # fmt: skip
 
 
-def each_seed(table: dict, column: int) -> list[str]:
-    """For each entry its name and its values in a column, by seed."""
-    return [
-        f"`{name}` {', '.join(cell(table, summarise([run]), column) for run in entry['runs'])}"
-        for name, entry in table["rows"].items()
-    ]
+def each_seed(table: dict, column: int, rows: dict) -> str:
+    """Of these rows of the table, the names and the values in a column, by seed."""
+    return "; ".join(
+        f"`{name}` {', '.join(cell(table, summarise([run]), column) for run in row['runs'])}"
+        for name, row in rows.items()
+    )
 
 
 def by_seed(table: dict) -> list[str]:
     """The accuracy of each seed at 16x, and the entries that have not learned the task."""
-    first, found = (each_seed(table, at) for at in (0, table["multiples"].index(16)))
-    missing = [one for one, longer in zip(first, found, strict=True) if "–" in longer]
-    seeds = [longer for longer in found if "–" not in longer]
-    sentences = [f"At 16x, by seed: {'; '.join(seeds)}."] if seeds else []
+    at, rows = table["multiples"].index(16), table["rows"]
+    learned = {name: row for name, row in rows.items() if row["mean"][at] is not None}
+    missing = {name: row for name, row in rows.items() if name not in learned}
+    sentences = [f"At 16x, by seed: {each_seed(table, at, learned)}."] if learned else []
     if missing:
-        steps = next(iter(table["rows"].values()))["runs"][0]["step"]
+        steps = next(iter(missing.values()))["runs"][0]["step"]
         sentences.append(
             f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
-            f"learning rates or more steps may change that); at 1x, by seed: {'; '.join(missing)}."
+            "learning rates or more steps may change that); at 1x, by seed: "
+            f"{each_seed(table, 0, missing)}."
         )
     return sentences
 
@@ -421,14 +422,14 @@ EXPERIMENTS = {
         draw=pictures.together, remarks=by_seed, note=BOTH,
     ),
     "copying": Experiment(
-        "What a passage is worth where it comes again, by lag", UNIT, COPIES,
+        "Worth of an earlier copy of a passage, by lag", UNIT, COPIES,
         (*WITHIN, *BEYOND, "share kept at 16x"), copied, lambda config: Copying(),
         better="higher", digits=3, draw=pictures.together,
-        remarks=lambda table: [f"Share kept, by seed: {'; '.join(each_seed(table, -1))}."],
+        remarks=lambda table: [f"Share kept, by seed: {each_seed(table, -1, table['rows'])}."],
         note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
     ),
     "loss_and_copying": loss(
-        "Loss by length of models that learned to copy", COPIES, LENGTHS, draw=pictures.together
+        "Loss by length of models trained with repeats", COPIES, LENGTHS, draw=pictures.together
     ),
     "attention_maps": Experiment(
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
