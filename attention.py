@@ -44,6 +44,9 @@ DEAD = 1e-30
 # A row is tied if its largest n A - 1 is at most this: its weights are equal up to rounding, and
 # re-weighting would let rounding errors pick the winner.
 TIED = 16 * torch.finfo(torch.float32).eps
+# Steps of Newton's method for sparsemax, half as many for 1.5-entmax. Rows of up to 16,384 keys,
+# drawn from twelve distributions at seven scales, took at most 11 and 7.
+NEWTON_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -222,22 +225,19 @@ def softpick(z: Tensor, rows: Rows) -> Tensor:
 def entmax(z: Tensor, power: int) -> Tensor:
     """relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
 
-    A power of 1 is sparsemax, 2 is 1.5-entmax. tau comes from the sorted scores, of which the
-    largest k are above it, and one step of Newton's method gives it its gradient.
+    A power of 1 is sparsemax, 2 is 1.5-entmax. The norm of relu(z / power - tau) is convex in tau
+    and falls to 1: Newton's method from below never passes the root. The last step, on the sum,
+    gives tau its gradient.
     """
     z = z / power
     z = (z - z.detach().amax(-1, keepdim=True)).clamp_min(-2)  # tau is within -1 to 0
+    tau = torch.full_like(z[..., :1], -1)
     with torch.no_grad():
-        largest = z.sort(-1, descending=True).values
-        k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-        mean = largest.cumsum(-1) / k
-        if power == 1:
-            tau = mean - 1 / k
-        else:
-            variance = largest.square().cumsum(-1) / k - mean.square()
-            tau = mean - (1 / k - variance).clamp_min(0).sqrt()
-        above = (tau < largest).sum(-1, keepdim=True)
-        tau = tau.gather(-1, above - 1)
+        for _ in range(NEWTON_STEPS // power):
+            above = (z - tau).relu()
+            norm = torch.linalg.vector_norm(above, ord=power, dim=-1, keepdim=True)
+            slope = (above > 0).sum(-1, keepdim=True) if power == 1 else above.sum(-1, True) / norm
+            tau = tau + (norm - 1) / slope
         slope = power * (z - tau).relu().pow(power - 1).where(z > tau, 0).sum(-1, keepdim=True)
     excess = (z - tau).relu().pow(power).sum(-1, keepdim=True) - 1
     return (z - (tau + excess / slope)).relu().pow(power)

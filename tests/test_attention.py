@@ -125,6 +125,21 @@ def test_small_and_large_scores(case, size):
     assert_near(attn.weights(q, k), textbook.weights(attn, q, k), rtol=1e-8)
 
 
+@pytest.mark.parametrize("keys", [1, 2, 4096])
+@pytest.mark.parametrize("power", [1, 2])
+def test_entmax_is_the_threshold_at_which_a_row_sums_to_1(power, keys):
+    """In rows of many keys: of scores close to each other, far apart, and with heavy tails."""
+    noise, other = torch.randn(2, 8, keys, dtype=torch.float64)
+    rows = [0.01 * noise, 0.3 * noise, 30 * noise, noise / other, -(noise.abs() ** 5), 0 * noise]
+    z = torch.cat([*rows, -(-noise.abs()).exp()]) / power
+    A = attention.entmax(z * power, power)
+    assert_near(A.sum(-1), torch.ones(len(z), dtype=z.dtype))
+    tau = z - A ** (1 / power)  # where A is 0, this is the score
+    threshold = tau.where(A > 0, -math.inf).amax(-1, keepdim=True)
+    assert_near(tau.where(A > 0, threshold), threshold.expand_as(z))
+    assert (tau <= threshold + 1e-12).all()
+
+
 # ---- blocks ----
 
 
