@@ -226,21 +226,22 @@ def entmax(z: Tensor, power: int) -> Tensor:
     """relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
 
     A power of 1 is sparsemax, 2 is 1.5-entmax. The norm of relu(z / power - tau) is convex in tau
-    and falls to 1: Newton's method from below never passes the root. The last step, on the sum,
-    gives tau its gradient.
+    and falls to 1: Newton's method from below never passes the root. The last step gives tau its
+    gradient.
     """
     z = z / power
     z = (z - z.detach().amax(-1, keepdim=True)).clamp_min(-2)  # tau is within -1 to 0
-    tau = torch.full_like(z[..., :1], -1)
-    with torch.no_grad():
-        for _ in range(NEWTON_STEPS // power):
-            above = (z - tau).relu()
-            norm = torch.linalg.vector_norm(above, ord=power, dim=-1, keepdim=True)
-            slope = (above > 0).sum(-1, keepdim=True) if power == 1 else above.sum(-1, True) / norm
-            tau = tau + (norm - 1) / slope
-        slope = power * (z - tau).relu().pow(power - 1).where(z > tau, 0).sum(-1, keepdim=True)
-    excess = (z - tau).relu().pow(power).sum(-1, keepdim=True) - 1
-    return (z - (tau + excess / slope)).relu().pow(power)
+
+    def newton_step(z: Tensor, tau: Tensor | float) -> Tensor:
+        above = (z - tau).relu()
+        norm = above.pow(power).sum(-1, keepdim=True).pow(1 / power)
+        slopes = (above > 0) if power == 1 else above.detach() / norm.detach()
+        return tau + (norm - 1) / slopes.sum(-1, keepdim=True)
+
+    tau = newton_step(z.detach(), -1.0)
+    for _ in range(NEWTON_STEPS // power):
+        tau = newton_step(z.detach(), tau)
+    return (z - newton_step(z, tau)).relu().pow(power)
 
 
 def sparsemax(z: Tensor, rows: Rows) -> Tensor:
