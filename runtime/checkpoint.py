@@ -351,7 +351,7 @@ def read_config(run: str | Path) -> Config:
     values = load(path).config if is_checkpoint(run) else read_json(path, Settings)
     if values is None:
         raise UserError(no_checkpoint(run))
-    return saved_config(values, path)
+    return saved_config(values, path).replace(out_dir=str(folder_of(run)))  # it may have moved
 
 
 def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:

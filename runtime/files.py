@@ -138,11 +138,12 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder."""
-    lock = FileLock(folder / LOCK)
     try:
-        with lock.acquire(timeout=0):
-            return False
+        if folder.exists():  # the lock would make it
+            with FileLock(folder / LOCK).acquire(timeout=0):
+                pass
+        return False
     except Timeout:
         return True
-    except OSError:  # there is no such folder
+    except OSError:  # no file can be written there
         return False

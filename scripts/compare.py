@@ -30,7 +30,7 @@ from pathlib import Path
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import load_config, names, parse, require_known_setting
+from config import choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
 from layers.heads import build_parts
 from runtime.log import read_metrics
@@ -60,11 +60,14 @@ def main() -> None:
     task = task or "language"
     if options.scale.endswith(".py"):
         task, name = load_config([options.scale]).tasks[0], options.scale
+    if task not in choices("task"):
+        raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)
     grid = {key: text for key, text in settings.items() if key not in FREE}
     scale = replace(scale, more=entries_of(scale, files, grid))
     experiment = compared(scale, task, options.lengths)
-    name = shortened("compare_" + "_".join(experiment.entries))
+    others = [] if task == "language" else [task]  # whose tables have names of their own
+    name = shortened("_".join(["compare", *others, *experiment.entries]))
     carry_out(name, experiment, scale, experiment.entries, options)
 
 
@@ -80,15 +83,15 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
         if key not in COMPARABLE:
             instead = "set it for all entries in --scale FILE.py (seeds: --seeds 3)"
             raise UserError(f"--{key}: entries cannot differ in it; {instead}")
-    values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
+    values = [[(key, text) for text in grid[key].split(",")] for key in grid]
     entries: dict[str, Entry] = {}
     used: set = set()
     refused: list[tuple[str, set, UserError]] = []
     for file, changes in itertools.product(files, itertools.product(*values)):
-        stem = Path(file).stem
+        stem, settings = Path(file).stem, {key: parse(key, text) for key, text in changes}
         ours = stem in FILES and Path(file).resolve() == FILES[stem]
-        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(dict(changes))
-        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
+        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(settings)
+        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in settings.items())])
         if name in entries:
             raise UserError(f"two entries are called {name}: rename a file, or drop a value")
         try:
@@ -112,9 +115,13 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
     configs = {name: scale.run(name, 0).config for name in entries}
     for key in FIXED:
-        values = {name: getattr(config, key) for name, config in configs.items()}
-        if len(set(values.values())) > 1:
-            raise UserError(f"losses cannot be compared between different {key}: {values}")
+        wanted = getattr(scale.config, key)
+        for name, config in configs.items():
+            if (value := getattr(config, key)) != wanted:
+                raise UserError(
+                    f"{name} has {key} = {value!r}, but losses can only be compared with the "
+                    f"scale's {key} = {wanted!r}: set it in --scale FILE.py"
+                )
     title, trained = f"Compared with {entries[0]}", configs[entries[0]].block_size
     multiples: tuple[float, ...] = tables.LENGTHS if task == "language" else tables.Recall.multiples
     if lengths:
@@ -124,8 +131,9 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
     if task == "orbits":
         experiment = Experiment(title, tables.LOSS, entries, (1,), read=last_validation)
     else:
-        measured = tables.recall if task == "recall" else tables.loss
-        experiment = measured(title, entries, multiples)
+        recall = task == "recall"
+        experiment = (tables.recall if recall else tables.loss)(title, entries, multiples)
+        experiment = replace(experiment, remarks=tables.by_seed if recall else experiment.remarks)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
 

@@ -144,7 +144,7 @@ def shares_kept(result: dict) -> dict[int, float | str]:
     """The worth over the worth within T, at each lag from T on; or "undecided" or "hurt"."""
     lags, trained = sorted(map(int, result["parts"])), result["trained_length"]
     losses = {lag: result["parts"][str(lag)]["loss"] for lag in lags}
-    within = [lag for lag in lags if lag < trained]
+    within = [int(multiple * trained) for multiple in WITHIN]
     worth, error = worth_at(result, within)
     without = np.mean([losses[lag] for lag in within]) + worth  # the first copy
 

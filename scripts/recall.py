@@ -95,8 +95,8 @@ class Recall(AtLengths):
 @torch.no_grad()
 def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
     """The likeliest token at each place of an answer: [sequences, answers]."""
-    stacked = (np.stack(one) for one in zip(*((d.tokens, d.places) for d in drawn), strict=True))
-    tokens, places = (torch.from_numpy(one).to(run.device) for one in stacked)
+    pairs = zip(*((one.tokens, one.places) for one in drawn), strict=True)
+    tokens, places = (torch.from_numpy(np.stack(one)).to(run.device) for one in pairs)
     with autocast(run.device, run.dtype):
         hidden = run.model.trunk(run.model.wte(tokens + run.config.text_ids))  # [B, L, n_embd]
         logits = run.model.logits(hidden.take_along_dim(places[..., None], 1))
@@ -127,10 +127,11 @@ def show(evaluation: Recall, results: Results) -> dict[str, Figure]:
     title = ", ".join(filter(None, [*tasks, title_of(measurements)]))
     lengths, by_length, by_distance = list(accuracies(measurements[0])), [], []
     table = [["length", *map(str, lengths), ""]]
+    opened_otherwise = any((evaluation.window, evaluation.p, evaluation.attention))
     for name, result in results.items():
         shares = list(accuracies(result).values())
         cells, note = [f"{share:.1f}" for share in shares], ""
-        if learned(result):
+        if learned(result) or opened_otherwise:
             by_length.append(Curve(name, lengths, shares))
             at = result["parts"][str(lengths[-1])]["distances"].items()
             far = {int(n): 100 * d["accuracy"] for n, d in at if d["answers"] >= FEWEST}
@@ -140,7 +141,7 @@ def show(evaluation: Recall, results: Results) -> dict[str, Figure]:
             cells = [cell if i == trained else "–" for i, cell in enumerate(cells)]
             note = f"not learned in {result['step']:,} steps"
         table.append([name, *cells, note])
-        if result["recall"] == "sort":  # the authors' measure
+        if result["recall"] == "sort" and not note:  # the authors' measure
             exact = [f"{100 * result['parts'][str(n)]['exact']:.1f}" for n in lengths]
             table.append(["  all answers of a sequence", *exact, ""])
     print(f"\n{title}: {PERCENT}")

@@ -89,6 +89,7 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
     folder = compared(SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64")
     table = read_table(folder)
     assert table["unit"] == unit and list(table["rows"]) == ["softmax", "lssar_p15"]
+    assert folder.name == f"compare_{task}_softmax_lssar_p15"  # text has compare_softmax_lssar_p15
     if task == "orbits":
         loss = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")[6]
         assert table["rows"]["lssar_p15"]["mean"] == [loss]
@@ -101,7 +102,10 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, "--p=3,3.0"], ["two entries are called softmax,p=3"]),
         ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean lssar?"]),
         ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
-        ([SOFTMAX, TINY], ["different val_tokens", "'softmax': 256, 'tiny': 65536"]),
+        ([SOFTMAX, TINY], ["tiny has val_tokens = 65536", "the scale's val_tokens = 256"]),
+        ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["'recal/tiny' must be a file of configs/scales"]),
+        ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
+        ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),
     ],
 )

@@ -81,10 +81,12 @@ def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, wo
 
 
 def test_where_there_is_no_share():
-    parts = {"4": {"loss": 2.0, "worth": [0.0, 1.0]}, "32": {"loss": 3.0, "worth": [1.0, 1.0]}}
+    parts = {lag: {"loss": 2.0, "worth": [0.0, 1.0]} for lag in ("4", "8", "12")}
+    parts |= {lag: {"loss": 3.0, "worth": [1.0, 1.0]} for lag in ("13", "32")}  # 13: asked for too
     result = {"trained_length": 16, "parts": parts}
     assert copying.shares_kept(result) == {32: "undecided"}  # the error is 0.5, as the worth
-    parts["4"]["worth"] = [1.0, 2.0]
+    for lag in ("4", "8", "12"):
+        parts[lag]["worth"] = [1.0, 2.0]
     assert copying.shares_kept(result) == {32: 1 / 1.5}
     parts["32"]["loss"] = 3.6  # above the 3.5 within 16 tokens without the first copy
     assert copying.shares_kept(result) == {32: "hurt"}

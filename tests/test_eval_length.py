@@ -180,7 +180,7 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     call(eval_length, run, "--lengths=16,64", "--attention=adaptive_temperature")
     result, *_ = measured_losses(run)
     assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
-    assert "(nats per token), rope none\n" in capsys.readouterr().out
+    assert "(nats per token), as adaptive_temperature, rope none\n" in capsys.readouterr().out
     changes = {"attention": "adaptive_temperature"}
     direct = direct_losses(run, shards, 64, changes=changes).mean().item()
     assert result["loss"][1] == pytest.approx(direct, rel=1e-5)

@@ -28,7 +28,8 @@ def test_first_line_of_every_config_has_the_papers_numbers(row):
 
 def test_every_entry_of_the_papers_has_a_config():
     for name, experiment in tables.EXPERIMENTS.items():
-        scale = {"orbits": "109m", "recall": "tiny"}.get(experiment.task, "124m")
+        scales = {"orbits": "109m", "recall": "tiny", "language+recall": "tiny_and_text"}
+        scale = scales.get(experiment.task, "124m")
         work = entries.open_scale(scale, "out", experiment.task)
         for entry in () if experiment.compute else experiment.entries:
             assert work.run(entry, 1337).arguments, (name, entry)

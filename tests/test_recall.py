@@ -149,12 +149,16 @@ def test_the_accuracy_by_distance():
 def test_whole_sequences_of_sort(capsys):
     part = {"accuracy": 0.995, "exact": 0.25, "answers": 800, "distances": {}}
     opened = dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
-    result = {"recall": "sort", "trained_length": 64, "parts": {"64": part}} | opened
-    recall.show(recall.Recall(), {"run": result})
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        "99.5",
-        "25.0",
-    ]
+    parts = {"64": part, "128": part | {"accuracy": 0.5}}
+    run = {"recall": "sort", "variant": "lssa", "trained_length": 64, "step": 6}
+
+    def shown(**options):
+        recall.show(recall.Recall(**options), {"run": run | opened | {"parts": parts}})
+        return [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[-2:]]
+
+    assert shown() == [["99.5", "50.0"], ["25.0", "25.0"]]
+    part["accuracy"] = 0.3
+    assert shown()[1] == ["6", "steps"] and shown(window=8) == [["30.0", "50.0"], ["25.0", "25.0"]]
 
 
 def test_refusals_and_pairs_in_proportion(tmp_path):

@@ -68,6 +68,7 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
     assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
     assert any(text.endswith(f"headroom`), by seed {worth:+.4f}.") for text in other["caption"])
     assert len(commands) == 3
+    assert tables.available({"softmax_16t": table["rows"]["softmax_16t"]["runs"]}, 24) == []
     monkeypatch.setattr(report, "available", lambda entries, length: [0.1])
     for gain, spread, undecidable in ((0, 0.2, True), (0, 0.05, False), (-0.3, 0.2, False)):
         monkeypatch.setattr(tables, "gain", lambda measured, gain=gain: gain)

@@ -7,17 +7,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention import VARIANTS
 from config import Config
 from errors import UserError
 from layers.heads import formulas
+from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.common import runner
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import Options, Store, parse, picture_path, run_names
-from tests.helpers import measured_losses
+from tests.helpers import measured_losses, saved_run, small_config
 from tests.runs import ROOT
 
 # ---- options ----
@@ -87,6 +89,20 @@ def test_measurements_of_other_facts_stay(tmp_path):
         store.add(part, {"value": part})
     assert first.parts == {"a": {"value": "a"}, "b": {"value": "b"}}
     assert second.parts == {"a": {"value": "a"}} and third.values == {}
+
+
+def test_a_run_that_saves_while_it_is_measured(tmp_path, shards, monkeypatch):
+    """A run and its control are measured with the weights that were the newest at the beginning."""
+    run = saved_run(tmp_path / "run", GPT(small_config("softmax.py", f"--data_dir={shards}")))
+    measure = eval_length.LossByLength.measure_part
+
+    def save_too(self, opened, name):
+        torch.save(torch.load(run / "step_000007.pt") | {"step": 9}, run / "step_000009.pt")
+        return measure(self, opened, name)
+
+    monkeypatch.setattr(eval_length.LossByLength, "measure_part", save_too)
+    found = runner.measured(eval_length.LossByLength(lengths=(32,), tokens=64), run)
+    assert found["step"] == found["control"]["step"] == 7
 
 
 def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):

@@ -225,10 +225,13 @@ class Store:
             write_json(self.path, [*others, own])
 
     def _is(self, measurement: dict) -> bool:
-        """Whether the facts are the same, as far as the formulas can be compared."""
-        now = self.facts.get("formulas", "")
-        same = self.facts.items() <= (measurement | {"formulas": now}).items()
-        return same and not differs(measurement.get("formulas"), now)
+        """Whether the facts are the same, as far as the formulas can be compared.
+
+        The same data may lie in several folders: the hash of the shards tells them apart.
+        """
+        now = {key: self.facts.get(key, "") for key in ("formulas", "data_dir")}
+        same = self.facts.items() <= (measurement | now).items()
+        return same and not differs(measurement.get("formulas"), now["formulas"])
 
 
 @functools.cache
@@ -306,6 +309,7 @@ class Evaluation(Options):
 
 def measured(evaluation: Evaluation, path: str | Path) -> dict:
     """`stored`, after measuring what is missing."""
+    path = checkpoint.find(path, evaluation.checkpoint).path  # a run in training saves newer ones
     found = None if evaluation.again else stored(evaluation, path)
     if found is None:
         run = load_run(path, evaluation)
@@ -347,8 +351,9 @@ def with_controls(results: dict[str, dict]) -> Iterator[tuple[str, dict, bool]]:
 
 def title_of(measurements: Iterable[dict]) -> str:
     """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
-    first, *others = measurements
-    names = ("rope", "rope_factor", "rope_theta", "window", "p")
+    all_facts = [m | {"as": m["variant"].partition(" as ")[2] or None} for m in measurements]
+    first, *others = all_facts
+    names = ("as", "rope", "rope_factor", "rope_theta", "window", "p")
     shared = [key for key in names if all(other[key] == first[key] for other in others)]
     return ", ".join(f"{key} {first[key]}" for key in shared if first[key] is not None)
 
@@ -440,7 +445,7 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         measurements = [measured(evaluation, path) for path in arguments.runs]
         pictures = show(evaluation, dict(zip(run_names(arguments.runs), measurements, strict=True)))
         if arguments.out and not pictures:
-            raise UserError(f"--out {arguments.out}: this command draws no picture")
+            raise UserError(f"--out {arguments.out}: there is nothing to draw")
         for path, measurement in zip(arguments.runs, measurements, strict=True):
             if own := evaluation.picture(path, measurement):
                 save_picture(own, picture_path([path], evaluation.name))

@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config import Config
+from config import Config, find_data
 from data.loader import copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
@@ -52,7 +52,7 @@ class OnText(Evaluation):
 
     def applied(self, config: Config) -> Config:
         config = super().applied(config)
-        return config if self.data_dir is None else config.replace(data_dir=self.data_dir)
+        return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
     def facts(self, config: Config) -> dict:
         return {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
@@ -119,7 +119,7 @@ def stretches(
     documents = list(itertools.pairwise(sorted(bounds)))
     available = min(wanted, max(end - begin for begin, end in documents) - 1)
     if available < unit:
-        where = "in the longest document" if whole_documents else "validation tokens"
+        where = "in the longest document" if whole_documents else "validation tokens (see --tokens)"
         found = f"{config.data_dir}: {available} {where}"
         raise UserError(f"{found}, but lengths {list(lengths)} need a multiple of {unit}")
     starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]

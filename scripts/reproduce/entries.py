@@ -167,9 +167,9 @@ class Scale:
         changes = entry.changes(self.config)
         changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
         changes |= {"init_from": base.folder} if base else {}
-        # T6 has its own sizes at each scale
-        sizes = CONFIGS / "scales" / entry.file.stem.partition("_")[0] / f"{self.name}.py"
-        arguments = [*self.arguments, str(entry.file), *([str(sizes)] if sizes.is_file() else [])]
+        arguments, sizes = [*self.arguments, str(entry.file)], CONFIGS / f"scales/t6/{self.name}.py"
+        if entry.file.stem.startswith("t6") and sizes.is_file():  # has its own at each scale
+            arguments.append(str(sizes))
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, load_config(arguments), arguments, base, view)
 
@@ -180,7 +180,7 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     `settings` are arguments of train.py for all runs. The scales of other tasks than
     text have a folder of their own, as do their runs.
     """
-    own = "" if task == "language" else task
+    own = "" if task == "language" else task.rpartition("+")[2]
     files = sorted((CONFIGS / "scales" / own).glob("*.py"))
     known: dict[str, tuple[str, ...]] = {} if own else {"124m": ()}
     known |= {path.stem: (str(path),) for path in files}
@@ -193,6 +193,6 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
             free = f"only {', '.join(sorted(FREE))} can"
             raise UserError(f"{key} cannot be set here, but in a file for --scale FILE.py; {free}")
     scale = Scale(name, (*known[name], *settings), Path(out) / own)
-    if task not in scale.config.tasks:
+    if not {*task.split("+")} <= {*scale.config.tasks}:
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale

@@ -25,7 +25,7 @@ def learned_p(run: PlannedRun) -> Values:
 
 def metric(run: PlannedRun, key: str) -> dict[int, float]:
     """The values of a key of metrics.jsonl, by step."""
-    return {int(line["step"]): line[key] for line in read_metrics(run.folder) if key in line}
+    return {line["step"]: line[key] for line in read_metrics(run.folder) if key in line}
 
 
 LAST = 10  # the end of a curve is the mean over the last tenth of its steps

@@ -57,6 +57,8 @@ def carry_out(
     `options` are those of `work_parser`; --plan prints the cost only. Exits with 1 where a run
     failed.
     """
+    if options.seeds < 1:
+        raise UserError(f"--seeds {options.seeds} must be at least 1")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     folder = Path(options.results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
@@ -69,11 +71,11 @@ def carry_out(
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
     if runs:
         print(cost(runs))
-        left = sum(work.again or not work.stored(run) for run, _ in evaluations)
-        print(f"to evaluate: {left} runs", flush=True)
     if options.plan:
         print(price(runs))
         return
+    left = sum(work.again or not work.stored(run) for run, _ in evaluations)
+    print(f"to evaluate: {left} runs", flush=True)
     stop_on_signals()
     failures = train(runs) + work.measure()
     table = build_table(work, failures)
@@ -180,13 +182,14 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
     """A sentence on the models and their training."""
     config = work.scale.config
     shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
-    layers, wide = (ranged([getattr(c, k) for c in shapes]) for k in ("n_layer", "n_embd"))
+    sizes = ("n_layer", "n_embd", "block_size")
+    layers, wide, length = (ranged([getattr(c, key) for c in shapes]) for key in sizes)
     made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
     source = made.get(config.task, config.data_dir)
     tokens = [run["tokens"] for entry in table["rows"].values() for run in entry["runs"]]
     return (
-        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {config.block_size:,} "
-        f"for {ranged(tokens)} tokens of {source}; "
+        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {length} for "
+        f"{'at most ' * ('recall' in config.tasks)}{ranged(tokens)} tokens of {source}; "
         f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
 

@@ -213,7 +213,7 @@ def recall(
     return Experiment(
         title, PERCENT, entries, multiples, values,
         lambda config: Recall(lengths=lengths(multiples, config)),
-        digits=1, task="recall", **more,
+        digits=1, **({"task": "recall"} | more),
     )  # fmt: skip
 
 
@@ -226,11 +226,13 @@ def each_seed(table: dict, column: int, rows: dict) -> str:
 
 
 def by_seed(table: dict) -> list[str]:
-    """The accuracy of each seed at 16x, and the entries that have not learned the task."""
-    at, rows = table["multiples"].index(16), table["rows"]
+    """The accuracy of each seed at 16x or less, and the entries that have not learned the task."""
+    multiples, rows = table["multiples"], table["rows"]
+    at = max(i for i, multiple in enumerate(multiples) if multiple <= 16)
     learned = {name: row for name, row in rows.items() if row["mean"][at] is not None}
     missing = {name: row for name, row in rows.items() if name not in learned}
-    sentences = [f"At 16x, by seed: {each_seed(table, at, learned)}."] if learned else []
+    by_seed = f"At {multiples[at]:g}x, by seed: {each_seed(table, at, learned)}."
+    sentences = [by_seed] if learned else []
     if missing:
         steps = next(iter(missing.values()))["runs"][0]["step"]
         sentences.append(
@@ -264,8 +266,8 @@ def available(entries: dict[str, list[dict]], length: int) -> list[float]:
     gains: dict[int, float] = {}
     for run in (run for name in HEADROOM[1:] for run in entries.get(name, [])):
         measured = run["evaluation"]
-        if measured["trained_length"] >= length:
-            losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
+        losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
+        if measured["trained_length"] >= length and length in losses:
             gains.setdefault(run["seed"], measured["loss"][0] - losses[length])
     return list(gains.values())
 
@@ -329,7 +331,7 @@ RECALL_ENTRIES = (
     "stick_breaking", "fox", "asentmax", "softpick", "swa:plain_rope", "gated", "qk_norm",
 )  # fmt: skip
 
-BOTH = "Half of the tokens are of text, half of recall. `:plain_rope` has no dynamic NTK."
+BOTH = "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
 TEXT_AND_RECALL = (
     "softmax", "softmax:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_ssmax_quarter:plain_rope",
     "hybrid_lssar_p5:plain_rope",
@@ -414,13 +416,14 @@ EXPERIMENTS = {
         ),
     ),
     "text_and_recall": loss(
-        "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS, task="recall",
+        "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS,
+        task="language+recall",
         draw=pictures.together, note=BOTH,
     ),
     "recall_and_text": recall(
         "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
         lambda measured, config: [*accuracies(measured).values()], better="higher",
-        draw=pictures.together, remarks=by_seed, note=BOTH,
+        task="language+recall", draw=pictures.together, remarks=by_seed, note=BOTH,
     ),
     "copying": Experiment(
         "Worth of an earlier copy of a passage, by lag", UNIT, COPIES,
