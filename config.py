@@ -332,9 +332,8 @@ def read_file(path: str) -> dict[str, Any]:
 
     Names with a leading underscore and modules are the config file's own.
     """
-    folder = path.removesuffix("config.json")
-    if os.path.isdir(folder) or folder != path:
-        return read_run(folder)
+    if os.path.isdir(path) or os.path.basename(path) == "config.json":
+        return read_run(path.removesuffix("config.json"))
     if not os.path.isfile(path):
         files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
         hint = did_you_mean(path, (os.path.relpath(file) for file in files))

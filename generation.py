@@ -1,7 +1,6 @@
 """Sampling from a model, with a cache of the keys and values of earlier positions."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,20 +24,16 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     never: int | None = None,
-    stop: Callable[[Tensor], bool] | None = None,
-    cache: KVCache | None = None,
 ) -> Tensor:
     """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
 
-    Temperature 0 takes the likeliest token; the token `never` is excluded. Ends early once `stop`
-    is True for the tokens so far, [B, L + new]. A length-dependent RoPE scaling uses the final
-    length from the start, so that cached keys stay valid. Pass an empty `cache` of that size to
-    inspect it afterwards. Raises UserError for a cache that is too small, and for a text beyond
-    the learned positions.
+    Temperature 0 takes the likeliest token; the token `never` is excluded. A length-dependent RoPE
+    scaling uses the final length from the start, so that cached keys stay valid. Raises
+    UserError for a text beyond the learned positions.
     """
-    new, cache = idx, cache or KVCache(idx.shape[1] + max_new_tokens)
+    new, cache = idx, KVCache(idx.shape[1] + max_new_tokens)
     # the last token is not fed to the model
-    model.trunk.check_length(cache.length + idx.shape[1] + max_new_tokens - 1, cache)
+    model.trunk.check_length(idx.shape[1] + max_new_tokens - 1, cache)
     for _ in range(max_new_tokens):
         logits = next_logits(model, new, cache)
         if never is not None:
@@ -52,6 +47,4 @@ def generate(
             probabilities = (logits / temperature).softmax(-1)
             new = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, new), dim=1)
-        if stop is not None and stop(idx):
-            break
     return idx

@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
         """q and what the cache keeps of k and v, after QK norm and RoPE."""
 
         def transform(norm: nn.Module | None, first: int, x: Tensor) -> Tensor:
-            x = x if norm is None else norm(x)
+            x = x if norm is None else norm(x).to(x.dtype)  # autocast on CUDA norms in float32
             return x if rotation is None else rotate(x, rotation.cos, rotation.sin, first)
 
         to_q = partial(transform, self.q_norm, self.nope_heads)

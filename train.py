@@ -113,7 +113,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     def batch(step: int) -> Batch:
         x, y = loader.batch(config.first_batch + step)
         pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
-        return Batch(pairs, divisor=len(pairs), tokens=config.total_batch_size)
+        return Batch(pairs, divisor=len(pairs), tokens=world_size * len(x) * x.shape[1])
 
     val_windows = loader.validation_windows(config.val_tokens)
     objective = Objective(

@@ -28,8 +28,9 @@ def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Co
         from torch.nn.attention.bias import causal_lower_right
 
         mask = causal_lower_right(Lq, Lk)
+    causal = True if 1 < Lq == Lk else False  # never torch.compile's symbolic bool
     return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=1 < Lq == Lk, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 

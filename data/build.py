@@ -77,6 +77,8 @@ def build(
     """
     if not 0 < options.shard_size < 2**31:
         raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} must be at least 1")
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,

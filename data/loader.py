@@ -202,8 +202,9 @@ def validation_tokens(
 
 
 def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y on `device`; pinned ones are copied while the process goes on."""
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    """x and y on `device`; to CUDA they are copied from pinned memory while the process goes on."""
+    copied_later = device.type == "cuda"  # MPS would read memory that is free by then
+    return x.to(device, non_blocking=copied_later), y.to(device, non_blocking=copied_later)
 
 
 def inputs_and_targets(

@@ -118,6 +118,7 @@ class RopeTable(nn.Module):
 
     def forward(self, start: int, end: int, length: int) -> Rotation:
         """The rotations of positions start to end - 1 of a text of this length."""
-        if length != self.length:
+        # without a scaling a longer table serves, and a model under torch.compile stays compiled
+        if length > self.length or (length != self.length and self.rope.scaling != "none"):
             self.set(self.rope, length)
         return Rotation(self.cos[start:end], self.sin[start:end], self.score_scale)

@@ -141,7 +141,8 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
         with atomic_write(run / TOKENIZER) as file:
             file.write(Path(config.tokenizer).read_bytes())
     write_json(run / "config.json", config.as_dict())
-    resumed_at, made = step(run) if config.resume else None, environment() | attention
+    resumed_at = step(run) if config.resume else None
+    made = environment(config.device) | attention
     if resumed_at is not None:
         before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
         if differs(before, made["formulas"]):

@@ -40,10 +40,12 @@ def pick_device(name: str = "auto") -> torch.device:
 
 def open_device(name: str) -> torch.device:
     """The device that a setting names, ready for training; under torchrun, this rank's GPU."""
-    device = pick_device(name)
+    device, ranks = pick_device(name), int(os.environ.get("WORLD_SIZE", 1))
+    if device.type == "mps" and ranks > 1:
+        raise UserError(f"device = 'mps' takes one process, not {ranks}: leave out torchrun")
     if device.type == "cuda":
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if ranks > 1:
+            device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     return device
@@ -90,13 +92,13 @@ def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
 # ---- what is recorded with every run and result ----
 
 
-def environment() -> dict[str, Any]:
-    """Versions, machine and commit."""
-    commit = git("rev-parse", "HEAD")
+def environment(device: str = "auto") -> dict[str, Any]:
+    """Versions, commit, and the machine: the GPU's name, or the CPU's."""
+    commit, found = git("rev-parse", "HEAD"), pick_device(device)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+        "machine": torch.cuda.get_device_name(found) if found.type == "cuda" else processor(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
         "modified": bool(git("status", "--porcelain", "--untracked-files=no")),

@@ -28,14 +28,19 @@ def process_group(
         return
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit)
+    ended = False
     try:
         yield
         dist.barrier()  # no rank leaves while another still needs it
+        ended = True
     finally:
-        # A gloo thread takes the GIL to free the last collective's tensors. Let it finish: closing
-        # the group joins that thread with the GIL held, and would deadlock.
-        time.sleep(0.1)
-        dist.destroy_process_group()
+        # Closing NCCL's group takes all ranks, and after an error the others do not come: leave it
+        # open, so that the error's message is printed and the process ends.
+        if ended or backend == "gloo":
+            # A gloo thread takes the GIL to free the last collective's tensors. Let it finish:
+            # closing the group joins that thread with the GIL held, and would deadlock.
+            time.sleep(0.1)
+            dist.destroy_process_group()
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:

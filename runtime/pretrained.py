@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 
 from config import PRETRAINED, pretrained_settings
@@ -46,5 +47,6 @@ def load_gpt2(model: GPT, source: str) -> Found:
         renamed[key] = x
     same = {key: config[key] for key in ("tokenizer", "n_head")}
     copy_weights(model, State(model=renamed, step=0, config=same), source)
-    digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights)))
+    stored = [weights[key].contiguous().view(torch.uint8) for key in sorted(weights)]
+    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in stored))
     return Found(Path(source), {"step": 0, "sha256": digest.hexdigest()})

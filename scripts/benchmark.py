@@ -79,7 +79,8 @@ def main() -> None:
         check_writable(arguments.out.parent)
     models = parse_models(arguments, settings)
     figures = measure(models, arguments.rounds, phases)
-    config, made = next(iter(models.values())), environment()
+    config = next(iter(models.values()))
+    made = environment(config.device)
     dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
     shape = f"{config.n_layer} layers, {config.n_embd} wide, "
     shape += f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {made['machine']}"

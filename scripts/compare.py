@@ -74,37 +74,25 @@ def main() -> None:
 def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str, Entry]:
     """The entries by name: each file, with each combination of the settings' values.
 
-    A combination that cannot be trained, such as lssar with p = None, is left out. Raises UserError
-    where a file or a value is in no other combination, for settings in which entries may not
-    differ, and where two entries have one name.
+    Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
+    settings in which entries may not differ, and where two entries have one name.
     """
     for key in grid:
         require_known_setting(key, "the command line")
         if key not in COMPARABLE:
             instead = "set it for all entries in --scale FILE.py (seeds: --seeds 3)"
             raise UserError(f"--{key}: entries cannot differ in it; {instead}")
-    values = [[(key, text) for text in grid[key].split(",")] for key in grid]
+    values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
     entries: dict[str, Entry] = {}
-    used: set = set()
-    refused: list[tuple[str, set, UserError]] = []
     for file, changes in itertools.product(files, itertools.product(*values)):
-        stem, settings = Path(file).stem, {key: parse(key, text) for key, text in changes}
+        stem = Path(file).stem
         ours = stem in FILES and Path(file).resolve() == FILES[stem]
-        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(settings)
-        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in settings.items())])
+        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(dict(changes))
+        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
         if name in entries:
             raise UserError(f"two entries are called {name}: rename a file, or drop a value")
-        try:
-            build_parts(replace(scale, more={name: entry}).run(name, 0).config)
-        except UserError as error:
-            refused.append((name, {file, *changes}, error))
-        else:
-            entries[name] = entry
-            used |= {file, *changes}
-    for name, needed, problem in refused:
-        if not needed <= used:
-            raise problem
-        print(f"left out: {name}, as {problem}")
+        entries[name] = entry
+        build_parts(replace(scale, more=entries).run(name, 0).config)
     return entries
 
 
@@ -131,9 +119,9 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
     if task == "orbits":
         experiment = Experiment(title, tables.LOSS, entries, (1,), read=last_validation)
     else:
-        recall = task == "recall"
-        experiment = (tables.recall if recall else tables.loss)(title, entries, multiples)
-        experiment = replace(experiment, remarks=tables.by_seed if recall else experiment.remarks)
+        experiment = tables.loss(title, entries, multiples)
+        if task == "recall":
+            experiment = tables.recall(title, entries, multiples, remarks=tables.by_seed)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
 

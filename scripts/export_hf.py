@@ -83,7 +83,7 @@ def transformers_model(run: Run) -> Any:
     values: dict[str, Any] = {
         "settings": settings,  # on which results depend
         "rope": {key: run.facts[name] for key, name in ROPE.items()},
-        "run": run.facts | {"environment": environment()},
+        "run": run.facts | {"environment": environment(str(run.device))},
         "auto_map": {"AutoConfig": f"{CODE}Config", "AutoModelForCausalLM": f"{CODE}ForCausalLM"},
         "vocab_size": c.n_vocab,
         "hidden_size": c.n_embd,

@@ -107,7 +107,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", cooldown_iters=0,
         total_batch_size=options.sequences * base.block_size, batch_size=options.batch_size,
         checkpoint_interval=CHECKPOINT_INTERVAL, keep_every=0, out_dir=str(out), init_from=run,
-        resume=False, device=options.device, dtype=options.dtype,
+        resume=options.resume, device=options.device, dtype=options.dtype,
     )  # fmt: skip
 
     # ---- model, then data ----

@@ -226,6 +226,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "'linear'"),
         ("--local_window=9", "beside heads without: set nope_share or nope_every"),
         # the command line itself
+        ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
         ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),

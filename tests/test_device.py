@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config import Config
+from errors import UserError
 from runtime import checkpoint, device
 
 
@@ -15,6 +16,13 @@ def test_devices_are_refused_by_name(train, refused):
     for name in ("gpu", "cuda:70", "cpu:1"):
         says = f"device = '{name}'; this machine has"
         refused(train, "run", f"--device={name}", says=(says, "cpu"))
+
+
+def test_mps_takes_one_process(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="device = 'mps' takes one process, not 2"):
+        device.open_device("auto" if torch.cuda.device_count() == 0 else "mps")
 
 
 def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from errors import UserError
 from runtime import checkpoint
-from runtime.distributed import EXIT_STOPPED
+from runtime.distributed import EXIT_STOPPED, process_group
 from tests.faults import arguments, finish, group, run, start
 from tests.runs import ROOT, assert_same_run, metrics, saved, steps_logged, wait_for
 
@@ -102,6 +104,19 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
     pair[rank].kill()
     finish(pair[rank])
     assert checkpoint.find(tmp_path / "run").id["step"] == (3 if rank else 0) or not rank
+
+
+def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
+    """Closing it would wait for the other ranks, which wait for this one."""
+    closed = []
+    for name in ("init_process_group", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
+    with process_group(0, 2, torch.device("cuda"), timeout=1):
+        pass
+    with pytest.raises(UserError), process_group(0, 2, torch.device("cuda"), timeout=1):
+        raise UserError("no space left on device")
+    assert closed == [True]
 
 
 def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 from attention import VARIANTS
 from attention_paths.reference import Context
@@ -394,6 +395,15 @@ def test_refused_rope_scalings(settings, arguments, message):
 # ---- positions ----
 
 
+def test_batches_of_many_lengths_are_compiled_twice():
+    """As recall has them: for the first length, and for any length."""
+    compiled = CompileCounter()
+    model = torch.compile(small_model("softmax.py"), backend=compiled)
+    for length in (16, 12, 9, 7, 5, 11, 15):
+        model(tokens(2, length), tokens(2, length))
+    assert compiled.frame_count == 2
+
+
 def test_learned_positions_are_added_and_end():
     model, ids = small_model("lssa.py", "--positions=learned"), tokens(2, 16)
     plain = small_model("lssa.py", "--positions=none")
@@ -461,10 +471,7 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length():
 
 def test_a_cache_that_is_too_small_is_refused():
     model = small_model("fox.py")
-    with pytest.raises(UserError, match="a cache of 10 positions is too small for 14"):
-        generate(model, tokens(1, 6), 9, cache=KVCache(10))
-    cache = KVCache(10)
-    assert generate(model, tokens(1, 6), 5, cache=cache).shape == (1, 11)
+    model(tokens(1, 10), cache=(cache := KVCache(10)))
     with pytest.raises(UserError, match="a cache of 10 positions is too small for 11"):
         model(tokens(1, 1), cache=cache)
 

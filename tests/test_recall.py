@@ -17,7 +17,7 @@ from scripts import eval_length, recall
 from tasks.loaders import open_loader
 from tasks.recall import Drawn, RecallLoader, draw, targets
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
-from tests.runs import assert_same_run
+from tests.runs import assert_same_run, metrics
 
 TASKS = choices("recall")
 # Of batch 0 with T = 64, 32 sequences and seed 1337: the committed results depend on it.
@@ -91,6 +91,9 @@ def test_the_loss_is_of_answers_alone():
 
 def test_a_resumed_run_is_the_same(train):
     whole = train("whole", *BOTH, "--recall=mqar")
+    steps = zip(metrics(whole, "tokens_per_s").values(), metrics(whole, "ms").values(), strict=True)
+    tokens = [round(rate * ms / 1000) for rate, ms in steps]
+    assert tokens[::2] == [512] * 3 and min(tokens[1::2]) < 512  # batches of recall are shorter
     train("resumed", *BOTH, "--recall=mqar", "--max_iters=3")
     assert_same_run(whole, train("resumed", *BOTH, "--recall=mqar", "--resume"))
 

@@ -1,5 +1,5 @@
 # For a laptop: scales/tiny.py on text with repeats, from which a model learns to copy; 4.9M tokens,
-# six minutes a run on one core. The shards: python -m data.text --repeat 1 --within 128
+# six to ten minutes a run on one core. The shards: python -m data.text --repeat 1 --within 128
 n_layer = 4
 n_head = 4
 n_embd = 128

@@ -202,8 +202,8 @@ class Store:
     saved when it is measured, so that an interrupted command continues from there.
     """
 
-    def __init__(self, path: Path, facts: dict):
-        self.path, self.facts = path, facts
+    def __init__(self, path: Path, facts: dict, device: str = "auto"):
+        self.path, self.facts, self.device = path, facts, device
 
     @property
     def values(self) -> dict:
@@ -221,7 +221,7 @@ class Store:
             others = [m for m in read_measurements(self.path) if not self._is(m)]
             code = self.values.get("code", {}) | {part: code_of_model()}
             parts = {"parts": self.parts | {part: value}, "code": code}
-            own = self.facts | parts | {"environment": environment()}
+            own = self.facts | parts | {"environment": environment(self.device)}
             write_json(self.path, [*others, own])
 
     def _is(self, measurement: dict) -> bool:
@@ -314,7 +314,8 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
     if found is None:
         run = load_run(path, evaluation)
         facts = run.facts | evaluation.facts(run.config)
-        evaluation.measure(run, Store(evaluation.results_file(path), facts))
+        store = Store(evaluation.results_file(path), facts, evaluation.device)
+        evaluation.measure(run, store)
         if control := evaluation.control(checkpoint.read_config(path)):
             measured(control, path)
         found = stored(evaluation, path)
