@@ -102,14 +102,11 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
     if len(entries) < 2:
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
     configs = {name: scale.run(name, 0).config for name in entries}
-    for key in FIXED:
-        wanted = getattr(scale.config, key)
-        for name, config in configs.items():
-            if (value := getattr(config, key)) != wanted:
-                raise UserError(
-                    f"{name} has {key} = {value!r}, but losses can only be compared with the "
-                    f"scale's {key} = {wanted!r}: set it in --scale FILE.py"
-                )
+    for (name, config), key in itertools.product(configs.items(), FIXED):
+        value, wanted = getattr(config, key), getattr(scale.config, key)
+        if value != wanted:
+            instead = f"not the scale's {wanted!r}: set it in --scale FILE.py"
+            raise UserError(f"{name} cannot be compared: it has {key} = {value!r}, {instead}")
     title, trained = f"Compared with {entries[0]}", configs[entries[0]].block_size
     multiples: tuple[float, ...] = tables.LENGTHS if task == "language" else tables.Recall.multiples
     if lengths:

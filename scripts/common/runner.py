@@ -352,8 +352,7 @@ def with_controls(results: dict[str, dict]) -> Iterator[tuple[str, dict, bool]]:
 
 def title_of(measurements: Iterable[dict]) -> str:
     """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
-    all_facts = [m | {"as": m["variant"].partition(" as ")[2] or None} for m in measurements]
-    first, *others = all_facts
+    first, *others = (m | {"as": m["variant"].partition(" as ")[2] or None} for m in measurements)
     names = ("as", "rope", "rope_factor", "rope_theta", "window", "p")
     shared = [key for key in names if all(other[key] == first[key] for other in others)]
     return ", ".join(f"{key} {first[key]}" for key in shared if first[key] is not None)
