@@ -57,6 +57,8 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, capsys):
     assert read_table(reproduced("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
     assert "all 4 runs are done" in capsys.readouterr().out and not commands
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    caption = read_table(reproduced("table1", "--only=softmax", "--seeds=3"))["caption"]
+    assert caption[0].endswith("mean over 2 to 3 of the seeds 1337, 1338, 1339.")
 
 
 def test_a_signal_ends_the_training(scale, shards, tmp_path):

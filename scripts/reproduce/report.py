@@ -187,10 +187,12 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
     made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
     source = made.get(config.task, config.data_dir)
     tokens = [run["tokens"] for entry in table["rows"].values() for run in entry["runs"]]
+    counts = [len(entry["runs"]) for entry in table["rows"].values()]
+    few = f"{ranged(counts)} of the " * (min(counts) < len(seeds))
     return (
         f"{table['unit']}; {layers} layers, {wide} wide, trained at length {length} for "
         f"{'at most ' * ('recall' in config.tasks)}{ranged(tokens)} tokens of {source}; "
-        f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
+        f"{f'mean over {few}seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
 
 
