@@ -96,6 +96,8 @@ def by_kind(kinds: Mapping[str, Iterable[str]]) -> Places:
 def recall(table: dict) -> Pictures:
     """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
     learned = {name: one for name, one in table["rows"].items() if None not in one["mean"]}
+    if not learned:
+        return {}
     at = table["multiples"].index(16)
     places: dict[str, tuple[str, str]] = {}
     shares: dict[str, list[float | None]] = {one: [] for one in NORMALISERS}
@@ -106,8 +108,6 @@ def recall(table: dict) -> Pictures:
     title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
     across = [title.replace(" ", "\n") for title in RECALL_POSITIONS.values()]
     grid = heat_map(title, shares, across, table["unit"], "", "")
-    if not learned:
-        return grid
     draw = grouped(lambda name: [places.get(name, ("others", name))])
     return {"recall.png": grid, "recall_by_length.png": draw(table | {"rows": learned})}
 
