@@ -84,7 +84,8 @@ def test_rows_of_tiny_weights(case, score, impl):
     k = 0.9 + 0.1 * k.abs()
     found = evaluate(build(case, 16, f"--attention_impl={impl}"), (q, k, v, gradient))
     for name, exact in exact_evaluation(case, (q, k, v, gradient)).items():
-        assert (found[name] - exact).norm() < 1e-3 * exact.norm(), name
+        cancels = (case, impl, name) == ("ablations/phi_gelu.py", "triton", "dq")
+        assert (found[name] - exact).norm() < (1e-3 if cancels else 1e-4) * exact.norm(), name
 
 
 # ---- 16,384 keys ----
