@@ -75,7 +75,7 @@ def carry_out(
         print(price(runs))
         return
     left = sum(work.again or not work.stored(run) for run, _ in evaluations)
-    print(f"to evaluate: {left} runs", flush=True)
+    print(f"to evaluate: {left} runs" if runs else "it takes no runs", flush=True)
     stop_on_signals()
     failures = train(runs) + work.measure()
     table = build_table(work, failures)
