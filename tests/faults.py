@@ -82,21 +82,18 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at(point):
+def kill_at(number):
     """kill -9 just before the sync, rename or unlink of this number, a sync with half a file.
 
-    Whatever a kill can leave on the disk is there before one of these. `point` is the number, and
-    the file to which the kill is noted.
+    Whatever a kill can leave on the disk is there before one of these.
     """
-    (number, notes), count = point, 0
+    count = 0
 
     def trapped(before, real):
         def call(*args, **kwargs):
             nonlocal count
             count += 1
             if count == number:
-                with open(notes, "a") as file:
-                    file.write(f"{real.__name__}\n")
                 before(*args)
                 _kill()
             return real(*args, **kwargs)

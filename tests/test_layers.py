@@ -25,8 +25,6 @@ LAYERS = (
     ("scripts.compare",),
 )
 LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entries}
-# What an exported model may need besides scripts.common.hf_modeling.
-EXPORTED = {"errors", "attention", "config", "attention_paths", "layers", "model"}
 
 
 def imports() -> dict[str, set[str]]:
@@ -60,10 +58,3 @@ def test_imports_run_downwards_and_in_no_circle():
             assert LAYER[other] < LAYER[entry(module)], f"{module} imports {other}, not below it"
     TopologicalSorter(found).prepare()  # raises for a circle
     assert all(path.read_text() == "" for path in ROOT.glob("[!.]*/**/__init__.py"))
-
-
-def test_an_exported_model_needs_the_model_alone():
-    found, needed = imports(), ["scripts.common.hf_modeling"]
-    for module in needed:  # it grows
-        needed += sorted(found[module] - set(needed))
-    assert {entry(module) for module in needed[1:]} == EXPORTED
