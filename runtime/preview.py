@@ -1,7 +1,5 @@
 """What a run prints before its first step: its model, its data, and what they cost."""
 
-import torch
-
 from config import Config, accumulation_steps
 from data.loader import Loader
 from runtime.checkpoint import Training
@@ -24,8 +22,7 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
         data += f"; the run goes through them {epochs:,.0f} times" * (epochs > MANY_EPOCHS)
     lines = [
         f"{config.variant_name}: {model.count_parameters():,} parameters on "
-        f"{training.device.type} in {str(training.dtype).removeprefix('torch.')}; weights, "
-        f"gradients and optimizer take {state_bytes(training) / 1e6:,.0f} MB; run folder "
+        f"{training.device.type} in {str(training.dtype).removeprefix('torch.')}; run folder "
         f"{config.out_dir}",
         data,
         f"{tokens:,} tokens in steps of {total:,} (processes x micro-batches x batch_size x "
@@ -36,13 +33,3 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
     if config.dry_run:
         lines.append("dry run: all checks passed; nothing was written")
     return "\n".join(lines)
-
-
-def state_bytes(training: Training) -> int:
-    """The memory that does not depend on the batch: a gradient and the moments of each weight."""
-    return sum(
-        p.nbytes * (3 if isinstance(optimizer, torch.optim.Muon) else 4)
-        for optimizer in training.optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )

@@ -6,7 +6,7 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_p
     printed = capsys.readouterr().out
     assert not out.exists()
     for part in (
-        "softmax: 33,696 parameters on cpu in float32; weights, gradients and optimizer take",
+        f"softmax: 33,696 parameters on cpu in float32; run folder {out}",
         "3,999 tokens, 592 for validation",
         "896 tokens in steps of 128 (processes x micro-batches x batch_size x block_size = 1 x 1 x "
         "8 x 16), 1.8e+08 FLOP to do, step 0 of 7",
