@@ -21,9 +21,8 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
         epochs = tokens / (loader.n_windows * config.block_size)
         data += f"; the run goes through them {epochs:,.0f} times" * (epochs > MANY_EPOCHS)
     lines = [
-        f"{config.variant_name}: {model.count_parameters():,} parameters on "
-        f"{training.device.type} in {str(training.dtype).removeprefix('torch.')}; run folder "
-        f"{config.out_dir}",
+        f"{config.variant_name}: {model.count_parameters():,} parameters on {training.device.type} "
+        f"in {str(training.dtype).removeprefix('torch.')}; run folder {config.out_dir}",
         data,
         f"{tokens:,} tokens in steps of {total:,} (processes x micro-batches x batch_size x "
         f"block_size = {world_size} x {accumulation_steps(config, world_size)} x "

@@ -1,5 +1,5 @@
-# For a laptop: scales/recall/tiny.py, with multi-query associative recall (tasks/recall.py) and Muon:
-# with AdamW none of six models learned it in 6,000 steps (docs/results.md).
+# For a laptop: scales/recall/tiny.py, with multi-query associative recall (tasks/recall.py), and
+# with Muon: of six models none learned it with AdamW in 6,000 steps (docs/results.md).
 task = "recall"
 recall = "mqar"
 n_layer = 2
