@@ -29,6 +29,5 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step {step} of "
         f"{config.max_iters}",
     ]
-    if config.dry_run:
-        lines.append("dry run: all checks passed; nothing was written")
+    lines += ["dry run: all checks passed; nothing was written"] * config.dry_run
     return "\n".join(lines)

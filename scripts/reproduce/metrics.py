@@ -28,7 +28,6 @@ def metric(run: PlannedRun, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in read_metrics(run.folder) if key in line}
 
 
-LAST = 10  # the end of a curve is the mean over the last tenth of its steps
 BINS = 100  # points of a curve
 
 
@@ -45,7 +44,7 @@ def learning_curve(run: PlannedRun, softmax: PlannedRun) -> Values:
     losses, baseline = (metric(one, "loss") for one in (run, softmax))
     differences = {step: losses[step] - baseline[step] for step in losses.keys() & baseline.keys()}
     steps = sorted(differences)
-    last = steps[-max(1, len(steps) // LAST) :]
+    last = steps[-max(1, len(steps) // 10) :]  # the end of a curve: a mean over a tenth
     values = [statistics.mean(source[step] for step in last) for source in (losses, differences)]
     return values, {"loss": binned(losses), "loss minus softmax's": binned(differences)}
 

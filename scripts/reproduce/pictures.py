@@ -1,6 +1,5 @@
 """Pictures of a table: functions of the table that return a figure, or several by file name."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -100,16 +99,19 @@ def recall(table: dict) -> Pictures:
         return {}
     at = table["multiples"].index(16)
     places: dict[str, tuple[str, str]] = {}
-    shares: dict[str, list[float | None]] = {one: [] for one in NORMALISERS}
-    for one, (form, title) in itertools.product(NORMALISERS, RECALL_POSITIONS.items()):
-        name = form.format(one)
-        places[name] = (title, one)
-        shares[one].append(learned[name]["mean"][at] / 100 if name in learned else None)
+    shares: dict[str, list[float | None]] = {}
+    for one in NORMALISERS:
+        names = {form.format(one): title for form, title in RECALL_POSITIONS.items()}
+        places |= {name: (title, one) for name, title in names.items()}
+        if learned.keys() & names:
+            shares[one] = [learned[n]["mean"][at] / 100 if n in learned else None for n in names]
     title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
     across = [title.replace(" ", "\n") for title in RECALL_POSITIONS.values()]
-    grid = heat_map(title, shares, across, table["unit"], "", "")
-    draw = grouped(lambda name: [places.get(name, ("others", name))])
-    return {"recall.png": grid, "recall_by_length.png": draw(table | {"rows": learned})}
+    by_length = grouped(lambda name: [places.get(name, ("others", name))])
+    pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
+    if shares:
+        pictures["recall.png"] = heat_map(title, shares, across, table["unit"], "", "")
+    return pictures
 
 
 def loss_over_p(table: dict) -> Pictures:
