@@ -90,8 +90,8 @@ class Config:
     nope_share: float = setting(0.0, "share of heads, the first, without RoPE or ALiBi",
                                 at_least=0, below=1, needs=HYBRID)
     local_window: int | None = setting(
-        None, "heads with positions are softmax over this many keys, beside heads without; None: "
-        "as these", at_least=1)
+        None, "hybrid: heads with positions are softmax over this many keys; None: they compute "
+        "`attention` too", at_least=1)
     softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50", above=0)
     sink: str = setting(
         "none", "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score "

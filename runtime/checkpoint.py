@@ -338,7 +338,8 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
         if fixed and now.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{now.get(key)!r}; to start a new run from its weights: --init_from={run}"
+                f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
+                f"--init_from={run} --out_dir=NEW"
             )
     return state
 

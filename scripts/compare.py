@@ -113,12 +113,11 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
     elif any(config.positions == "learned" for config in configs.values()):
         multiples = (1,)
+    experiment = tables.loss(title, entries, multiples)
     if task == "orbits":
         experiment = Experiment(title, tables.LOSS, entries, (1,), read=last_validation)
-    else:
-        experiment = tables.loss(title, entries, multiples)
-        if task == "recall":
-            experiment = tables.recall(title, entries, multiples, remarks=tables.by_seed)
+    elif task == "recall":
+        experiment = tables.recall(title, entries, multiples, remarks=tables.by_seed)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
 

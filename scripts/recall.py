@@ -1,4 +1,4 @@
-"""Recall: is what was said found again, by the length and by how far away it was said?
+"""Recall: whether a model finds an earlier value again, by length and by distance.
 
 python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 
@@ -47,7 +47,7 @@ LEARNED = 99  # percent, at the training length; below it, what a length costs s
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(AtLengths):
-    """Recall: is what was said found again, by the length and by how far away it was said?"""
+    """Recall: whether a model finds an earlier value again, by length and by distance."""
 
     task = "recall"
     name, multiples = "recall", (1, 2, 4, 8, 16, 32, 64)

@@ -17,7 +17,7 @@ from errors import EXIT_MISTAKE, UserError
 from layers.heads import build_parts, formulas
 from model import GPT
 from runtime import checkpoint
-from runtime.device import PEAK_FLOPS, pick_device
+from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 from scripts.common.runner import LEARNED
@@ -103,10 +103,10 @@ def comparable(config: Config) -> dict:
 
 
 def processes_of(config: Config) -> int:
-    """The number of training processes: one for each GPU, or one."""
-    if config.device not in ("auto", "cuda") or pick_device(config.device).type != "cuda":
-        return 1
-    return torch.cuda.device_count()
+    """The number of training processes, on a GPU each: as many as divide the batch evenly."""
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 1
+    micro_batches = config.total_batch_size // (config.batch_size * config.block_size)
+    return max((n for n in range(2, gpus + 1) if micro_batches % n == 0), default=1)
 
 
 def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
