@@ -83,7 +83,6 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     # ---- model ----
     torch.manual_seed(config.seed)
     model = GPT(config).to(device)
-    flops_per_token = model.flops_per_token()
     kernels = check_kernels(
         model, config, dtype, lambda failed: all_reduce_max(failed, device) > 0,
         say=say if is_main else None,
@@ -97,7 +96,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
         module = compile_model(model)
     if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
         ids = [device.index] if device.type == "cuda" else None
-        module = DDP(module, device_ids=ids)
+        module = DDP(module, ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     # ---- loop ----
     if is_main:
@@ -119,7 +118,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     objective = Objective(
         loss=module,
         batch=batch,
-        flops_per_token=flops_per_token,
+        flops_per_token=model.flops_per_token(),
         validation=lambda: loader.validation_batches(config.val_tokens, config.batch_size),
         validation_batches=math.ceil(val_windows / (world_size * config.batch_size)),
     )

@@ -18,11 +18,14 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
 
     Each layer gets a module `variant` with the variant's learned scalars, such as SSMax's s, so
     attach it before the optimizer is made. `settings` are those of Attention, such as
-    trained_length (by default config.max_position_embeddings). Raises UserError for a variant that
-    needs more than queries, keys and values, and for a model whose attention is not causal.
+    trained_length (by default config.max_position_embeddings), without a window or soft cap: they
+    are the model's. Raises UserError for a variant that needs more than queries, keys and values,
+    and for a model whose attention is not causal.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if settings.keys() & {"window", "softcap"}:
+        raise UserError("the window and the soft cap are the model's: set them in its config")
     variant = VARIANTS[name]
     if variant.from_input or (variant.needs_p and p is None) or (p and not variant.takes_p):
         reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"

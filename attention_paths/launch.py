@@ -186,9 +186,9 @@ def forward(
     if Lq == 1 and not save:
         _decode(q, k, v, out, numbers, F, C)
         return outputs
-    shape = block_shape(FORWARD, q)
     kernel, results = (forward_two_stages, outputs) if p else (forward_one_stage, (out, rows))
     with torch.cuda.device_of(q):
+        shape = block_shape(FORWARD, q)
         kernel[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
             *map(_strided, (q, k, v)), *results, H, H // Hk, Lq, Lk, numbers, F, C=C, SAVE=save,
             **shape,

@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     add_options(parser, tokenizer="bytes")
     args = parser.parse_args(argv)
 
-    if not 0 <= args.repeat <= 1 or (args.repeat and args.within < 16):
+    if not 0 <= args.repeat <= 1 or (args.within < 16 if args.repeat else args.within):
         raise UserError(
             f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16"
         )

@@ -18,7 +18,7 @@ def has_chunked_loss(x: Tensor, n_vocab: int) -> bool:
     """Whether torch computes a mean loss of x [n, n_embd] in chunks, which is faster on a CPU."""
     large = len(x) >= TRAIN_CHUNK and n_vocab > x.shape[1]
     # it would round each loss to a 16-bit dtype of x
-    exact = x.dtype.itemsize >= 4
+    exact = x.dtype.itemsize >= 4 and hasattr(nn, "LinearCrossEntropyOptions")  # torch 2.13
     return large and exact and x.is_cpu and not torch.compiler.is_compiling()
 
 

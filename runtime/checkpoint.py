@@ -140,7 +140,9 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     if config.tokenizer not in VOCABULARY:
         with atomic_write(run / TOKENIZER) as file:
             file.write(Path(config.tokenizer).read_bytes())
-    write_json(run / "config.json", config.as_dict())
+    began = read_json(run / "config.json", dict[str, Any]) if config.resume else None
+    init_from = {"init_from": began.get("init_from", "")} if began else {}  # a resume has none
+    write_json(run / "config.json", config.as_dict() | init_from)
     resumed_at = step(run) if config.resume else None
     made = environment(config.device) | attention
     if resumed_at is not None:

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parent.parent
 
 # Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "A40": 150e12,
-    "A10G": 70e12, "A10": 125e12, "L4": 121e12, "V100": 125e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
+    "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12,
+    "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12,
+    "L40S": 362e12, "L40": 181e12, "A40": 150e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12,
+    "V100": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 

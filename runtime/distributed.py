@@ -27,7 +27,8 @@ def process_group(
         yield
         return
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit)
+    own = device if backend == "nccl" else None
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit, device_id=own)
     ended = False
     try:
         yield

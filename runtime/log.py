@@ -130,8 +130,9 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     mode = cast(Any, "online" if mode == "auto" else mode)
     before = (read_json(path, dict[str, str]) if resumed else None) or {}
     options: dict[str, Any] = dict(
-        project=config.wandb_project, name=run.name, dir=run, id=before.get("id"), resume="allow",
-        config=config.as_dict(), settings=wandb.Settings(init_timeout=8, silent=True),
+        project=config.wandb_project, name="/".join(run.parts[-2:]), dir=run, resume="allow",
+        id=before.get("id"), config=config.as_dict(),
+        settings=wandb.Settings(init_timeout=8, silent=True),
     )  # fmt: skip
     try:
         started = wandb.init(mode=mode, **options)

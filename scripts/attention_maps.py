@@ -61,7 +61,7 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
+from runtime import checkpoint
 from runtime.device import autocast
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
@@ -115,6 +116,11 @@ class AttentionMaps(AtLengths, OnText):
         if self.text and not 2 <= len(ids) <= MAP_TOKENS:
             raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
+
+    def for_runs(self, paths: Sequence[str]) -> "AttentionMaps":
+        if len({len(self.parts(checkpoint.read_config(path))) for path in paths}) > 1:
+            raise UserError("learned positions end before a default length: give --lengths")
+        return self
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         return super().lengths_of(*configs) if self.tokens else ()

@@ -224,7 +224,7 @@ def build_step(
 def attention_step(config: Config, training: bool, device: torch.device) -> Callable[[], None]:
     """The attention of one layer: forward and backward, or forward without gradients."""
     attention: Any = build_attention(config, range(config.n_head)).to(device)
-    if config.attention_impl == "reference" and pick_compile(config.compile, device):
+    if pick_compile(config.compile, device):
         attention = torch.compile(attention, dynamic=False)
     shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
     # q, k, v as in the model, slices of one projection, and a gradient of the output

@@ -121,26 +121,24 @@ def learned(result: dict) -> bool:
     return accuracies(result)[result["trained_length"]] >= LEARNED
 
 
-def show(evaluation: Recall, results: Results) -> dict[str, Figure]:
+def show(e: Recall, results: Results) -> dict[str, Figure]:
     """Print and draw the accuracy of runs that have learned, by length and by distance."""
     measurements = list(results.values())
     tasks = dict.fromkeys(result["recall"] for result in measurements)
     title = ", ".join(filter(None, [*tasks, title_of(measurements)]))
     lengths, by_length, by_distance = list(accuracies(measurements[0])), [], []
     table = [["length", *map(str, lengths), ""]]
-    opened_otherwise = any((evaluation.window, evaluation.p, evaluation.attention))
+    opened_otherwise = any((e.window, e.p, e.attention, e.rope_factor, e.rope_theta))
     for name, result in results.items():
-        shares = list(accuracies(result).values())
-        cells, note = [f"{share:.1f}" for share in shares], ""
-        if learned(result) or opened_otherwise:
-            by_length.append(Curve(name, lengths, shares))
+        shares, trained = accuracies(result), result["trained_length"]
+        known = learned(result) or opened_otherwise
+        cells = [f"{y:.1f}" if known or n == trained else "–" for n, y in shares.items()]
+        note = "" if known else f"not learned in {result['step']:,} steps"
+        if known:
+            by_length.append(Curve(name, lengths, [*shares.values()]))
             at = result["parts"][str(lengths[-1])]["distances"].items()
             far = {int(n): 100 * d["accuracy"] for n, d in at if d["answers"] >= FEWEST}
             by_distance.append(Curve(name, list(far), list(far.values())))
-        else:
-            trained = lengths.index(result["trained_length"])
-            cells = [cell if i == trained else "–" for i, cell in enumerate(cells)]
-            note = f"not learned in {result['step']:,} steps"
         table.append([name, *cells, note])
         if result["recall"] == "sort" and not note:  # the authors' measure
             exact = [f"{100 * result['parts'][str(n)]['exact']:.1f}" for n in lengths]

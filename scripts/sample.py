@@ -16,7 +16,7 @@ from data.tokenizer import get_tokenizer
 from errors import command
 from generation import generate
 from runtime.device import autocast
-from scripts.common.runner import Options, Run, load_run, option, parse
+from scripts.common.runner import Options, load_run, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +34,21 @@ class Sampling(Options):
 @command
 def main() -> None:
     options, arguments = parse(Sampling)
-    for path in arguments.runs:
-        write_texts(load_run(path, options), options)
-
-
-def write_texts(run: Run, options: Sampling) -> None:
-    """Print the texts of a run."""
-    tokenizer = get_tokenizer(run.config.tokenizer)
-    # every document of the training data begins with end-of-text
-    prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
-    idx = torch.tensor([prompt] * options.num_samples, device=run.device)
-    generator = torch.Generator(run.device).manual_seed(options.seed)
-    with autocast(run.device, run.dtype):
-        out = generate(
-            run.model, idx, options.max_new_tokens, temperature=options.temperature,
-            top_k=options.top_k, generator=generator,
-        )  # fmt: skip
-    for ids in out[:, 1:].tolist():
-        end = ids.index(tokenizer.eot) if tokenizer.eot in ids else len(ids)
-        print(tokenizer.decode(ids[:end]))
-        print("-" * 80)
+    for run in (load_run(path, options) for path in arguments.runs):
+        tokenizer = get_tokenizer(run.config.tokenizer)
+        # every document of the training data begins with end-of-text
+        prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
+        idx = torch.tensor([prompt] * options.num_samples, device=run.device)
+        generator = torch.Generator(run.device).manual_seed(options.seed)
+        with autocast(run.device, run.dtype):
+            out = generate(
+                run.model, idx, options.max_new_tokens, temperature=options.temperature,
+                top_k=options.top_k, generator=generator,
+            )  # fmt: skip
+        for ids in out[:, 1:].tolist():
+            end = ids.index(tokenizer.eot) if tokenizer.eot in ids else len(ids)
+            print(tokenizer.decode(ids[:end]))
+            print("-" * 80)
 
 
 if __name__ == "__main__":

@@ -30,14 +30,6 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     return TokenLoader(config.data_dir, batching, config.text_ids)
 
 
-def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
-    return OrbitLoader(config.systems, config.planets, config.bins, batching)
-
-
-def open_recall(config: Config, batching: Batching) -> RecallLoader:
-    return RecallLoader(config.recall, batching, config.text_ids)
-
-
 class AlternatingLoader(Loader):
     """Text in even steps, recall in odd steps; validation is of text alone.
 
@@ -58,14 +50,12 @@ class AlternatingLoader(Loader):
         return (self.recall if step % 2 else self.text)._read(step // 2)
 
 
-def open_both(config: Config, batching: Batching) -> AlternatingLoader:
-    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
-
-
 # One entry for each value of the setting `task`.
 LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
     "language": open_text,
-    "orbits": open_orbits,
-    "recall": open_recall,
-    "language+recall": open_both,
+    "orbits": lambda c, batching: OrbitLoader(c.systems, c.planets, c.bins, batching),
+    "recall": lambda c, batching: RecallLoader(c.recall, batching, c.text_ids),
+    "language+recall": lambda *both: AlternatingLoader(
+        open_text(*both), RecallLoader(both[0].recall, both[1], both[0].text_ids)
+    ),
 }

@@ -210,6 +210,13 @@ def usual_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """A command on a GPU chooses TF32 for its whole process."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """One thread: sums have the same order at any load, and tests leave the other cores alone."""

@@ -77,10 +77,9 @@ def test_every_row_goes_with_every_scale(row, scale):
 
 
 def test_scales_are_the_papers():
-    shape = ("n_layer", "n_embd", "n_head", "max_iters")
     for scale, sizes in {"355m": (24, 1024, 16, 60000), "45m": (6, 512, 8, 9000)}.items():
         config = load_config([at(f"scales/{scale}.py")])
-        assert tuple(getattr(config, key) for key in shape) == sizes
+        assert (config.n_layer, config.n_embd, config.n_head, config.max_iters) == sizes
 
 
 def test_later_files_and_then_the_command_line_win(tmp_path):

@@ -103,8 +103,9 @@ def test_what_would_compute_another_attention_is_refused(build):
 
 
 def test_what_a_variant_needs_is_refused_at_once(build):
-    with pytest.raises(UserError, match="layer's input"):
-        attach(build(), "asentmax")
+    for name, settings, says in (("asentmax", {}, "layer's"), ("lssa", {"window": 4}, "cap are")):
+        with pytest.raises(UserError, match=says):
+            attach(build(), name, **settings)
     encoder = build()
     encoder.model.layers[1].self_attn.is_causal = False
     for model in (encoder, nn.Linear(2, 2)):

@@ -14,6 +14,7 @@ from errors import UserError
 from evaluation import mean_loss
 from model import GPT
 from scripts import eval_length, recall
+from scripts.reproduce import tables
 from tasks.loaders import open_loader
 from tasks.recall import Drawn, RecallLoader, draw, targets
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
@@ -145,6 +146,8 @@ def test_the_accuracy_by_distance():
     far = Drawn(tokens, places, np.array([5, 6]), np.array([57, 0]))  # 3 and 61 before
     found = recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])])
     shares = {"1": (1, 1.0), "4": (2, 1.0), "64": (1, 0.0)}
+    parts = {"32": {"accuracy": 0.7}, "64": {"accuracy": 0.8}}
+    assert tables.recalled({"trained_length": 64, "parts": parts}, None) == [None, 80.0]
     by_limit = {k: {"answers": n, "accuracy": share} for k, (n, share) in shares.items()}
     assert found == {"accuracy": 0.75, "exact": 0.5, "answers": 4, "distances": by_limit}
 

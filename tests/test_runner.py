@@ -124,18 +124,15 @@ def other_formula(monkeypatch):
 def test_an_edited_formula_is_measured_anew(
     run, call, pictures, other_formula, monkeypatch, capsys
 ):
-    runner.report_other_code.cache_clear()
-
     def losses(*options):
         call(eval_length, run, "--lengths=128", "--tokens=128", *options)
         return [one["parts"]["128 tokens"]["loss"] for one in measured_losses(run)]
 
     before = losses()
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr(runner, "code_of_model", lambda: "other")
-    assert losses() == losses() == before
-    said = capsys.readouterr().out
-    assert said.count("with other code of model or attention; --again repeats it") == 1
+    monkeypatch.setattr(runner, "code_of", lambda name: "other")
+    assert losses() == before
+    assert capsys.readouterr().out.count("with other code; --again repeats it") == 1
     other_formula()
     assert losses()[:1] == before and losses()[1] != before[0]
     # one made before formulas were recorded is taken

@@ -143,6 +143,7 @@ def test_init_from_another_variant(train, capsys):
     # it can be resumed like any other run
     train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
     assert list(metrics(second)) == [1, 2, 3]
+    assert checkpoint.read_config(second).init_from == str(first)
     began_with = json.loads((second / "began_with.json").read_text())
     assert began_with == checkpoint.find(first).id and began_with["step"] == 6
 

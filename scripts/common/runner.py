@@ -219,7 +219,7 @@ class Store:
         # a lock of its own: a run may be evaluated while it trains
         with FileLock(self.path.parent / ".results.lock"):
             others = [m for m in read_measurements(self.path) if not self._is(m)]
-            code = self.values.get("code", {}) | {part: code_of_model()}
+            code = self.values.get("code", {}) | {part: code_of(self.path.stem)}
             parts = {"parts": self.parts | {part: value}, "code": code}
             own = self.facts | parts | {"environment": environment(self.device)}
             write_json(self.path, [*others, own])
@@ -235,18 +235,12 @@ class Store:
 
 
 @functools.cache
-def code_of_model() -> str:
-    """A hash of the code of the model and its attention."""
-    code = ("attention.py", "model.py", "attention_paths/*.py", "layers/*.py")
+def code_of(name: str) -> str:
+    """A hash of the code of the model, its attention and the evaluation of this name."""
+    model = ("attention.py", "model.py", "generation.py", "attention_paths/*.py", "layers/*.py")
+    code = (*model, "evaluation.py", "tasks/*.py", f"scripts/{name}.py")
     files = [file for pattern in code for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-@functools.cache
-def report_other_code(commit: str | None) -> None:
-    """Say, once for each commit, that measurements are of other code."""
-    code = "with other code of model or attention; --again repeats it"
-    print(f"measured at commit {(commit or 'unknown')[:7]}, {code}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +315,8 @@ def measured(evaluation: Evaluation, path: str | Path) -> dict:
         found = stored(evaluation, path)
         assert found is not None  # all of it has been measured
     code = found.get("code", {})
-    if any(code.get(part) != code_of_model() for part in found["parts"]):
-        report_other_code(found["environment"]["commit"])
+    if any(code.get(part) != code_of(evaluation.name) for part in found["parts"]):
+        print(f"{path}: measured with other code; --again repeats it")
     return found
 
 
@@ -414,7 +408,7 @@ def parse(
     values = {one.name: getattr(arguments, one.name) for one in fields(kind)}
     for one in fields(kind):
         value, least = values[one.name], one.metadata["at_least"]
-        if None not in (value, least) and value < least:
+        if None not in (value, least) and not value >= least:
             raise UserError(f"--{one.name} {value} must be at least {least}")
     return kind(**values), arguments
 

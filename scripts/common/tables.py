@@ -146,7 +146,7 @@ def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = 
         return "–"
     paper = (entry.get("paper") or {column: None})[column]
     text = f"**{value:{sign}z,.{digits}f}**" if bold else f"{value:{sign}z,.{digits}f}"
-    width = entry["deviation"][column] if table["baseline"] else (spread(entry, column) or 0) / 2
-    if width:
-        text += f" ± {width:.{digits}f}"
+    width = entry["deviation"][column] if table["baseline"] else spread(entry, column)
+    if width is not None:
+        text += f" ± {width if table['baseline'] else width / 2:.{digits}f}"
     return text if paper is None else f"{text} ({paper:.{digits}f}; {value - paper:+.{digits}f})"

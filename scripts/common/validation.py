@@ -38,7 +38,7 @@ class AtLengths(Evaluation):
     )
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
-        return self.lengths or default_lengths(configs, self.multiples)
+        return default_lengths(configs, self.multiples) if self.lengths is None else self.lengths
 
     def parts(self, config: Config) -> list[str]:
         return [str(length) for length in self.lengths_of(config)]

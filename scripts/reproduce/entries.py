@@ -168,7 +168,7 @@ class Scale:
         changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
         changes |= {"init_from": base.folder} if base else {}
         arguments, sizes = [*self.arguments, str(entry.file)], CONFIGS / f"scales/t6/{self.name}.py"
-        if entry.file.stem.startswith("t6") and sizes.is_file():  # has its own at each scale
+        if entry.file in (FILES["t6"], FILES["t6_lssar_p15"]) and sizes.is_file():
             arguments.append(str(sizes))
         arguments += [f"--{key}={value}" for key, value in changes.items()]
         return PlannedRun(name, load_config(arguments), arguments, base, view)

@@ -184,8 +184,9 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
     shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
     sizes = ("n_layer", "n_embd", "block_size")
     layers, wide, length = (ranged([getattr(c, key) for c in shapes]) for key in sizes)
-    made = {"orbits": "simulated orbits", "recall": f"recall task {config.recall}"}
-    source = made.get(config.task, config.data_dir)
+    task, text = f"recall task {config.recall}", config.data_dir
+    made = {"orbits": "simulated orbits", "recall": task, "language": text}
+    source = made.get(config.task, f"{text} and {task} in turn")
     tokens = [run["tokens"] for entry in table["rows"].values() for run in entry["runs"]]
     counts = [len(entry["runs"]) for entry in table["rows"].values()]
     few = f"{ranged(counts)} of the " * (min(counts) < len(seeds))
@@ -208,7 +209,7 @@ def spread_sentence(table: dict, seeds: int) -> str:
 def how_measured(runs: list[dict]) -> str:
     """A sentence of the caption on the machine, the options and the versions."""
     evaluations = [run["evaluation"] for run in runs]
-    made = [one["environment"] for one in (*runs, *evaluations) if "environment" in one]
+    made = [one["environment"] for one in (*runs, *evaluations) if one.get("environment")]
     dtypes, machines = distinct(evaluations, "dtype"), distinct(made, "machine")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
     facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]

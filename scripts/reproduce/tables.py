@@ -200,9 +200,9 @@ def equations(table: dict) -> list[str]:
 
 
 def recalled(measured: dict, config: Config) -> list[float | None]:
-    """The accuracy in percent at each length; beyond the first only where the task is learned."""
-    first, *longer = accuracies(measured).values()
-    return [first, *(longer if learned(measured) else [None] * len(longer))]
+    """The accuracy in percent at each length; if the task is not learned, at 1x alone."""
+    known, trained = learned(measured), measured["trained_length"]
+    return [share if known or n == trained else None for n, share in accuracies(measured).items()]
 
 
 def recall(
@@ -238,7 +238,7 @@ def by_seed(table: dict) -> list[str]:
         sentences.append(
             f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
             "learning rates or more steps may change that); at 1x, by seed: "
-            f"{each_seed(table, 0, missing)}."
+            f"{each_seed(table, multiples.index(1), missing)}."
         )
     return sentences
 
