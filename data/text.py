@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if not 0 <= args.repeat <= 1 or (args.within < 16 if args.repeat else args.within):
         raise UserError(
-            f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16"
+            f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16; or neither"
         )
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
     source = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"

@@ -108,8 +108,8 @@ def test_repeats_in_the_training_text_alone(folder, tmp_path, refused):
     longest = [len(max(documents_of(path, "train"), key=len)) for path in (out, plain)]
     assert 1.06 < longest[0] / longest[1] < 1.13  # half of 3/16
     refused(run_text, folder, "--out_dir", out, says="made with repeat")
-    for share, within in ((1.5, 64), (0.5, 15)):
-        says = f"--repeat {share} must be 0 to 1, --within {within} at least 16"
+    for share, within in ((1.5, 64), (0.5, 15), (0.0, 64)):
+        says = f"--repeat {share} must be 0 to 1, --within {within} at least 16; or neither"
         refused(run_text, folder, "--repeat", share, "--within", within, says=says)
 
 
