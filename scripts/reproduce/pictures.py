@@ -103,7 +103,7 @@ def recall(table: dict) -> Pictures:
     for one in NORMALISERS:
         names = {form.format(one): title for form, title in RECALL_POSITIONS.items()}
         places |= {name: (title, one) for name, title in names.items()}
-        if learned.keys() & names:
+        if table["rows"].keys() & names:  # run, learned or not
             shares[one] = [learned[n]["mean"][at] / 100 if n in learned else None for n in names]
     title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
     across = [title.replace(" ", "\n") for title in RECALL_POSITIONS.values()]
