@@ -333,13 +333,12 @@ RECALL_ENTRIES = (
 
 BOTH = "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
 TEXT_AND_RECALL = (
-    "softmax", "softmax:plain_rope", "hybrid_ssmax:plain_rope", "hybrid_ssmax_quarter:plain_rope",
-    "hybrid_lssar_p5:plain_rope",
+    "softmax", "softmax:plain_rope", "hybrid:plain_rope", "hybrid_ssmax:plain_rope",
+    "hybrid_ssmax_quarter:plain_rope", "hybrid_lssar_p5:plain_rope",
 )  # fmt: skip
 
 COPIES = (
-    *TEXT_AND_RECALL, "hybrid:plain_rope", "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking",
-    "fox",
+    *TEXT_AND_RECALL, "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking", "fox",
 )  # fmt: skip
 
 EXPERIMENTS = {
