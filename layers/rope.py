@@ -29,6 +29,8 @@ class Rope:
         # below 1e100 its powers are finite too
         if self.factor is not None and not 1 <= self.factor < 1e100:
             raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")
+        if self.factor is not None and self.scaling == "none":
+            raise UserError(f"rope factor = {self.factor} needs a scaling other than 'none'")
         if not 1 < self.theta < math.inf:
             raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 

@@ -374,8 +374,7 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
     model = small_model("lssa.py")
     for L in (1, 9, 16):
         x = tokens(2, L)
-        model.scale_rope("none")
-        plain = model(x)
+        plain = model.scale_rope("none")(x)
         assert torch.equal(model.scale_rope(scaling)(x), plain)
 
 
@@ -383,6 +382,7 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
     "settings, arguments, message",
     [
         ((), dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
+        ((), dict(scaling="none", factor=2.0), "rope factor = 2.0 needs a scaling other than"),
         (["--positions=alibi"], dict(scaling="ntk"), "positions = 'alibi': there is no RoPE"),
         (["--nope_share=0.5"], dict(scaling="yarn"), "nope_share = 0.5 leaves heads without RoPE"),
     ],

@@ -116,14 +116,15 @@ class Options:
     def rope_for(self, config: Config) -> str:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
-        Raises UserError where a scaling other than the default is asked of a run without RoPE, and
-        for an unknown scaling or an invalid factor or base.
+        Raises UserError where a scaling other than the default, a factor or a base is asked of a
+        run without RoPE, and for an unknown scaling or an invalid factor or base.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
         Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
         if config.positions == "rope":
             return self.rope
-        if self.rope not in ("none", Options.rope) or self.rope_theta is not None:
+        asked = (self.rope_factor, self.rope_theta) != (None, None)
+        if asked or self.rope not in ("none", Options.rope):
             raise UserError(f"--rope: this run has positions = {config.positions!r}, and no RoPE")
         return "none"
 

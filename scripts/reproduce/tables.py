@@ -337,9 +337,7 @@ TEXT_AND_RECALL = (
     "hybrid_ssmax_quarter:plain_rope", "hybrid_lssar_p5:plain_rope",
 )  # fmt: skip
 
-COPIES = (
-    *TEXT_AND_RECALL, "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking", "fox",
-)  # fmt: skip
+COPIES = (*TEXT_AND_RECALL, "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking", "fox")
 
 EXPERIMENTS = {
     "table1": loss(
