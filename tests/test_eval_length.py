@@ -208,9 +208,9 @@ def test_a_small_model_is_measured_on_fewer_tokens():
 def test_smoothed_is_a_mean_over_neighbours():
     values = torch.rand(400, dtype=torch.float64).tolist()
     smooth = eval_length.smoothed(values)
+    assert len(smooth) == 400
     for i in (0, 14, 15, 99, 379, 399):  # position i + 1
-        half = (i + 1) // 16
-        near = values[i - half : i + half + 1]
+        near = values[i - (i + 1) // 16 : i + (i + 1) // 16 + 1]
         assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
 
 
