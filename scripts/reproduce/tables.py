@@ -406,10 +406,10 @@ EXPERIMENTS = {
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
         draw=pictures.recall, remarks=by_seed, note=(
-            "A guess has 6.2 in lookup and latest, 1.6 in mqar and 3.1 in sort; of 512 answers, a "
-            "value of 50 has a standard error of 2.2. "
-            "`:plain_rope` has no dynamic NTK, `_nope` no positions, and `hybrid_` none in half of "
-            "the heads; the others are softmax with RoPE over a quarter of the training length."
+            "A guess has 6.2 in lookup and latest, 1.6 in mqar; in sort, repeating the last answer "
+            "has 36, 57, 75, 88, 94, 97, 98 at 1x to 64x. Of 512 answers, 50 has a standard error "
+            "of 2.2. `:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in "
+            "half of the heads; the others are softmax with RoPE over a quarter of 1x."
         ),
     ),
     "text_and_recall": loss(
