@@ -158,7 +158,8 @@ class Config:
     # ---- machine: the losses are the same up to rounding ----
     device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..")
     dtype: str = setting(
-        "auto", "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32",
+        "auto", "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32. "
+        "Training with 'float32' on CUDA multiplies matrices in TF32",
         choices=("auto", "float32", "bfloat16", "float16"))
     compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
     batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1)
@@ -529,9 +530,7 @@ def check_model(config: Config) -> None:
     if config.d_head % 2 and config.positions == "rope":
         raise UserError(f"heads of width {config.d_head} must be even: RoPE rotates pairs")
     if config.n_head % config.kv_heads:
-        raise UserError(
-            f"n_head = {config.n_head} is not divisible by n_kv_head = {config.kv_heads}"
-        )
+        raise UserError(f"n_head = {config.n_head} is no multiple of n_kv_head = {config.kv_heads}")
     if config.nope_every and not 2 <= config.nope_every <= config.n_layer:
         raise UserError(
             f"nope_every = {config.nope_every} must be 0 or from 2 to n_layer = {config.n_layer}"
@@ -558,6 +557,9 @@ def check_training(config: Config) -> None:
         raise UserError(f"{config.n_vocab} token ids are more than the 65536 of a uint16")
     if config.min_lr > config.learning_rate:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
+    ramps = config.warmup_iters + config.cooldown_iters
+    if config.schedule == "trapezoidal" and 0 < config.max_iters < ramps:
+        raise UserError(f"max_iters = {config.max_iters} < warmup_iters + cooldown_iters = {ramps}")
     if config.keep_every % config.checkpoint_interval:
         raise UserError(
             f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "

@@ -11,7 +11,9 @@ from model import GPT
 
 def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
     """Logits [B, n_vocab], float32, of the token that follows the cache and then new [B, L]."""
-    return model.logits(model.trunk(model.wte(new), cache)[:, -1]).float()
+    last = model.trunk(model.wte(new), cache)[:, -1]
+    with torch.autocast(last.device.type, enabled=False):  # in bfloat16 the likeliest would tie
+        return model.logits(last.type_as(next(model.parameters()))).float()
 
 
 @torch.no_grad()

@@ -72,9 +72,7 @@ def check_causality(name: str, variant: Variant) -> None:
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, slice(None), Context())
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
-            raise UserError(
-                f"{name}: its bias differs between keys: declare Variant(..., keyed=True)"
-            )
+            raise UserError(f"{name}: its bias differs between keys, so it needs keyed=True")
     for row, weights in enumerate(all_weights, start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
         if weights[row:].any() or gradient[0, 0, row:].any():

@@ -121,9 +121,7 @@ def read_windows(
     for window, (file, start) in zip(windows, read, strict=True):
         at = HEADER_BYTES + start * TOKEN.itemsize
         if os.preadv(file.fileno(), [window.data], at) < window.nbytes:
-            raise UserError(
-                f"{file.name}: ends before token {start + length}, and was longer before"
-            )
+            raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
     if windows.max() >= vocab_size:
         for window, (file, start) in zip(windows, read, strict=True):
             check_ids(file.name, window, vocab_size, start)

@@ -73,6 +73,8 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
     groups = layer.n_head if config.kv_heads == config.n_head else 1
     try:
         errors = relative_errors(layer, groups, config.forget, q)
+    except torch.OutOfMemoryError:
+        raise  # another path would take more
     except Exception as raised:  # whatever Triton and CUDA raise
         return math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())}"
     for name, error in errors.items():

@@ -15,20 +15,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def process_group(
-    rank: int, world_size: int, device: torch.device, timeout: float
-) -> Iterator[None]:
+def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -> Iterator[None]:
     """Connect the ranks that torchrun started, while the block runs.
 
     If a rank dies, or keeps the others waiting for `timeout` seconds, their next collective raises
     RuntimeError (on a GPU, NCCL ends the process).
     """
-    if world_size == 1:
+    if ranks == 1:
         yield
         return
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     own = device if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit, device_id=own)
+    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=limit, device_id=own)
     ended = False
     try:
         yield

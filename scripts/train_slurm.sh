@@ -17,6 +17,7 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-64} # since Slurm 22.05 srun does not inherit it
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Only this script receives Slurm's signal. It forwards it to srun, srun to torchrun, and torchrun to

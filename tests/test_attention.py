@@ -409,7 +409,7 @@ SEES_TOO_MUCH = [
     ),
     (
         Variant(attention.EXP, bias=lambda rows: rows.keys - rows.last),
-        r"own: its bias differs between keys: declare Variant\(..., keyed=True\)",
+        "own: its bias differs between keys, so it needs keyed=True",
     ),
     (
         Variant(attention.EXP, reweight=lambda A, rows, p: A / A.amax(-2, keepdim=True)),

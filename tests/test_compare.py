@@ -19,9 +19,7 @@ def compared(call, commands, scale, shards, tmp_path):
         if not any(argument.startswith("--scale") for argument in arguments):
             common += [f"--scale={scale}", f"--data_dir={shards}", "--wandb_mode=disabled"]
         call(compare, *arguments, *common)
-        return max(
-            (tmp_path / "results").glob("*/compare_*"), key=lambda path: path.stat().st_mtime
-        )
+        return max((tmp_path / "results").glob("*/compare_*"), key=lambda x: x.stat().st_mtime)
 
     return run
 

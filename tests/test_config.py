@@ -218,6 +218,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be a multiple of n_head / n_kv_head = 4"),
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
+        ("--schedule=trapezoidal --cooldown_iters=20000", "warmup_iters + cooldown_iters = 20700"),
         # settings without effect
         ("--s_init=2 --attention=lssa", "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),

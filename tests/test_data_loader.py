@@ -116,7 +116,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
 def test_a_shard_that_shrinks_is_refused(data_dir):
     loader = open_loader(data_dir, 19, seed=0)
     os.truncate(data_dir / "x_train_000003.bin", 1024 + 2 * 20)
-    with pytest.raises(UserError, match="x_train_000003.bin: ends before token"):
+    with pytest.raises(UserError, match="x_train_000003.bin has shrunk: it ends before token"):
         loader.batch(0)
 
 

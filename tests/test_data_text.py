@@ -41,9 +41,7 @@ def documents_of(out, split, tokenizer="bytes"):
     tok = get_tokenizer(tokenizer)
     tokens = np.concatenate([shards.read_shard(p) for p in shards.list_shards(out, split)])
     assert tokens[0] == tok.eot
-    return [
-        tok.decode(part[1:]) for part in np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]
-    ]
+    return [tok.decode(x[1:]) for x in np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])

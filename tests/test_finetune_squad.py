@@ -103,9 +103,7 @@ def test_the_recipe_and_the_loss_of_a_finetuned_run(run, squad, call, tmp_path):
     assert load_run(out).facts["step"] == 18  # a run like any other
 
 
-def test_finetuning_is_resumed_and_never_overwritten(
-    run, squad, call, tmp_path, monkeypatch, refused
-):
+def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, monkeypatch, refused):
     """In float16, where the state has a scaler too."""
     arguments = (run, "--squad", squad, "--epochs", 2, "--sequences", 16, "--dtype", "float16")
     call(finetune_squad, *arguments, "--out_dir", tmp_path / "whole")

@@ -11,7 +11,7 @@ from attention import VARIANTS
 from attention_paths.reference import Context
 from config import Config, load_config
 from errors import UserError
-from generation import generate
+from generation import generate, next_logits
 from layers import losses
 from layers.cache import KVCache
 from layers.rope import Rope, Rotation
@@ -538,6 +538,8 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
     with torch.autocast("cpu", torch.bfloat16):
         for loss in (model(x, y), model.token_losses(x, y).mean()):
             assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=0.02)
+        logits = next_logits(model, x, KVCache(L))
+    assert not torch.equal(logits, logits.bfloat16().float())  # the likeliest must not tie
 
 
 # ---- Tensor Product Attention ----

@@ -121,9 +121,7 @@ def other_formula(monkeypatch):
     return lambda: monkeypatch.setitem(VARIANTS, "lssar", edited)
 
 
-def test_an_edited_formula_is_measured_anew(
-    run, call, pictures, other_formula, monkeypatch, capsys
-):
+def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, monkeypatch, capsys):
     def losses(*options):
         call(eval_length, run, "--lengths=128", "--tokens=128", *options)
         return [one["parts"]["128 tokens"]["loss"] for one in measured_losses(run)]

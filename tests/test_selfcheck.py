@@ -1,6 +1,7 @@
 """The check of the kernels before a run: with kernels that are sound, wrong, and that raise."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
     assert re.search(broken, line) and facts["problem"] in line
     with pytest.raises(UserError, match=broken):
         check("lssa.py", "--attention_impl=triton")
+
+
+def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch):
+    monkeypatch.setattr(selfcheck, "evaluate", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        check("lssa.py")
 
 
 def test_ranks_take_the_same_path(automatic):

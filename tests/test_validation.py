@@ -14,9 +14,7 @@ def test_tokens_fill_whole_windows_of_every_length(shards):
     config = small_config("softmax.py", f"--data_dir={shards}")
     for wanted, tokens in ((256, 240), (10**6, 576)):  # of the 600 there are
         assert stretches((16, 48), wanted, config)[:, 1:].size == tokens
-    with pytest.raises(
-        UserError, match="599 validation tokens .see --tokens., .* multiple of 1024"
-    ):
+    with pytest.raises(UserError, match="599 validation tokens .see --tokens.* multiple of 1024"):
         stretches((16, 1024), 10**6, config)
 
 

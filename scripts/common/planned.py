@@ -62,7 +62,7 @@ class PlannedRun:
         """The command that starts or continues the training, with a process for each GPU."""
         launcher, processes = [sys.executable], processes_of(self.config)
         if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--shutdown_timeout=240"]
             launcher += [f"--nproc_per_node={processes}"]
         return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
@@ -175,7 +175,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
         code = call(run.command())
-        if code == EXIT_MISTAKE and is_locked(run.folder):
+        if code and is_locked(run.folder):  # torchrun exits with 1 in place of EXIT_MISTAKE
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
