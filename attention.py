@@ -235,7 +235,7 @@ def entmax(z: Tensor, power: int) -> Tensor:
     def newton_step(z: Tensor, tau: Tensor | float) -> Tensor:
         above = (z - tau).relu()
         norm = above.pow(power).sum(-1, keepdim=True).pow(1 / power)
-        slopes = (above > 0) if power == 1 else above.detach() / norm.detach()
+        slopes = above.detach().sign() if power == 1 else above.detach() / norm.detach()
         return tau + (norm - 1) / slopes.sum(-1, keepdim=True)
 
     tau = newton_step(z.detach(), -1.0)

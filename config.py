@@ -543,10 +543,7 @@ def check_model(config: Config) -> None:
             f"it must be a multiple of n_head / n_kv_head = {group} heads"
         )
     if config.local_window is not None and not (config.nope_share or config.nope_every):
-        raise UserError(
-            "local_window is for heads with positions beside heads without: set nope_share or "
-            "nope_every"
-        )
+        raise UserError("local_window needs heads without positions: set nope_share or nope_every")
 
 
 def check_training(config: Config) -> None:

@@ -29,5 +29,8 @@ def describe(config: Config, training: Training, loader: Loader | None, world_si
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step {step} of "
         f"{config.max_iters}",
     ]
+    for key in ("window", "local_window"):
+        if (keys := getattr(config, key)) and keys >= config.block_size:
+            lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
     lines += ["dry run: all checks passed; nothing was written"] * config.dry_run
     return "\n".join(lines)

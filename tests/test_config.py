@@ -224,7 +224,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
          "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),
         ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
          "'linear'"),
-        ("--local_window=9", "beside heads without: set nope_share or nope_every"),
+        ("--local_window=9", "needs heads without positions: set nope_share or nope_every"),
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),

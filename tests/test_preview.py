@@ -16,8 +16,9 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_p
     refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
     train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
     assert "none: not there yet; data.text and data.fineweb make it" in capsys.readouterr().out
-    train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes")
-    assert "; the run goes through them 225 times" in capsys.readouterr().out
+    train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes", "--window=16")
+    printed = capsys.readouterr().out
+    assert "them 225 times" in printed and "window = 16 hides nothing at block_size = 16" in printed
     (tmp_path / "file").touch()
     refused(train, "file/run", "--dry_run", says="Not a directory")
     run = train("run", "--max_iters=2")
