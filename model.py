@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn as nn
@@ -234,6 +233,10 @@ class GPT(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         if self.tables == 1 and has_chunked_loss(x, self.n_vocab):
             return chunked_loss(x, self.lm_head.weight[: self.n_vocab], targets)
+        return self.mean_loss(x, targets)
+
+    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of hidden states [n, n_embd] with targets [n] or, of pairs, [2 n]."""
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -314,14 +317,13 @@ class GPT(nn.Module):
         return 6 * (matrices - self.padding()) + attention // L
 
 
-def compile_model(model: GPT) -> nn.Module:
-    """The model under torch.compile, with its own parameters: on CUDA as a whole.
+def compile_model(model: GPT) -> GPT:
+    """Compile the model's blocks and loss, in place; returns the model.
 
-    Elsewhere its blocks, in place: they share their code, which takes half a minute to compile in
-    place of minutes, and the rest of the model would gain nothing.
+    The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
+    the model, embeddings and the last norm, would gain nothing.
     """
-    if next(model.parameters()).is_cuda:
-        return cast(nn.Module, torch.compile(model))  # of a module it makes a module
     for block in model.trunk.blocks:
         block.compile()
+    model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]
     return model

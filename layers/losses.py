@@ -19,7 +19,7 @@ def has_chunked_loss(x: Tensor, n_vocab: int) -> bool:
     large = len(x) >= TRAIN_CHUNK and n_vocab > x.shape[1]
     # it would round each loss to a 16-bit dtype of x
     exact = x.dtype.itemsize >= 4 and hasattr(nn, "LinearCrossEntropyOptions")  # torch 2.13
-    return large and exact and x.is_cpu and not torch.compiler.is_compiling()
+    return large and exact and x.is_cpu
 
 
 def chunked_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The fused kernels against the formulas in float64: on a GPU, or in Triton's interpreter."""
 
+import functools
 import math
 import os
 import subprocess
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 import attention
 import attention_paths.fused
@@ -17,7 +19,7 @@ from attention_paths.fused import obstacle, variant_obstacle
 from config import load_config
 from errors import UserError
 from generation import generate
-from model import GPT
+from model import GPT, compile_model
 from tests.fused import (
     DEVICE,
     FUSED,
@@ -37,7 +39,7 @@ from tests.fused import (
     inputs_of,
     kernels,
 )
-from tests.helpers import SMALL, small_config
+from tests.helpers import SMALL, small_config, small_model
 from tests.runs import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -319,8 +321,19 @@ def test_compiles_without_graph_breaks():
     layer.compile(fullgraph=True, backend="aot_eager")
     compiled = evaluate(layer, tensors)
     torch._dynamo.reset()
-    for name in eager:
-        torch.testing.assert_close(compiled[name], eager[name])
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("case", ["softmax.py", f"lssar_p15.py {TRITON}", f"hybrid.py {TRITON}"])
+def test_all_layers_are_compiled_once_for_a_length_and_once_for_any(case, monkeypatch):
+    """As recall has batches of many lengths; the other two graphs are the loss's."""
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
+    model = compile_model(small_model(case, "--n_layer=3").float().to(DEVICE))
+    for length in (16, 12, 9):
+        model(*[torch.arange(2 * length, device=DEVICE).view(2, -1)] * 2)
+    assert compiled.frame_count == 4
 
 
 def test_a_model_generates_as_with_the_reference():

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 from attention import VARIANTS
 from attention_paths.reference import Context
@@ -393,15 +392,6 @@ def test_refused_rope_scalings(settings, arguments, message):
 
 
 # ---- positions ----
-
-
-def test_batches_of_many_lengths_are_compiled_twice():
-    """As recall has them: for the first length, and for any length."""
-    compiled = CompileCounter()
-    model = torch.compile(small_model("softmax.py"), backend=compiled)
-    for length in (16, 12, 9, 7, 5, 11, 15):
-        model(tokens(2, length), tokens(2, length))
-    assert compiled.frame_count == 2
 
 
 def test_learned_positions_are_added_and_end():

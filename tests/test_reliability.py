@@ -65,8 +65,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
     message = output.read_text().splitlines()[-1]
     assert "step_000006.pt: cannot be written: File too large" in message
     assert "Traceback" not in output.read_text()
-    for name in ("step_000000.pt", "step_000003.pt"):
-        assert (folder / name).read_bytes() == before[name]
+    assert all(before[n] == (folder / n).read_bytes() for n in ("step_000000.pt", "step_000003.pt"))
     assert checkpoint.find(folder).path.name == "step_000003.pt"
     assert run(command) == 0
     assert run(arguments(shards, tmp_path / "whole")) == 0

@@ -170,9 +170,7 @@ def test_low_precision_trains_and_a_run_goes_on_in_another(train, first, then):
 
 def test_compiled_agrees_and_saves_plain_names(train, monkeypatch):
     """With the graphs that torch.compile captures, but without its C++ compiler, which is slow."""
-    compile = torch.nn.Module.compile
-    eager = lambda module: compile(module, backend="aot_eager")  # noqa: E731
-    monkeypatch.setattr(torch.nn.Module, "compile", eager)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     arguments = ("configs/lssar_p15.py", "--max_iters=2", "--n_layer=1")
     plain = train("plain", *arguments)
     compiled = train("compiled", *arguments, "--compile")
