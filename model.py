@@ -323,6 +323,8 @@ def compile_model(model: GPT) -> GPT:
     The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
     the model, embeddings and the last norm, would gain nothing.
     """
+    # splits a graph so that DDP need not wait for all gradients; a block is a graph of its own
+    torch._dynamo.config.optimize_ddp = False
     for block in model.trunk.blocks:
         block.compile()
     model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]

@@ -82,9 +82,8 @@ def memory_mb(device: torch.device) -> float:
 
 def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
     """The share of the device's peak (MFU), None where it is not known, and the peak memory."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = (flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name))
-    peak = next(known, None)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", gpu)), None)
     mfu = flops_per_s / peak if peak and flops_per_s else None
     return {"mfu": mfu, "memory_mb": memory_mb(device)}
 
