@@ -321,9 +321,9 @@ def compile_model(model: GPT) -> GPT:
     """Compile the model's blocks and loss, in place; returns the model.
 
     The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
-    the model, embeddings and the last norm, would gain nothing.
+    the model, embeddings and the last norm, would gain little.
     """
-    # splits a graph so that DDP need not wait for all gradients; a block is a graph of its own
+    # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
     torch._dynamo.config.optimize_ddp = False
     for block in model.trunk.blocks:
         block.compile()
