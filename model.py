@@ -325,6 +325,7 @@ def compile_model(model: GPT) -> GPT:
     """
     # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = 32  # recall's lengths, kinds of blocks
     for block in model.trunk.blocks:
         block.compile()
     model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]

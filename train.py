@@ -92,6 +92,8 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     # ---- optimizers ----
     training, module = Training.begin(model, config, dtype, state), cast(nn.Module, model)
     del state  # and with it the optimizer's tensors in host memory
+    if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
+        raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
     if pick_compile(config.compile, device):
         module = compile_model(model)
     if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
@@ -105,7 +107,7 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
         return False
     training.tokens = loader.tokens
     if is_main:
-        checkpoint.write_header(run, config, kernels)
+        checkpoint.write_header(run, config, kernels, training.resumed_at)
         if began_with:  # never on resume: the file stays as it is
             write_json(run / "began_with.json", began_with.id)
 
@@ -153,7 +155,7 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with (
         stop_signals() as received,
-        checkpoint.Saver(run, config.keep_last, config.keep_every, quiet=rank > 0) as saver,
+        checkpoint.Saver(run, config, t.resumed_at, quiet=rank > 0) as saver,
     ):
         log = Log(run, config, t.resumed_at, quiet=rank > 0)
         while True:
@@ -220,10 +222,9 @@ def train_step(t: Training, loss_fn: Loss, batch: Batch, grad_clip: float) -> tu
     for optimizer in t.optimizers:
         t.scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(t.model.parameters(), grad_clip or math.inf)
-    ranks = 1
-    if dist.is_initialized():
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
         dist.all_reduce(total, dist.ReduceOp.SUM)
-        ranks = dist.get_world_size()
     loss, grad_norm = total.item() / ranks, norm.item()
     for optimizer in t.optimizers:
         if math.isfinite(loss) and math.isfinite(grad_norm):

@@ -35,13 +35,19 @@ class Factors:
         return (self.a * (self.b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
 
     def squared_norms(self) -> Tensor:
-        """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s."""
+        """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s.
+
+        Where these terms cancel, what is left is rounding: it is at least the rounding's size, so
+        that a normalised x is not longer than 1 by much.
+        """
         a, b = self.a, self.b
+        most = (a.abs() * b.norm(dim=-1, keepdim=True)).sum(1).square()
         products = [
             a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
             for r in range(a.shape[1])
         ]
-        return sum(products[1:], products[0]).mT[:, :, None]
+        squares = sum(products[1:], products[0]).maximum(4 * torch.finfo(a.dtype).eps * most)
+        return squares.mT[:, :, None]
 
     def mix(self, weights: Tensor) -> Tensor:
         """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""

@@ -24,7 +24,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -71,9 +71,7 @@ class Training:
     resumed_at: int | None = None
 
     @classmethod
-    def begin(
-        cls, model: GPT, config: Config, dtype: torch.dtype, state: State | None
-    ) -> "Training":
+    def begin(cls, model: GPT, config: Config, dtype: torch.dtype, state: State | None) -> Self:
         """A model on its device with its optimizers, new or in the state of a checkpoint."""
         device = next(model.parameters()).device
         # small gradients underflow in float16: the loss is scaled up, the gradients back down
@@ -131,7 +129,7 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
+def write_header(run: Path, config: Config, attention: dict, resumed_at: int | None) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
@@ -143,7 +141,6 @@ def write_header(run: Path, config: Config, attention: dict[str, Any]) -> None:
     began = read_json(run / "config.json", dict[str, Any]) if config.resume else None
     init_from = {"init_from": began.get("init_from", "")} if began else {}  # a resume has none
     write_json(run / "config.json", config.as_dict() | init_from)
-    resumed_at = step(run) if config.resume else None
     made = environment(config.device) | attention
     if resumed_at is not None:
         before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
@@ -169,11 +166,14 @@ class Saver:
     """Writes a run's checkpoints in a background thread, one after another.
 
     Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
-    `keep_every` steps (0: none). With `quiet`, as on all ranks but 0, nothing is written.
+    `keep_every` steps (0: none). Damaged ones, later than the step that the run was resumed at, are
+    deleted once a checkpoint is saved. With `quiet`, as on all ranks but 0, nothing is written.
     """
 
-    def __init__(self, run: Path, keep_last: int, keep_every: int, quiet: bool = False):
-        self.run, self.keep_last, self.keep_every, self.quiet = run, keep_last, keep_every, quiet
+    def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool = False):
+        self.run, self.quiet = run, quiet
+        self.last, self.every = config.keep_last, config.keep_every
+        self.intact = [path for path in checkpoints(run) if step_of(path) <= (resumed_at or 0)]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
 
@@ -205,11 +205,10 @@ class Saver:
     def _write(self, path: Path, content: io.BytesIO) -> None:
         with atomic_write(path) as file:
             file.write(content.getbuffer())
-        steps = checkpoints(self.run)
-        if path in steps:  # which replaces all later ones: the run was resumed before them
-            older = steps[steps.index(path) + 1 :]
-            milestones = [p for p in older if self.keep_every and step_of(p) % self.keep_every == 0]
-            for old in {*steps} - {path, *older[: self.keep_last - 1], *milestones}:
+        if path.name != "best.pt":
+            older, self.intact = self.intact, [path, *self.intact]
+            milestones = [p for p in older if self.every and step_of(p) % self.every == 0]
+            for old in {*checkpoints(self.run)} - {*self.intact[: self.last], *milestones}:
                 old.unlink()
 
 

@@ -92,8 +92,11 @@ class Log:
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
-        if not self.quiet:
-            os.fsync(self.file.fileno())
+        try:
+            if not self.quiet:
+                os.fsync(self.file.fileno())
+        except OSError as error:
+            raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
 
     def finish(self) -> None:
         """Close wandb's run. A process that ends otherwise leaves it to wandb, as a failure."""

@@ -276,12 +276,9 @@ def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dic
         found.append(torch.stack([shares(A[0], seen) for A, seen in layers]))
     positive, dead_rows, dead_keys = torch.stack(found).mean(0).split((pairs.shape[-1], 1, 1), -1)
     return {
-        "length": length,
-        "distances": distances(length),
-        "positive": without_nan(positive),
-        "dead_rows": dead_rows[..., 0].tolist(),
-        "dead_keys": dead_keys[..., 0].tolist(),
-    }
+        "length": length, "distances": distances(length), "positive": without_nan(positive),
+        "dead_rows": dead_rows[..., 0].tolist(), "dead_keys": dead_keys[..., 0].tolist(),
+    }  # fmt: skip
 
 
 def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:

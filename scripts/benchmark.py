@@ -223,6 +223,8 @@ def build_step(
 
 def attention_step(config: Config, training: bool, device: torch.device) -> Callable[[], None]:
     """The attention of one layer: forward and backward, or forward without gradients."""
+    if config.forget or config.local_window or config.n_kv_head:
+        raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     attention: Any = build_attention(config, range(config.n_head)).to(device)
     if pick_compile(config.compile, device):
         attention = torch.compile(attention, dynamic=False)

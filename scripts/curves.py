@@ -60,7 +60,7 @@ def plot(runs: dict[str, Steps], options: Curves) -> Figure:
         for name, steps in runs.items():
             known = [step for step in steps if key in step]
             places, values = (np.array([step[k] for step in known]) for k in ("step", key))
-            if key in ("loss", "grad_norm") and options.smooth > 1:
+            if known and key in ("loss", "grad_norm") and options.smooth > 1:
                 drawn[title].append(Curve(name, places, values, thin=True))
                 size = max(1, min(options.smooth, len(values)))
                 values = np.convolve(values, np.ones(size) / size, "valid")

@@ -103,10 +103,10 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
     config = base.replace(
-        optimizer="adamw", learning_rate=options.learning_rate, min_lr=0.0, weight_decay=0.0,
-        beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", cooldown_iters=0,
-        total_batch_size=options.sequences * base.block_size, batch_size=options.batch_size,
-        checkpoint_interval=CHECKPOINT_INTERVAL, keep_every=0, out_dir=str(out), init_from=run,
+        learning_rate=options.learning_rate, total_batch_size=options.sequences * base.block_size,
+        batch_size=math.gcd(options.sequences, options.batch_size), optimizer="adamw", min_lr=0.0,
+        weight_decay=0.0, beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", keep_every=0,
+        cooldown_iters=0, checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run,
         resume=options.resume, device=options.device, dtype=options.dtype,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     del state
 
     # ---- loop ----
-    checkpoint.write_header(out, config, kernels)
+    checkpoint.write_header(out, config, kernels, training.resumed_at)
     write_json(out / "squad.json", data)
     taken = f"{len(examples):,} examples ({data['left_out']:,} questions left out)"
     say(f"{config.variant_name}: {taken}, {config.max_iters:,} steps on {device.type}, in {out}")

@@ -89,9 +89,7 @@ def better_interpreter():
 
     def by_columns(self, arguments):
         (x,) = (argument.handle.data for argument in arguments)
-        columns = [
-            self.to_tensor(column, arguments[0].dtype) for column in np.moveaxis(x, self.axis, 0)
-        ]
+        columns = [self.to_tensor(c, arguments[0].dtype) for c in np.moveaxis(x, self.axis, 0)]
         return [functools.reduce(self.combine_fn.fn, columns)]
 
     with pytest.MonkeyPatch.context() as patch:

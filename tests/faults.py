@@ -167,3 +167,4 @@ FAULTS = {
     f.__name__: f
     for f in (kill_at, file_limit, output_lost, nohup, stuck_at, dead_at, slow, signalled_at)
 }
+FAULTS["chdir"] = os.chdir

@@ -79,9 +79,9 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_header(folder, model.config, {"formulas": formulas(model.config)})
+    write_header(folder, model.config, {"formulas": formulas(model.config)}, None)
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
-    with Saver(folder, keep_last=1, keep_every=0) as saver:
+    with Saver(folder, model.config, None) as saver:
         saver.save("step", training.state(model.config))
     return folder
 

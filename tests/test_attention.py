@@ -468,12 +468,10 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
         patch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
         for path in PATHS:
             attn = build(case, *more, f"--attention_impl={path}").double()
-            expected = with_gradients(
-                functools.partial(textbook.attention, attn), attn, inputs, context
-            )
-            for ours, exact in zip(
-                with_gradients(attn, attn, inputs, context), expected, strict=True
-            ):
+            formula = functools.partial(textbook.attention, attn)
+            expected = with_gradients(formula, attn, inputs, context)
+            found = with_gradients(attn, attn, inputs, context)
+            for ours, exact in zip(found, expected, strict=True):
                 assert_near(ours, exact)
             with torch.no_grad():
                 last = attn(q[:, :, -1:], *inputs[1:3], context)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from config import Config
 from errors import UserError
 from runtime import checkpoint
 from tests.runs import metrics, saved
@@ -20,11 +21,10 @@ def test_which_checkpoints_are_kept(train):
     assert sorted(path.name for path in folder.glob("*.pt")) == names
     validation, best = metrics(folder, "val_loss"), saved(folder, "best")
     assert best["best_val_loss"] == min(validation.values()) == validation[best["step"]]
-    # a run that is resumed earlier replaces what came later
+    # of a run that is resumed earlier, damaged checkpoints that came later do not stay
     (folder / "step_000014.pt").write_bytes(b"damaged")
-    more = ("--checkpoint_interval=2", "--keep_every=2", "--keep_last=1", "--resume")
-    train("run", "--max_iters=13", *more)
-    names[-1] = "step_000013.pt"
+    train("run", "--max_iters=15", "--checkpoint_interval=6", "--keep_every=6", "--resume")
+    names[-1] = "step_000015.pt"
     assert sorted(path.name for path in folder.glob("*.pt")) == names
 
 
@@ -69,6 +69,7 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     for wrong, near in ((tmp_path / "runn", run), (run / "step_02.pt", run / "step_000001.pt")):
         refused(train, "new", f"--init_from={wrong}", says=f"did you mean {near}?")
     refused(train, "none", "--resume", says="no checkpoint in it; a run is")
+    refused(train, "new", str(run / "step_000001.pt"), says="no config file (.py); give a run by")
     assert not (tmp_path / "none").exists()
 
 
@@ -123,7 +124,7 @@ def test_saving_goes_on_beside_the_training_in_order(tmp_path, monkeypatch):
     def state(step):
         return checkpoint.State(model={"w": tensor}, step=step, config={})
 
-    with checkpoint.Saver(tmp_path, keep_last=2, keep_every=0) as saver:
+    with checkpoint.Saver(tmp_path, Config(), None) as saver:
         saver.save("step", state(1))
         tensor += 1  # training goes on
         assert written == [] and not checkpoint.checkpoints(tmp_path)

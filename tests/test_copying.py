@@ -13,13 +13,7 @@ from model import GPT
 from runtime import checkpoint
 from scripts import copying
 from scripts.common.runner import Store
-from tests.helpers import (
-    not_blank,
-    read_table,
-    saved_run,
-    small_config,
-    stub_run,
-)
+from tests.helpers import not_blank, read_table, saved_run, small_config, stub_run
 
 
 class Inducing:

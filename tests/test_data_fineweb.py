@@ -25,9 +25,8 @@ def test_fineweb_shards(corpus, tmp_path, workers, capsys):
     documents, folder = corpus
     out, tokens = tmp_path / "out", expected_tokens(documents)
     run_fineweb(folder, out, workers=workers)
-    names = [
-        f"fineweb_{'train' if k else 'val'}_{k:06d}.bin" for k in range(-(-len(tokens) // 1000))
-    ]
+    count = -(-len(tokens) // 1000)
+    names = [f"fineweb_{'train' if k else 'val'}_{k:06d}.bin" for k in range(count)]
     for k, name in enumerate(names):
         assert np.array_equal(shards.read_shard(out / name), tokens[k * 1000 : (k + 1) * 1000])
     meta = shards.read_meta(out)

@@ -1,6 +1,7 @@
 """Several real processes: signals, restarts, and what happens when a process is lost."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -104,6 +105,16 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
     pair[rank].kill()
     finish(pair[rank])
     assert checkpoint.find(tmp_path / "run").id["step"] == (3 if rank else 0) or not rank
+
+
+def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
+    """As where out_dir is on each node's own disk."""
+    assert run(arguments(shards, tmp_path / "run")) == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "node" / "run")
+    checkpoint.checkpoints(tmp_path / "node" / "run")[0].unlink()
+    folders = {0: {"chdir": tmp_path}, 1: {"chdir": tmp_path / "node"}}
+    pair = group(arguments(shards, "run", "--resume", "--max_iters=9"), folders)
+    assert [finish(process) for process in reversed(pair)] == [2, 1]
 
 
 def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import VARIANTS
+from attention_paths.factored import Factors
 from attention_paths.reference import Context
 from config import Config, load_config
 from errors import UserError
@@ -430,6 +431,13 @@ def test_a_cache_changes_nothing(case, window):
             if model.config.local_window and (part or not nope):
                 own = model.config.local_window
             assert key.shape[2] == value.shape[2] == min(24, own or 24)
+
+
+def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():
+    b = torch.randn(500, 16)
+    b = torch.stack((b, 3e-4 * torch.randn(500, 16) - b))[None]
+    exact = Factors(torch.ones(1, 2, 500, 1).double(), b.double()).expand().square().sum(-1)
+    assert (exact <= 2 * Factors(torch.ones(1, 2, 500, 1), b).squared_norms()[:, :, 0]).all()
 
 
 def greedy(model, ids, new):

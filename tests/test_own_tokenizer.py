@@ -37,9 +37,7 @@ def made(tmp_path_factory):
     return folder / "own.json", folder / "shards", folder / "other.json"
 
 
-def test_a_tokenizers_file_goes_with_shards_runs_and_exports(
-    made, train, call, tmp_path, capsys, refused
-):
+def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path, capsys, refused):
     file, shards, other = made
     content, own, identity = file.read_bytes(), get_tokenizer(str(file)), identify(str(file))
     assert (shards / "tokenizer.json").read_bytes() == content

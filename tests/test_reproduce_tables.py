@@ -90,9 +90,7 @@ def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
     assert tables.EXPERIMENTS["passkey"].columns(Config()) == (1, 1.5, 2, 4, 8)
 
 
-def test_what_cannot_be_measured_is_refused_before_training(
-    reproduced, commands, scale, monkeypatch, refused
-):
+def test_what_cannot_be_measured_is_refused(reproduced, commands, scale, monkeypatch, refused):
     def offline(names):
         raise UserError(f"{names}: their data are not on this machine")
 

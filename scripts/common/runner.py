@@ -164,20 +164,13 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
     config = options.applied(trained)
     other = "" if options.attention is None else f" as {options.attention}"
     return {
-        "variant": trained.variant_name + other,
-        "seed": config.seed,
-        "checkpoint": options.checkpoint,
-        **weights.id,
-        "trained_length": config.block_size,
-        "rope": options.rope_for(config),
-        "rope_factor": options.rope_factor,
-        "rope_theta": options.rope_theta,
-        "window": config.window,
-        "p": config.p,
+        "variant": trained.variant_name + other, "seed": config.seed,
+        "checkpoint": options.checkpoint, **weights.id, "trained_length": config.block_size,
+        "rope": options.rope_for(config), "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta, "window": config.window, "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
-        "attention_impl": options.attention_impl,
-        "formulas": formulas(config),
-    }
+        "attention_impl": options.attention_impl, "formulas": formulas(config),
+    }  # fmt: skip
 
 
 def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:

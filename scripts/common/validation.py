@@ -73,7 +73,8 @@ class Controlled(OnText):
         """None where the window hides nothing, or where this evaluation is its own control."""
         window = min(config.block_size, config.window or config.block_size)
         control = replace(self, window=window, rope="none", rope_factor=None, rope_theta=None)
-        same = self.no_control or control == self or self.longest(config) <= window
+        longest = min(self.longest(config), self.window or self.longest(config))
+        same = self.no_control or control == self or longest <= window
         return None if same else control
 
 
