@@ -98,7 +98,8 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
         module = compile_model(model)
     if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
         ids = [device.index] if device.type == "cuda" else None
-        module = DDP(module, ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        module = ddp = DDP(module, ids, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # RoPE's tables only; the argument is deprecated
 
     # ---- loop ----
     if is_main:

@@ -207,15 +207,13 @@ def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     return x.to(device, non_blocking=copied_later), y.to(device, non_blocking=copied_later)
 
 
-def inputs_and_targets(
-    sequences: NDArray[np.uint16], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(windows: NDArray[np.uint16], device: torch.device) -> tuple[Tensor, Tensor]:
     """[b, T + 1, ...] -> x, y: int64 [b, T, ...], contiguous, pinned if they go to a GPU."""
-    b, t, *rest = sequences.shape
+    b, t, *rest = windows.shape
     pinned = device.type == "cuda"
     both = torch.empty((2, b, t - 1, *rest), dtype=torch.int64, pin_memory=pinned)
     x, y = both
-    x.numpy()[:], y.numpy()[:] = sequences[:, :-1], sequences[:, 1:]
+    x.numpy()[:], y.numpy()[:] = windows[:, :-1], windows[:, 1:]
     return x, y
 
 

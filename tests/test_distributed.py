@@ -157,7 +157,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
             for pid in [*workers(), process.pid]:
                 os.kill(pid, signal.SIGKILL)
     output = (tmp_path / "output").read_text()
-    assert "SignalException" not in output  # torchrun's own traceback
+    assert not any(x in output for x in ("SignalException", "FutureWarning"))  # torch's own
     step = saved(folder)["step"]
     assert f"step {step} of 400 is saved: stopped by a signal" in output and step < 400
     last = str(step)
