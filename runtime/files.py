@@ -20,6 +20,15 @@ LOCK = ".lock"
 
 
 @contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise UserError, naming the file, where a write to it raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """Open a file that appears under `path` only once the block has ended and all is on disk.
 
@@ -29,28 +38,26 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        # x: a new file, never one that a link at this place leads to
-        with open(temporary, mode.replace("w", "x")) as file:
-            with suppress(OSError):  # a network file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        # The rename itself is only durable once the folder is on disk too.
-        folder = os.open(path.parent, os.O_RDONLY)
+    with writing(path):
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise UserError(f"{path}: cannot be written: {reason}") from error
-        raise
+            # x: a new file, never one that a link at this place leads to
+            with open(temporary, mode.replace("w", "x")) as file:
+                with suppress(OSError):  # a network file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            # The rename itself is only durable once the folder is on disk too.
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def delete_abandoned(temporary: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from config import Config
-from errors import UserError, first_line
-from runtime.files import atomic_write, read_json, write_json
+from errors import first_line
+from runtime.files import atomic_write, read_json, write_json, writing
 
 
 def say(text: str) -> None:
@@ -78,11 +78,9 @@ class Log:
             return
         # leaves out values that are unknown or not finite, which JSON cannot hold
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-        try:
+        with writing(self.file.name):
             self.file.write(json.dumps(known) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
         self.send(known)
 
     def send(self, values: dict[str, float]) -> None:
@@ -92,11 +90,9 @@ class Log:
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
-        try:
-            if not self.quiet:
+        if not self.quiet:
+            with writing(self.file.name):
                 os.fsync(self.file.fileno())
-        except OSError as error:
-            raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
 
     def finish(self) -> None:
         """Close wandb's run. A process that ends otherwise leaves it to wandb, as a failure."""

@@ -26,6 +26,8 @@ def test_which_checkpoints_are_kept(train):
     train("run", "--max_iters=15", "--checkpoint_interval=6", "--keep_every=6", "--resume")
     names[-1] = "step_000015.pt"
     assert sorted(path.name for path in folder.glob("*.pt")) == names
+    train("run", "--max_iters=16", "--keep_every=0", "--keep_last=1", "--resume")
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["best.pt", "step_000016.pt"]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, refused):

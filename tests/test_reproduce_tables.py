@@ -77,9 +77,7 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
         assert caption[-1].startswith("Undecidable here,") == undecidable
 
 
-def test_passkeys_where_a_prompt_is_longer_than_the_training_length(
-    reproduced, tmp_path, monkeypatch, undrawn
-):
+def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, monkeypatch, undrawn):
     """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
     monkeypatch.setattr(tables, "Passkeys", functools.partial(tables.Passkeys, trials=2))
     table = read_table(reproduced("passkey", "--only=softmax"))
