@@ -2,3 +2,4 @@
 from configs.scales.tiny import *
 
 optimizer = "muon"
+learning_rate = 8e-3  # the best of 2e-3 to 1.6e-2 for softmax (docs/results.md)
