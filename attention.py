@@ -161,27 +161,27 @@ class Variant:
     needs_p: bool = False
 
     @property
+    def is_l1(self) -> bool:
+        """Whether it is phi, then l1, and stage 2, if any, is relu_power."""
+        return self.norm is None and self.row_weights is None and self.reweight is relu_power
+
+    @property
     def takes_p(self) -> bool:
         """relu_power needs l1, which it computes itself, and a phi that is never negative."""
         if self.reweight is not relu_power:
             return self.needs_p
-        return self.norm is None and not self.phi.signed and self.row_weights is None
+        return self.is_l1 and not self.phi.signed
 
     @property
     def takes_sink(self) -> bool:
         """A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there."""
-        row = self.norm is None and self.row_weights is None and self.reweight is relu_power
-        return (
-            row
-            and not self.phi.signed
-            and bool(self.phi.function(torch.zeros((), device="cpu")) > 0)
-        )
+        first = torch.zeros((), device="cpu")
+        return self.is_l1 and not self.phi.signed and bool(self.phi.function(first) > 0)
 
     @property
     def is_softmax(self) -> bool:
         """Whether it is softmax at some scale, which torch's own fused attention computes."""
-        row = self.phi is EXP and self.norm is None and self.bias is None
-        return row and self.row_weights is None and self.reweight is relu_power
+        return self.is_l1 and self.phi is EXP and self.bias is None
 
 
 def unnormalised(rows: Rows) -> float:

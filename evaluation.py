@@ -66,11 +66,7 @@ def attention_weights(
         reduced[attention] = torch.cat(parts, dim=2)
 
     by_layer = [[part for part, _ in layer.parts()] for layer in model.attention_layers()][layers]
-    hooks = [
-        attention.register_forward_hook(record)
-        for attentions in by_layer
-        for attention in attentions
-    ]
+    hooks = [part.register_forward_hook(record) for part in sum(by_layer, [])]
     try:
         model.trunk(model.wte(idx))
     finally:

@@ -219,15 +219,13 @@ class GPT(nn.Module):
         for weight in (self.wte.weight, self.lm_head.weight):
             nn.init.zeros_(weight.unflatten(0, (self.tables, -1))[:, self.n_vocab :])
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
         A target of -100 has no loss. Where a position holds a pair, these are [B, L, 2, n_vocab],
         [B, L, 2] and [B, L, 2].
         """
-        x = self.trunk(self.wte(idx), cache)
+        x = self.trunk(self.wte(idx))
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()
@@ -255,9 +253,8 @@ class GPT(nn.Module):
             logits = self.logits(x).float().flatten(0, -2)
             return F.cross_entropy(logits, targets.flatten(), reduction="none")
 
-        return torch.cat([losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]).view(
-            targets.shape
-        )
+        found = [losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]
+        return torch.cat(found).view(targets.shape)
 
     def scale_rope(
         self, scaling: str, factor: float | None = None, theta: float | None = None

@@ -51,13 +51,11 @@ def backward_rows(
 
 @triton.jit
 def row_bias(NUMBERS, ROWS, b, h, bh, rows, L, AXIS: tl.constexpr, F):
-    """The bias of rows and their shift, of which one may be missing, with a new axis for keys."""
-    if F.shift is None:
-        bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
-    else:
-        bias = tl.expand_dims(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L), AXIS)
-        if NUMBERS.bias is not None:
-            bias += tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+    """The bias of rows and their shift, with a new axis for keys; None where both are missing."""
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+    if F.shift is not None:
+        shift = tl.expand_dims(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L), AXIS)
+        bias = shift if bias is None else shift + bias
     return bias
 
 
@@ -133,9 +131,7 @@ def backward_keys(
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tiles.load(tiles.head_of(K, b, h // GROUP), K.strides[2], keys, Lk, C)
     v = tiles.load(tiles.head_of(V, b, h // GROUP), V.strides[2], keys, Lk, C)
-    key_bias = None
-    if NUMBERS.key_bias is not None:
-        key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 1)
+    key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 1)
     parts = row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, C)
 
     dk = tl.zeros(k.shape, tl.float32)
@@ -146,9 +142,7 @@ def backward_keys(
             rows = start + tl.arange(0, BLOCK_M)
             q = tiles.load(tiles.head_of(Q, b, h), Q.strides[2], rows, Lq, C)
             dout = tiles.load(dout_head, H * C.D, rows, Lq, C)
-            bias = None
-            if F.shift is not None or NUMBERS.bias is not None:
-                bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 0, F)
+            bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 0, F)
             terms = row_terms(ROWS, TERMS, bh, rows, Lq, 0, C)
             # 0 for rows that do not exist, whose y it could make infinite
             own = None if key_bias is None else tl.where((rows < Lq)[None, :], key_bias, 0.0)
@@ -183,9 +177,7 @@ def backward_queries(
         Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
     )
     dout = tiles.load(tiles.own_head_of(DOUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
-    bias = None
-    if F.shift is not None or NUMBERS.bias is not None:
-        bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 1, F)
+    bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 1, F)
     terms = row_terms(ROWS, TERMS, bh, rows, Lq, 1, C)
 
     dq = tl.zeros(q.shape, tl.float32)
@@ -197,9 +189,7 @@ def backward_queries(
             v = tiles.load(v_head, V.strides[2], keys, Lk, C)
             y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
             dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
-            key_bias = None
-            if NUMBERS.key_bias is not None:
-                key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
+            key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
             visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
             _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, NUMBERS, F, C, PART > 0)
             dbias += tl.sum(dz, 1)

@@ -21,7 +21,7 @@ def decode_scores(
     k_head, Y = tiles.head_of(K, b, h // GROUP), Y + bh.to(tl.int64) * Lk
     one = tl.arange(0, 1)
     q = tiles.load(tiles.head_of(Q, b, h), 0, one, 1, C).to(tl.float32)  # [1, d]
-    bias = None if NUMBERS.bias is None else tiles.numbers_of(NUMBERS.bias, b, h, one, 1, 1)
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, one, 1, 1)
     total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
     end = tl.minimum(split * chunk + chunk, Lk)
@@ -31,9 +31,7 @@ def decode_scores(
         y = tl.sum(k * q, 1)
         if C.UNIT:  # as in attention.l2_normalise
             y = y * tl.rsqrt(tl.sum(k * k, 1) + 1e-12)
-        key_bias = None
-        if NUMBERS.key_bias is not None:
-            key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
+        key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
         y = tiles.argument(y[None, :], bias, key_bias, C)[0]
         visible = (keys < Lk)[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)

@@ -17,9 +17,7 @@ def arguments(q, K, stride, bias, NUMBERS, b, h, keys, Lk, C: tl.constexpr):
     """The argument y of phi for a tile [rows, keys]."""
     k = tiles.load(K, stride, keys, Lk, C)
     y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
-    key_bias = None
-    if NUMBERS.key_bias is not None:
-        key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
+    key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
     return tiles.argument(y, bias, key_bias, C)[0]
 
 
@@ -31,7 +29,7 @@ def forward_one_stage(
     bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
         Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
     )
-    bias = None if NUMBERS.bias is None else tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
 
     acc = tl.zeros(q.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -78,7 +76,7 @@ def forward_two_stages(
     bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
         Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
     )
-    bias = None if NUMBERS.bias is None else tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
+    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, Lq, 1)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     # compensated summation: over a thousand tiles a plain sum is too inexact to detect a tied row

@@ -8,7 +8,6 @@ global batch.
 """
 
 import gc
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.shards import check_ids, list_shards, open_shards, read_shard, read_windows
-from data.tokenizer import MAX_IDS
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
@@ -184,9 +182,7 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
     return out.astype(np.int64)
 
 
-def validation_tokens(
-    data_dir: str | Path, max_tokens: int = sys.maxsize, vocab_size: int = MAX_IDS
-) -> NDArray[np.uint16]:
+def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) -> NDArray[np.uint16]:
     """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
 
     The extra one is the last token's target. Shards are concatenated. Raises UserError where a

@@ -55,7 +55,7 @@ def build_parts(config: Config, layer: int = -1) -> tuple[Attention, Attention |
     return first, others[0] if others else None
 
 
-def formulas(config: Config) -> str:
+def formulas_hash(config: Config) -> str:
     """The fingerprint of the formulas of a layer's attention."""
     local = [VARIANTS["softmax"]] if config.local_window else []
     return fingerprint(VARIANTS[config.attention], *local)

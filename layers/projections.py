@@ -10,7 +10,7 @@ from torch import Tensor
 from attention_paths.factored import Factors
 from config import Config
 
-HeadTransform = Callable[[Tensor], Tensor]  # QK norm, then RoPE, of x [B, .., L, d]
+Transform = Callable[[Tensor], Tensor]  # QK norm, then RoPE, of x [B, .., L, d]
 
 
 class LinearProjections:
@@ -21,9 +21,7 @@ class LinearProjections:
         self.columns = sum(self.heads) * config.d_head
         self.products = 0  # multiplications per token besides products with weights
 
-    def split(
-        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
-    ) -> tuple[Tensor, list[Tensor]]:
+    def split(self, u: Tensor, to_q: Transform, to_k: Transform) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, k and v [B, Hk, L, d], from u [B, L, columns]."""
         heads = u.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
@@ -72,9 +70,7 @@ class TensorProductProjections:
         for part, fan in zip(weight.split(self.sizes), fans, strict=True):
             nn.init.uniform_(part, -math.sqrt(6 / fan), math.sqrt(6 / fan))
 
-    def split(
-        self, u: Tensor, to_q: HeadTransform, to_k: HeadTransform
-    ) -> tuple[Tensor, list[Tensor]]:
+    def split(self, u: Tensor, to_q: Transform, to_k: Transform) -> tuple[Tensor, list[Tensor]]:
         """q [B, H, L, d] and what is cached, the factors of k and v, each [B, R, L, H or d]."""
         *q_parts, a_k, b_k, a_v, b_v = u.split(self.sizes, dim=-1)
 

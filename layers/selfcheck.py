@@ -15,7 +15,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from errors import UserError
-from layers.heads import formulas
+from layers.heads import formulas_hash
 
 # The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
 # TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
@@ -65,7 +65,7 @@ def check_kernels(
             line += f", its kernels within {max(errors):.1e} of the reference"
     if say is not None:
         say(line)
-    return facts | {"formulas": formulas(config)}
+    return facts | {"formulas": formulas_hash(config)}
 
 
 def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:

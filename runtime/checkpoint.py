@@ -30,7 +30,8 @@ import msgspec
 import torch
 
 from attention_paths.fingerprint import differs
-from config import MAY_CHANGE, TOKENIZER, VOCABULARY, Config, saved_config
+from config import MAY_CHANGE, Config, saved_config
+from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
 from model import GPT
 from optim import build_optimizers, learning_rate
@@ -135,9 +136,7 @@ def write_header(run: Path, config: Config, attention: dict, resumed_at: int | N
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
     that it began with, and says where they have changed since; each start has a patch.
     """
-    if config.tokenizer not in VOCABULARY:
-        with atomic_write(run / TOKENIZER) as file:
-            file.write(Path(config.tokenizer).read_bytes())
+    copy_tokenizer(config.tokenizer, run)
     began = read_json(run / "config.json", dict[str, Any]) if config.resume else None
     init_from = {"init_from": began.get("init_from", "")} if began else {}  # a resume has none
     write_json(run / "config.json", config.as_dict() | init_from)
@@ -145,11 +144,8 @@ def write_header(run: Path, config: Config, attention: dict, resumed_at: int | N
     if resumed_at is not None:
         before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
         if differs(before, made["formulas"]):
-            print(
-                f"warning: {run} began with other formulas of {config.attention!r} than "
-                "attention.py has now",
-                file=sys.stderr,
-            )
+            found = f"other formulas of {config.attention!r} than attention.py has now"
+            print(f"warning: {run} began with {found}", file=sys.stderr)
         made["formulas"] = before
     write_json(run / "environment.json", made)
     name = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
@@ -302,8 +298,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
             return Found(path, {"step": load(path).step, "sha256": sha256_of(path)})
         except Exception as error:  # zipfile raises many types for damaged files
             if not quiet:
-                warning = f"warning: {path} is damaged: {first_line(error)}"
-                print(warning, file=sys.stderr, flush=True)
+                print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
     if files:
         raise UserError(f"{files[0]} is damaged, and no earlier checkpoint is intact")
     raise UserError(no_checkpoint(run))

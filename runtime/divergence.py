@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.distributed import EXIT_FAILED
-
 # With float16 a step whose gradients overflow lowers the loss scale, from 2^16 by half. Gradients
 # that still overflow at this one are not finite at any (min_loss_scale of fairseq).
 SMALLEST_SCALE = 1e-4
@@ -27,6 +25,5 @@ def stop_diverged(run: Path, step: int, error: str) -> None:
             f"error: step {step}: {error}. The last checkpoint in {run} is good. Try a lower "
             "learning_rate, a longer warmup_iters or dtype = float32.",
             file=sys.stderr,
-            flush=True,
         )
-    sys.exit(EXIT_FAILED)
+    sys.exit(1)

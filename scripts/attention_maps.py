@@ -80,7 +80,6 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
 from runtime import checkpoint
-from runtime.device import autocast
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import Results, Run, as_command, load_run, option
@@ -207,7 +206,7 @@ def weights(
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     one = slice(layer, layer + 1)
-    with autocast(run.device, run.dtype):
+    with run.autocast():
         (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, one)
     return A[0].cpu()
 
@@ -269,7 +268,7 @@ def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dic
     """The values of the part of --distances, over windows [1, length]."""
     pairs, found = visible_pairs(length, head_windows(run.config)), []  # [layers, H, groups]
     for idx in windows:
-        with autocast(run.device, run.dtype):
+        with run.autocast():
             # the signs of weights, in a byte each
             signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
         layers = zip(signs, pairs, strict=True)

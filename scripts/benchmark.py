@@ -177,9 +177,7 @@ class PlainGPT(nn.Module):
         return [{"params": [*self.parameters()]}]
 
 
-def build_step(
-    config: Config, phase: str, device: torch.device, plain: bool = False
-) -> Callable[[], None]:
+def build_step(config: Config, phase: str, device: torch.device, plain: bool) -> Callable[[], None]:
     """A function that takes one step of a phase with the config's model, or with PlainGPT."""
     torch.manual_seed(config.seed)
     if phase.startswith("attention"):

@@ -33,12 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
 from layers.heads import build_parts
-from runtime.log import read_metrics
-from scripts.common.planned import PlannedRun
 from scripts.common.runner import lengths_of, shortened, shown
-from scripts.reproduce import pictures, tables
+from scripts.reproduce import metrics, pictures, tables
 from scripts.reproduce.entries import FILES, FREE, Entry, Scale, find_entry, open_scale
-from scripts.reproduce.measure import Experiment, Values
+from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
@@ -115,15 +113,11 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         multiples = (1,)
     experiment = tables.loss(title, entries, multiples)
     if task == "orbits":
-        experiment = Experiment(title, tables.LOSS, entries, (1,), read=last_validation)
+        experiment = Experiment(title, tables.LOSS, entries, (1,), read=metrics.last_validation)
     elif task == "recall":
-        experiment = tables.recall(title, entries, multiples, remarks=tables.by_seed)
+        experiment = tables.recall(title, entries, multiples, remarks=tables.accuracy_by_seed)
     note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
-
-
-def last_validation(run: PlannedRun) -> Values:
-    return [step["val_loss"] for step in read_metrics(run.folder) if "val_loss" in step][-1:], {}
 
 
 if __name__ == "__main__":

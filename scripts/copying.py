@@ -48,7 +48,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
-from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Results, Run, as_command, batches, option, title_of, with_controls
 from scripts.common.tables import print_table
@@ -123,7 +122,7 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
     means = []
     for batch in batches(windows, windows.shape[1]):
         x = torch.from_numpy(np.stack(batch)).to(run.device)
-        with autocast(run.device, run.dtype):
+        with run.autocast():
             hidden = run.model.trunk(run.model.wte(x[:, :-1]))[:, lag:]
             logits = run.model.logits(hidden).float()  # [n, size - 1, n_vocab]
         losses = F.cross_entropy(logits.mT, x[:, lag + 1 :], reduction="none")

@@ -55,7 +55,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from errors import UserError
 from runtime import checkpoint
-from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Results, Run, as_command, option, title_of, with_controls
 from scripts.common.tables import print_table
@@ -141,7 +140,7 @@ def position_losses(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> Tenso
     """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L]."""
     total, windows = torch.zeros((), dtype=torch.float64), 0
     for x, y in batches:
-        with autocast(run.device, run.dtype):
+        with run.autocast():
             losses = run.model.token_losses(x, y)
         total = total + losses.cpu().double().sum(0)
         windows += len(losses)

@@ -41,7 +41,6 @@ from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
-from runtime.device import autocast
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
 from scripts.common.runner import Results, Run, as_command, option, title_of
@@ -173,7 +172,7 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
     idx = torch.tensor([needle.prompt + [0] * ANSWER_TOKENS], device=run.device)
     last = slice(len(needle.prompt) - 1, len(needle.prompt))
-    with autocast(run.device, run.dtype):
+    with run.autocast():
         layers = attention_weights(run.model, idx, last, lambda A: A[..., needle.span].sum(-1))
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.loader import epoch_order
 from runtime.checkpoint import Training
-from runtime.device import autocast, open_device
+from runtime.device import open_device
 from runtime.divergence import finite_step
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
@@ -215,7 +215,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
             at = f"{run.path}: {probe} diverged at step {step + 1}"
             raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
     model.eval()
-    with torch.no_grad(), autocast(run.device, run.dtype):
+    with torch.no_grad(), run.autocast():
         predicted = [model(part)[:, 1::2].float().cpu() for part in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
 

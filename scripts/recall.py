@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from errors import UserError
 from runtime import checkpoint
-from runtime.device import autocast
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Results, Run, as_command, batches, option, title_of
 from scripts.common.tables import print_table
@@ -98,7 +97,7 @@ def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
     """The likeliest token at each place of an answer: [sequences, answers]."""
     pairs = zip(*((one.tokens, one.places) for one in drawn), strict=True)
     tokens, places = (torch.from_numpy(np.stack(one)).to(run.device) for one in pairs)
-    with autocast(run.device, run.dtype):
+    with run.autocast():
         hidden = run.model.trunk(run.model.wte(tokens + run.config.text_ids))  # [B, L, n_embd]
     logits = run.model.logits(hidden.take_along_dim(places[..., None], 1).float())
     return logits.argmax(-1).cpu().numpy() - run.config.text_ids

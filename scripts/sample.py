@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tokenizer import get_tokenizer
 from errors import command
 from generation import generate
-from runtime.device import autocast
 from scripts.common.runner import Options, load_run, option, parse
 
 
@@ -40,14 +39,13 @@ def main() -> None:
         prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
         idx = torch.tensor([prompt] * options.num_samples, device=run.device)
         generator = torch.Generator(run.device).manual_seed(options.seed)
-        with autocast(run.device, run.dtype):
+        with run.autocast():
             out = generate(
                 run.model, idx, options.max_new_tokens, temperature=options.temperature,
                 top_k=options.top_k, generator=generator,
             )  # fmt: skip
         for ids in out[:, 1:].tolist():
-            end = ids.index(tokenizer.eot) if tokenizer.eot in ids else len(ids)
-            print(tokenizer.decode(ids[:end]))
+            print(tokenizer.decode(ids[: [*ids, tokenizer.eot].index(tokenizer.eot)]))
             print("-" * 80)
 
 

@@ -30,6 +30,10 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     return TokenLoader(config.data_dir, batching, config.text_ids)
 
 
+def open_recall(config: Config, batching: Batching) -> RecallLoader:
+    return RecallLoader(config.recall, batching, config.text_ids)
+
+
 class AlternatingLoader(Loader):
     """Text in even steps, recall in odd steps; validation is of text alone.
 
@@ -54,8 +58,6 @@ class AlternatingLoader(Loader):
 LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
     "language": open_text,
     "orbits": lambda c, batching: OrbitLoader(c.systems, c.planets, c.bins, batching),
-    "recall": lambda c, batching: RecallLoader(c.recall, batching, c.text_ids),
-    "language+recall": lambda *both: AlternatingLoader(
-        open_text(*both), RecallLoader(both[0].recall, both[1], both[0].text_ids)
-    ),
+    "recall": open_recall,
+    "language+recall": lambda c, b: AlternatingLoader(open_text(c, b), open_recall(c, b)),
 }

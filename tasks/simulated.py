@@ -33,16 +33,12 @@ class SimulatedLoader(Loader):
     val_tokens = sys.maxsize  # made as they are needed
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        windows, batching = self.validation_windows(max_tokens), self.batching
+        windows, T = self.validation_windows(max_tokens), self.batching.block_size
         if windows < 1:
-            raise UserError(
-                f"val_tokens = {max_tokens}, but one {self.unit} takes {batching.block_size} of "
-                "them"
-            )
-        indices = range(batching.rank, windows, batching.world_size)
+            raise UserError(f"val_tokens = {max_tokens}, but one {self.unit} takes {T} of them")
+        indices = range(self.batching.rank, windows, self.batching.world_size)
         parts = (indices[at : at + batch_size] for at in range(0, len(indices), batch_size))
-        made = (self._make(VALIDATION, part, batching.block_size) for part in parts)
-        return (copy_to(self.device, x, y) for x, y in made)
+        return (copy_to(self.device, *self._make(VALIDATION, part, T)) for part in parts)
 
     def _length(self, step: int) -> int:
         """The length of the sequences of a step."""

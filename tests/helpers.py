@@ -8,7 +8,7 @@ import matplotlib.image
 import torch
 
 from config import Config, load_config
-from layers.heads import formulas
+from layers.heads import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
 from scripts.common.runner import Run
@@ -79,7 +79,7 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_header(folder, model.config, {"formulas": formulas(model.config)}, None)
+    write_header(folder, model.config, {"formulas": formulas_hash(model.config)}, None)
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
     with Saver(folder, model.config, None) as saver:
         saver.save("step", training.state(model.config))

@@ -340,10 +340,6 @@ def test_dtypes(case, dtype):
 # ---- a user's own variant ----
 
 
-def use_variant(monkeypatch, row):
-    monkeypatch.setitem(VARIANTS, "own", row)
-
-
 def elu1(z):
     return F.elu(z) + 1
 
@@ -420,7 +416,7 @@ SEES_TOO_MUCH = [
 
 @pytest.mark.parametrize(("row", "message"), SEES_TOO_MUCH)
 def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
-    use_variant(monkeypatch, row)
+    monkeypatch.setitem(VARIANTS, "own", row)
     with pytest.raises(UserError, match=message):
         build_parts(small_config("softmax.py --attention=own"))
 
@@ -432,7 +428,7 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
     def bias(rows):
         return -slopes[rows.head[:, 0, 0]] * (rows.last - rows.keys)
 
-    use_variant(monkeypatch, Variant(attention.EXP, bias=bias, keyed=True))
+    monkeypatch.setitem(VARIANTS, "own", Variant(attention.EXP, bias=bias, keyed=True))
     for window in (None, 3):
         own, alibi = (
             build("softmax.py", f"--window={window}", *more).double()

@@ -152,8 +152,8 @@ def test_too_little_is_refused(data_dir):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_validation_is_shared_by_windows(data_dir, world_size):
-    assert validation_tokens(data_dir, 5).tolist() == list(range(1000, 1006))
-    assert validation_tokens(data_dir, 30).tolist() == list(range(1000, 1031))  # over two shards
+    assert validation_tokens(data_dir, 5, 1050).tolist() == list(range(1000, 1006))
+    assert validation_tokens(data_dir, 30, 1050).tolist() == list(range(1000, 1031))  # two shards
     for rank in range(world_size):
         loader = open_loader(data_dir, 8, seed=0, rank=rank, world_size=world_size)
         batches = list(loader.validation_batches(47, 2))

@@ -469,9 +469,9 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length():
 
 def test_a_cache_that_is_too_small_is_refused():
     model = small_model("fox.py")
-    model(tokens(1, 10), cache=(cache := KVCache(10)))
+    model.trunk(model.wte(tokens(1, 10)), cache := KVCache(10))
     with pytest.raises(UserError, match="a cache of 10 positions is too small for 11"):
-        model(tokens(1, 1), cache=cache)
+        model.trunk(model.wte(tokens(1, 1)), cache)
 
 
 @pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])

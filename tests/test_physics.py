@@ -147,15 +147,10 @@ def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, monkeypatch,
     refused(call, physics, orbit_run, says='and pyoperon: pip install -e ".[physics]"')
 
 
-def test_table3_from_nothing(call, commands, searched, tmp_path):
+def test_table3_from_nothing(reproduced, scale, searched, tmp_path):
     """The numbers, the equations and the picture of entries at the scale of the tests above."""
-    from scripts.reproduce import __main__ as reproduce
-
-    scale = write_scale(tmp_path / "small.py", *SMALL, *ORBITS)
-    paths = [f"--scale={scale}", f"--out={tmp_path}/out", f"--results={tmp_path}/results"]
-    only = "--only=oracle,softmax,softmax_window,untrained"
-    call(reproduce, "table3", only, *paths, "--wandb_mode=disabled")
-    folder = tmp_path / "results/small/table3"
+    write_scale(scale, *SMALL, *ORBITS)
+    folder = reproduced("table3", "--only=oracle,softmax,softmax_window,untrained")
     text = (folder / "table.md").read_text()
     assert "`softmax`, seed 1337, by pyoperon" in text and ": `39.5*m1*m2/r^2`; `39.5" in text
     first = {name: entry["runs"][0] for name, entry in read_table(folder)["rows"].items()}

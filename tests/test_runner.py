@@ -12,7 +12,7 @@ import torch
 from attention import VARIANTS
 from config import Config
 from errors import UserError
-from layers.heads import formulas
+from layers.heads import formulas_hash
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
@@ -148,7 +148,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     other_formula()
     assert planned.difference() == "other formulas of 'lssar' than attention.py has now"
     environment = json.loads((run / "environment.json").read_text())
-    now = {"formulas": formulas(config)}
+    now = {"formulas": formulas_hash(config)}
     checkpoint.write_header(run, config.replace(resume=True), now, planned.step)
     assert "began with other formulas of 'lssar'" in capsys.readouterr().err
     now = json.loads((run / "environment.json").read_text())

@@ -14,7 +14,7 @@ import torch
 from attention_paths.fingerprint import differs
 from config import ROOT, Config, accumulation_steps
 from errors import EXIT_MISTAKE, UserError
-from layers.heads import build_parts, formulas
+from layers.heads import build_parts, formulas_hash
 from model import GPT
 from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
@@ -92,7 +92,7 @@ class PlannedRun:
             if read_json(self.folder / "began_with.json") != now:
                 return f"other initial weights than {self.base.folder} has now"
         began_with = (read_json(self.folder / "environment.json") or {}).get("formulas")
-        if differs(began_with, formulas(self.config)):
+        if differs(began_with, formulas_hash(self.config)):
             return f"other formulas of {self.config.attention!r} than attention.py has now"
         return None
 

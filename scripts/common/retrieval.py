@@ -11,7 +11,6 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
-from runtime.device import autocast
 from scripts.common.runner import Run, batches, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, accuracies, check_lengths
@@ -66,7 +65,7 @@ def answered(
     tokenizer = get_tokenizer(run.config.tokenizer)
     for batch in batches(trials, length):
         idx = torch.tensor([trial.prompt for trial in batch], device=run.device)
-        with autocast(run.device, run.dtype):
+        with run.autocast():
             out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
         for trial, ids in zip(batch, out[:, idx.shape[1] :].tolist(), strict=True):
             yield trial, tokenizer.decode(ids[: [*ids, tokenizer.eot].index(tokenizer.eot)])

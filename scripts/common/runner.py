@@ -42,12 +42,12 @@ from attention import VARIANTS
 from attention_paths.fingerprint import differs
 from config import ROOT, Config, choices, names
 from errors import UserError, command
-from layers.heads import build_parts, formulas
+from layers.heads import build_parts, formulas_hash
 from layers.rope import Rope
 from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
-from runtime.device import environment, pick_device, pick_dtype
+from runtime.device import autocast, environment, pick_device, pick_dtype
 from runtime.files import check_writable, read_json, write_json
 from scripts.common.plots import save_picture
 
@@ -137,8 +137,11 @@ class Run:
     config: Config
     model: GPT
     device: torch.device
-    dtype: torch.dtype  # of matrix products: see runtime.device.autocast
+    dtype: torch.dtype  # of matrix products
     facts: dict  # `run_facts`
+
+    def autocast(self) -> torch.autocast:
+        return autocast(self.device, self.dtype)
 
 
 def load_run(path: str | Path, options: Options = Options()) -> Run:
@@ -169,7 +172,7 @@ def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> d
         "rope": options.rope_for(config), "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta, "window": config.window, "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
-        "attention_impl": options.attention_impl, "formulas": formulas(config),
+        "attention_impl": options.attention_impl, "formulas": formulas_hash(config),
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch import Tensor
 
 from config import Config, find_data
-from data.loader import copy_to, inputs_and_targets, validation_tokens
+from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer, list_shards
 from data.tokenizer import get_tokenizer
 from errors import UserError
@@ -127,9 +126,7 @@ def stretches(
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
 
-def windows(
-    text: NDArray[np.uint16], length: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def windows(text: NDArray[np.uint16], length: int, device: torch.device) -> Batches:
     """The windows of `stretches`: x, y, int64 [B, length], y being x shifted by one token."""
     cut = sliding_window_view(text, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
     for batch in batches(cut, length):

@@ -28,6 +28,10 @@ def metric(run: PlannedRun, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in read_metrics(run.folder) if key in line}
 
 
+def last_validation(run: PlannedRun) -> Values:
+    return [*metric(run, "val_loss").values()][-1:], {}
+
+
 BINS = 100  # points of a curve
 
 

@@ -148,11 +148,9 @@ def entropy_by_keys(measured: dict, config: Config) -> list[float]:
     """
     keys, means = entropies(measured)
     shown = [means[(at(m, config) - 1).bit_length() - 1] for m in ENTROPY_AT]
-    beyond = [i for i, n in enumerate(keys) if n >= config.block_size]
-    slope = statistics.linear_regression(
-        [math.log(keys[i]) for i in beyond], [means[i] for i in beyond]
-    ).slope
-    return [*shown, slope]
+    points = zip(keys, means, strict=True)
+    beyond = [(math.log(n), mean) for n, mean in points if n >= config.block_size]
+    return [*shown, statistics.linear_regression(*zip(*beyond, strict=True)).slope]
 
 
 # ---- orbits ----
@@ -225,14 +223,14 @@ def each_seed(table: dict, column: int, rows: dict) -> str:
     )
 
 
-def by_seed(table: dict) -> list[str]:
+def accuracy_by_seed(table: dict) -> list[str]:
     """The accuracy of each seed at 16x or less, and the entries that have not learned the task."""
     multiples, rows = table["multiples"], table["rows"]
     at = max(i for i, multiple in enumerate(multiples) if multiple <= 16)
     learned = {name: row for name, row in rows.items() if row["mean"][at] is not None}
     missing = {name: row for name, row in rows.items() if name not in learned}
-    by_seed = f"At {multiples[at]:g}x, by seed: {each_seed(table, at, learned)}."
-    sentences = [by_seed] if learned else []
+    accuracies = f"At {multiples[at]:g}x, by seed: {each_seed(table, at, learned)}."
+    sentences = [accuracies] if learned else []
     if missing:
         steps = next(iter(missing.values()))["runs"][0]["step"]
         sentences.append(
@@ -405,7 +403,7 @@ EXPERIMENTS = {
     "passkey": passkeys("LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together),
     "recall": recall(
         "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
-        draw=pictures.recall, remarks=by_seed, note=(
+        draw=pictures.recall, remarks=accuracy_by_seed, note=(
             "A guess has 6.2 in lookup and latest, 1.6 in mqar; in sort, repeating the last answer "
             "has 36, 57, 75, 88, 94, 97, 98 at 1x to 64x. Of 512 answers, 50 has a standard error "
             "of 2.2. `:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in "
@@ -420,7 +418,7 @@ EXPERIMENTS = {
     "recall_and_text": recall(
         "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
         lambda measured, config: [*accuracies(measured).values()], better="higher",
-        task="language+recall", draw=pictures.together, remarks=by_seed, note=BOTH,
+        task="language+recall", draw=pictures.together, remarks=accuracy_by_seed, note=BOTH,
     ),
     "copying": Experiment(
         "Worth of an earlier copy of a passage, by lag", UNIT, COPIES,
