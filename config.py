@@ -312,7 +312,7 @@ def load_config(arguments: list[str]) -> Config:
             key, equals, text = argument[2:].partition("=")
             require_known_setting(key, "the command line")
             if not equals and bool not in TYPES[key]:
-                raise UserError(f"--{key} needs a value: --{key}={getattr(Config, key)}")
+                raise UserError(f"--{key} needs a value: --{key}=VALUE")
             overrides[key] = parse(key, text if equals else "True")
         else:
             values |= read_file(argument)

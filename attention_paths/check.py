@@ -67,8 +67,14 @@ def check_causality(name: str, variant: Variant) -> None:
     except Exception as error:  # whatever a formula raises
         raise UserError(
             f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
-            "row's context are tensors: rows.n.log(), not math.log(rows.n)"
+            "row's context are tensors: rows.n.log(), not math.log(rows.n); s, b and p_n exist "
+            "where `learnable` names them"
         ) from error
+    for scalar in variant.learnable:
+        check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
+        learned, used = getattr(attention, scalar), all_weights.sum()
+        if torch.autograd.grad(used, learned, retain_graph=True, allow_unused=True) == (None,):
+            raise UserError(f"{name}: no formula uses {scalar}, which `learnable` names")
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, slice(None), Context())
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 from attention import VARIANTS
 from attention_paths.module import Attention
 from attention_paths.reference import Context
-from errors import UserError
+from errors import UserError, check_choice
 
 NAME = "attention_paths"  # of the attention, in config._attn_implementation
 
@@ -26,6 +26,7 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
 
     if settings.keys() & {"window", "softcap"}:
         raise UserError("the window and the soft cap are the model's: set them in its config")
+    check_choice("attention", name, VARIANTS)
     variant = VARIANTS[name]
     if variant.from_input or (variant.needs_p and p is None) or (p and not variant.takes_p):
         reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"

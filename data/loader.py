@@ -126,7 +126,8 @@ class TokenLoader(Loader):
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
         if len(tokens) <= T:
             raise UserError(
-                f"{self.data_dir}: {len(tokens)} validation tokens, but one window takes {T + 1}"
+                f"{self.data_dir}: {len(tokens)} validation tokens at val_tokens = {max_tokens}, "
+                f"but one window takes {T + 1}"
             )
         windows = sliding_window_view(tokens, T + 1)[::T][rank::world_size]
         parts = (windows[at : at + batch_size] for at in range(0, len(windows), batch_size))

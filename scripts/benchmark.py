@@ -67,12 +67,14 @@ def main() -> None:
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
-    add("--phases", default="train,eval", help=f"of {','.join(PHASES)} (%(default)s)")
+    add("--phases", help=f"of {','.join(PHASES)} (train,eval; train beside plain)")
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
     arguments, settings = parser.parse_known_args()
-    phases = arguments.phases.split(",")
     allowed = ("train",) if PLAIN in arguments.configs else PHASES
+    phases = arguments.phases.split(",") if arguments.phases else [*allowed[:2]]
+    if arguments.rounds < 1:
+        raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     if not set(phases) <= set(allowed):
         raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(allowed)}")
     if arguments.out:
@@ -100,7 +102,14 @@ def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str
         chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
         files = [] if path == PLAIN else [path]
         name = Path(path).stem + (f" {impl}" if impls[1:] and path != PLAIN else "")
-        models[name] = load_config([*files, "--batch_size=4", *settings, *chosen])
+        config = load_config([*files, "--batch_size=4", *settings, *chosen])
+        if files and (name in models or name == PLAIN):
+            raise UserError(f"two models are called {name}: rename {path}")
+        if path == PLAIN and config.optimizer != "adamw":
+            raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+        if config.task == "orbits" or config.dry_run:
+            raise UserError("benchmark takes neither task = orbits nor --dry_run")
+        models[name] = config
     return models
 
 
@@ -116,7 +125,7 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
             for key in itertools.product(models, phases)
         }
         for (name, phase), worker in workers.items():
-            worker.submit(prepare, models[name], phase, name.startswith(PLAIN)).result()
+            worker.submit(prepare, models[name], phase, name == PLAIN).result()
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():

@@ -52,7 +52,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=lengths_of, help=help)
     options, rest = parser.parse_known_args()
     files = [text for text in rest if not text.startswith("--")]
-    settings = dict(text[2:].partition("=")[::2] for text in rest if text.startswith("--"))
+    settings: dict[str, str] = {}
+    for key, equals, text in (text[2:].partition("=") for text in rest if text.startswith("--")):
+        if not equals or key in settings:
+            raise UserError(f"--{key} needs its values once: --{key}=VALUE,VALUE")
+        settings[key] = text
     free = [f"--{key}={text}" for key, text in settings.items() if key in FREE]
     task, _, name = options.scale.rpartition("/")
     task = task or "language"

@@ -63,6 +63,19 @@ def test_a_model_of_every_path_and_one_plain_model(table):
     assert (config.block_size, config.batch_size, config.compile) == (32, 2, False)
 
 
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
+        (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
+        (["configs/softmax.py", "--dry_run"], "neither task = orbits nor --dry_run"),
+        (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
+    refused(call, benchmark, *arguments, *SHORT, says=says)
+
+
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
     # fork the processes from one that has imported torch already
     context = multiprocessing.get_context("forkserver")

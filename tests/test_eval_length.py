@@ -217,7 +217,7 @@ def test_smoothed_is_a_mean_over_neighbours():
 def test_refusals_before_anything_is_measured(module_run, call, refused):
     run, bad = module_run("softmax.py", "--positions=none"), module_run("softmax.py")
     for option in ("--rope=yarn", "--rope_factor=2"):
-        refused(call, eval_length, run, option, says="positions = 'none', and no RoPE")
+        refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
     # what is wrong with any of the runs, before the first of them is measured
     (bad / "eval_length.json").write_text('{"loss": 1}')
     refused(call, eval_length, run, bad, "--lengths=16", says="eval_length.json: damaged")

@@ -47,7 +47,7 @@ def test_every_option_comes_from_the_command_line():
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--lengths=1,x", "--lengths '1,x' must be whole numbers, such as 1024,2048"),
+        ("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
         ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
     ],
@@ -147,6 +147,8 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     assert planned.difference() is None
     other_formula()
     assert planned.difference() == "other formulas of 'lssar' than attention.py has now"
+    runner.load_run(run)
+    assert "was trained with other formulas of 'lssar'" in capsys.readouterr().err
     environment = json.loads((run / "environment.json").read_text())
     now = {"formulas": formulas_hash(config)}
     checkpoint.write_header(run, config.replace(resume=True), now, planned.step)

@@ -30,6 +30,7 @@ def weights(layer, q, k, context=PLAIN):
     """The weights [B, H, Lq, Lk] of a layer; the queries are the last Lq of Lk positions."""
     name = next(name for name, variant in VARIANTS.items() if variant is layer.variant)
     t = Textbook(layer, q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), context)
+    assert name in FORMULAS, f"write the formula of {name} into FORMULAS of tests/textbook.py"
     A = FORMULAS[name](t)
     if layer.p is not None:
         A = t.reweighted(A, layer.p)

@@ -46,7 +46,7 @@ class Retrieval(AtLengths):
         check_lengths(config, lengths)
         if min(lengths) < shortest:
             needed = f"a prompt and its answer take up to {shortest} tokens"
-            raise UserError(f"length {min(lengths)} is too short: {needed}")
+            raise UserError(f"length {min(lengths)} is too short: {needed}; see --lengths")
 
     def print_found(self, measurement: dict) -> None:
         found = accuracies(measurement)

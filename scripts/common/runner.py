@@ -26,6 +26,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -125,7 +126,9 @@ class Options:
             return self.rope
         asked = (self.rope_factor, self.rope_theta) != (None, None)
         if asked or self.rope not in ("none", Options.rope):
-            raise UserError(f"--rope: this run has positions = {config.positions!r}, and no RoPE")
+            raise UserError(
+                f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
+            )
         return "none"
 
 
@@ -159,6 +162,10 @@ def load_run(path: str | Path, options: Options = Options()) -> Run:
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     facts, folder = run_facts(trained, weights, options), checkpoint.folder_of(path)
+    began_with = (read_json(folder / "environment.json") or {}).get("formulas")
+    if differs(began_with, formulas_hash(trained)):
+        found = f"other formulas of {trained.attention!r} than attention.py has now"
+        print(f"warning: {path} was trained with {found}", file=sys.stderr)
     return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
@@ -414,7 +421,7 @@ def lengths_of(text: str) -> tuple[int, ...]:
     """Lengths in tokens, such as 1024,2048, in ascending order."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, such as 1024,2048")
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers above 0, as 1024,2048")
     return tuple(sorted(set(map(int, parts))))
 
 

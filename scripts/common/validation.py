@@ -117,9 +117,11 @@ def stretches(
     if whole_documents:  # a document begins with end-of-text
         bounds |= {*np.flatnonzero(tokens == get_tokenizer(config.tokenizer).eot).tolist()}
     documents = list(itertools.pairwise(sorted(bounds)))
-    available = min(wanted, max(end - begin for begin, end in documents) - 1)
+    longest = max(end - begin for begin, end in documents) - 1
+    available = min(wanted, longest)
     if available < unit:
-        where = "in the longest document" if whole_documents else "validation tokens (see --tokens)"
+        short = whole_documents and longest < unit
+        where = "in the longest document" if short else "validation tokens (see --tokens)"
         found = f"{config.data_dir}: {available} {where}"
         raise UserError(f"{found}, but lengths {list(lengths)} need a multiple of {unit}")
     starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]

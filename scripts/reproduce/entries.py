@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from config import ROOT, Config, load_config, names
+from config import ROOT, Config, load_config, names, require_known_setting
 from errors import UserError
 from layers.rope import Rope
 from scripts.common.papers import SSMAX
@@ -190,6 +190,7 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
         raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
     for key in (argument.partition("=")[0] for argument in settings):
         if key.startswith("--") and key[2:] not in FREE:
+            require_known_setting(key[2:], "the command line")
             free = f"only {', '.join(sorted(FREE))} can"
             raise UserError(f"{key} cannot be set here, but in a file for --scale FILE.py; {free}")
     scale = Scale(name, (*known[name], *settings), Path(out) / own)

@@ -97,7 +97,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
     results = {name: runs for name in experiment.entries if (runs := work.results(name))}
     if not results:
-        raise UserError("no entry of the table is available: " + "; ".join(failures))
+        raise UserError("; ".join(failures) or "no run of the table is trained")
     rows = {name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()}
     baseline = experiment.baseline if experiment.baseline in rows else ""
     for entry in [entry for name, entry in rows.items() if baseline not in ("", name)]:
