@@ -103,7 +103,7 @@ def test_what_would_compute_another_attention_is_refused(build):
 
 
 def test_what_a_variant_needs_is_refused_at_once(build):
-    refusals = [("asentmax", {}, "layer's"), ("lssa", {"window": 4}, "cap are"), ("lss", {}, "lssa")]
+    refusals = [("asentmax", {}, "layer's"), ("lssa", {"window": 4}, "cap"), ("lss", {}, "lssa")]
     for name, settings, says in refusals:
         with pytest.raises(UserError, match=says):
             attach(build(), name, **settings)
