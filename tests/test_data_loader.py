@@ -146,7 +146,7 @@ def test_too_little_is_refused(data_dir):
         UserError, match=rf"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
     ):
         open_loader(data_dir, 20, seed=0)
-    with pytest.raises(UserError, match=f"{data_dir}: 50 validation tokens, .* takes 65"):
+    with pytest.raises(UserError, match=f"{data_dir}: 50 .*val_tokens = 1000, .* takes 65"):
         TokenLoader(data_dir, Batching(64, 1, 0), 1050).validation_batches(1000, 1)
 
 
