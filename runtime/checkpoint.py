@@ -33,6 +33,7 @@ from attention_paths.fingerprint import differs
 from config import MAY_CHANGE, Config, saved_config
 from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
+from layers.heads import formulas_hash
 from model import GPT
 from optim import build_optimizers, learning_rate
 from runtime.device import environment, uncommitted
@@ -130,6 +131,18 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
+def formulas_of(run: Path) -> str | None:
+    """The fingerprint of the formulas that a run began with, if it is recorded."""
+    return (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
+
+
+def edited_formulas(run: Path, config: Config) -> str | None:
+    """What a run began with, in words, where attention.py has other formulas now; else None."""
+    if differs(formulas_of(run), formulas_hash(config)):
+        return f"other formulas of {config.attention!r} than attention.py has now"
+    return None
+
+
 def write_header(run: Path, config: Config, attention: dict, resumed_at: int | None) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
@@ -142,11 +155,9 @@ def write_header(run: Path, config: Config, attention: dict, resumed_at: int | N
     write_json(run / "config.json", config.as_dict() | init_from)
     made = environment(config.device) | attention
     if resumed_at is not None:
-        before = (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
-        if differs(before, made["formulas"]):
-            found = f"other formulas of {config.attention!r} than attention.py has now"
-            print(f"warning: {run} began with {found}", file=sys.stderr)
-        made["formulas"] = before
+        if edited := edited_formulas(run, config):
+            print(f"warning: {run} began with {edited}", file=sys.stderr)
+        made["formulas"] = formulas_of(run)
     write_json(run / "environment.json", made)
     name = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
     with atomic_write(run / name) as file:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from attention_paths.fingerprint import differs
 from config import ROOT, Config, accumulation_steps
 from errors import EXIT_MISTAKE, UserError
-from layers.heads import build_parts, formulas_hash
+from layers.heads import build_parts
 from model import GPT
 from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
@@ -91,10 +90,7 @@ class PlannedRun:
             now = self.base.step is not None and checkpoint.find(self.base.folder).id
             if read_json(self.folder / "began_with.json") != now:
                 return f"other initial weights than {self.base.folder} has now"
-        began_with = (read_json(self.folder / "environment.json") or {}).get("formulas")
-        if differs(began_with, formulas_hash(self.config)):
-            return f"other formulas of {self.config.attention!r} than attention.py has now"
-        return None
+        return checkpoint.edited_formulas(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:

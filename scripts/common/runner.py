@@ -162,10 +162,8 @@ def load_run(path: str | Path, options: Options = Options()) -> Run:
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     facts, folder = run_facts(trained, weights, options), checkpoint.folder_of(path)
-    began_with = (read_json(folder / "environment.json") or {}).get("formulas")
-    if differs(began_with, formulas_hash(trained)):
-        found = f"other formulas of {trained.attention!r} than attention.py has now"
-        print(f"warning: {path} was trained with {found}", file=sys.stderr)
+    if edited := checkpoint.edited_formulas(folder, trained):
+        print(f"warning: {path} was trained with {edited}", file=sys.stderr)
     return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
