@@ -4,9 +4,14 @@ python -m scripts.compare configs/softmax.py configs/mine.py --scale tiny --seed
 python -m scripts.compare configs/lssar_p15.py --p=3,5,7,10 --scale tiny
 python -m scripts.compare configs/softmax.py configs/ssmax.py --positions=rope,none \
     --scale recall/tiny --lengths 64,1024
+python -m scripts.compare configs/softmax.py configs/hybrid_ssmax.py:plain_rope --scale tiny
 
 Each config file is an entry, and with --SETTING=VALUE,VALUE each combination of a file and a value.
 A setting of a config file overrides the scale's.
+
+Beyond the training length RoPE is scaled by Dynamic NTK. FILE.py:VIEW evaluates the same run in
+another way, such as yarn, or plain_rope, which is better for hybrids and sliding windows: their
+heads with RoPE never see farther than in training.
 
 Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
 accuracy at each length; runs on orbits by their last validation. The table has means and standard
@@ -35,19 +40,21 @@ from errors import UserError, command
 from layers.heads import build_parts
 from scripts.common.runner import lengths_of, shortened, shown
 from scripts.reproduce import metrics, pictures, tables
-from scripts.reproduce.entries import FILES, FREE, Entry, Scale, find_entry, open_scale
+from scripts.reproduce.entries import FILES, FREE, VIEWS, Entry, Scale, find_entry, open_scale
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 FIXED = (*names("data"), "block_size")
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
+# How the run of FILE.py:VIEW is evaluated; oracle is of orbits alone.
+VIEWED = [view for view in VIEWS if view != "oracle"]
 
 
 @command
 def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
-    parser.usage = "%(prog)s CONFIG.py [CONFIG.py ...] --scale SCALE [--SETTING=VALUE,VALUE ...]"
+    parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     help = "to evaluate at, in tokens, besides the training length (default: its multiples)"
     parser.add_argument("--lengths", type=lengths_of, help=help)
     options, rest = parser.parse_known_args()
@@ -66,10 +73,11 @@ def main() -> None:
         raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)
     grid = {key: text for key, text in settings.items() if key not in FREE}
-    scale = replace(scale, more=entries_of(scale, files, grid))
-    experiment = compared(scale, task, options.lengths)
+    entries = entries_of(scale, files, grid)
+    scale = replace(scale, more={name.partition(":")[0]: one for name, one in entries.items()})
+    experiment = compared(scale, tuple(entries), task, options.lengths)
     others = [] if task == "language" else [task]  # whose tables have names of their own
-    name = shortened("_".join(["compare", *others, *experiment.entries]))
+    name = shortened("_".join(["compare", *others, *entries]).replace(":", "-"))
     carry_out(name, experiment, scale, experiment.entries, options)
 
 
@@ -77,7 +85,8 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
     """The entries by name: each file, with each combination of the settings' values.
 
     Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
-    settings in which entries may not differ, and where two entries have one name.
+    settings in which entries may not differ, for an unknown view, and where two entries have one
+    name.
     """
     for key in grid:
         require_known_setting(key, "the command line")
@@ -86,21 +95,27 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
             raise UserError(f"--{key}: entries cannot differ in it; {instead}")
     values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
     entries: dict[str, Entry] = {}
-    for file, changes in itertools.product(files, itertools.product(*values)):
-        stem = Path(file).stem
-        ours = stem in FILES and Path(file).resolve() == FILES[stem]
+    paths: dict[str, Path] = {}  # the file of each run
+    for text, changes in itertools.product(files, itertools.product(*values)):
+        file, colon, view = text.partition(":")
+        if colon and view not in VIEWED:
+            raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWED)}")
+        stem, path = Path(file).stem, Path(file).resolve()
+        ours = stem in FILES and path == FILES[stem]
         entry = (find_entry(stem) if ours else Entry(Path(file))).changed(dict(changes))
-        name = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
-        if name in entries:
+        run = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
+        name = run + colon + view
+        if name in entries or paths.setdefault(run, path) != path:
             raise UserError(f"two entries are called {name}: rename a file, or drop a value")
         entries[name] = entry
-        build_parts(replace(scale, more=entries).run(name, 0).config)
+        build_parts(replace(scale, more={run: entry}).run(name, 0).config)
     return entries
 
 
-def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experiment:
+def compared(
+    scale: Scale, entries: tuple[str, ...], task: str, lengths: tuple[int, ...] | None
+) -> Experiment:
     """The measurement of the entries, by the task."""
-    entries = tuple(scale.more)
     if len(entries) < 2:
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
     configs = {name: scale.run(name, 0).config for name in entries}
@@ -117,6 +132,8 @@ def compared(scale: Scale, task: str, lengths: tuple[int, ...] | None) -> Experi
         multiples = (1,)
     experiment = tables.loss(title, entries, multiples)
     if task == "orbits":
+        if viewed := [name for name in entries if ":" in name]:
+            raise UserError(f"{viewed[0]}: orbits are compared by their last validation alone")
         experiment = Experiment(title, tables.LOSS, entries, (1,), read=metrics.last_validation)
     elif task == "recall":
         experiment = tables.recall(title, entries, multiples, remarks=tables.accuracy_by_seed)
