@@ -75,7 +75,8 @@ def test_passkey_prompts():
     assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
 
 
-def test_passkeys_of_a_trained_run(run, call, pictures):
+def test_passkeys_of_a_trained_run(run, call, pictures, refused):
+    refused(call, passkey, run, says=["length 128 is too short", "--lengths 264,528,1056"])
     call(passkey, run, "--trials=5", "--lengths=320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
     assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6

@@ -46,7 +46,8 @@ class Retrieval(AtLengths):
         check_lengths(config, lengths)
         if min(lengths) < shortest:
             needed = f"a prompt and its answer take up to {shortest} tokens"
-            raise UserError(f"length {min(lengths)} is too short: {needed}; see --lengths")
+            larger = f"--lengths {shortest},{2 * shortest},{4 * shortest} are long enough"
+            raise UserError(f"length {min(lengths)} is too short: {needed}; {larger}")
 
     def print_found(self, measurement: dict) -> None:
         found = accuracies(measurement)
