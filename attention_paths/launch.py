@@ -39,7 +39,7 @@ dq has a kernel of its own, and the backward pass 7 products.
 
 Products are in the inputs' dtype, bfloat16 or float32, and accumulate in float32; everything else
 is float32. float32 inputs are multiplied in full precision, or in TF32 if
-torch.backends.cuda.matmul.allow_tf32 is set.
+torch.backends.cuda.matmul allows it.
 """
 
 import torch
@@ -104,7 +104,8 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # allow_tf32 raises where a program has set fp32_precision, as transformers does
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _like(x: Tensor, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -111,9 +111,7 @@ def store(X, stride, rows, L, value, C: tl.constexpr):
 @triton.jit
 def numbers_of(x, b, h, at, L, AXIS: tl.constexpr):
     """The numbers of rows or keys, with a new axis, from a Strided x [B, H, L]; None of None."""
-    if x is None:
-        return None
-    else:
+    if x is not None:  # and no else: Triton 3.6 has no None to return
         return tl.expand_dims(tl.load(head_of(x, b, h) + at * x.strides[2], at < L, 0.0), AXIS)
 
 

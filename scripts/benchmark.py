@@ -43,7 +43,7 @@ from config import Config, load_config
 from errors import UserError, command
 from generation import next_logits
 from layers.cache import KVCache
-from layers.heads import build_attention
+from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
@@ -124,13 +124,16 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
             key: stack.enter_context(ProcessPoolExecutor(1, context))
             for key in itertools.product(models, phases)
         }
+        paths: dict[str, str] = {}  # of attention
         for (name, phase), worker in workers.items():
-            worker.submit(prepare, models[name], phase, name == PLAIN).result()
+            for line in worker.submit(prepare, models[name], phase, name == PLAIN).result():
+                print(f"{name}, {phase}: {line}", flush=True)
+                paths[name] = line.removeprefix("attention path: ")
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 taken[key].append(worker.submit(timed_step).result())
-    figures: dict[str, dict] = {name: {} for name in models}
+    figures: dict[str, dict] = {name: {"attention_path": paths.get(name)} for name in models}
     for (name, phase), steps in taken.items():
         ms, peaks = zip(*steps, strict=True)
         figures[name][f"{phase}_ms"] = statistics.median(ms)
@@ -144,17 +147,22 @@ _step: Callable[[], None]
 _device: torch.device
 
 
-def prepare(config: Config, phase: str, plain: bool) -> None:
-    """Build the step of a process, and take it twice: it allocates, compiles, fills caches."""
+def prepare(config: Config, phase: str, plain: bool) -> list[str]:
+    """Build the step of a process, and take it twice: it allocates, compiles, fills caches.
+
+    Returns what check_kernels says.
+    """
     global _step, _device
     _device = open_device(config.device)
     if phase == "decode":  # as in generation, all tokens share the weights that autocast has cast
         autocast(_device, pick_dtype(config.dtype, _device)).__enter__()
-    _step = build_step(config, phase, _device, plain)
+    said: list[str] = []
+    _step = build_step(config, phase, _device, plain, said.append)
     timed_step()
     if _device.type == "cuda":  # the first step's autotuning and compilation take memory too
         torch.cuda.reset_peak_memory_stats()
     timed_step()
+    return said
 
 
 def timed_step() -> tuple[float, float]:
@@ -186,16 +194,23 @@ class PlainGPT(nn.Module):
         return [{"params": [*self.parameters()]}]
 
 
-def build_step(config: Config, phase: str, device: torch.device, plain: bool) -> Callable[[], None]:
-    """A function that takes one step of a phase with the config's model, or with PlainGPT."""
+def build_step(
+    config: Config, phase: str, device: torch.device, plain: bool, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """A function that takes one step of a phase with the config's model, or with PlainGPT.
+
+    `say` is given the path of the model's attention, whose kernels are checked first.
+    """
     torch.manual_seed(config.seed)
     if phase.startswith("attention"):
-        return attention_step(config, phase == "attention", device)
+        return attention_step(config, phase == "attention", device, say)
     x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
     model: Any = (PlainGPT if plain else GPT)(config).to(device).train(phase == "train")
+    dtype = pick_dtype(config.dtype, device)
+    if not plain:
+        check_kernels(model, config, dtype, say=say)
     compiler = torch.compile if plain else compile_model
     compiled = compiler(model) if pick_compile(config.compile, device) else model
-    dtype = pick_dtype(config.dtype, device)
     unfused = not plain and config.attention_impl == "reference" and config.compile is False
     optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
 
@@ -228,16 +243,20 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool) ->
     return {"train": train, "eval": evaluate, "decode": decode}[phase]
 
 
-def attention_step(config: Config, training: bool, device: torch.device) -> Callable[[], None]:
+def attention_step(
+    config: Config, training: bool, device: torch.device, say: Callable[[str], None]
+) -> Callable[[], None]:
     """The attention of one layer: forward and backward, or forward without gradients."""
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
-    attention: Any = build_attention(config, range(config.n_head)).to(device)
+    dtype = pick_dtype(config.dtype, device)
+    model = GPT(config.replace(n_layer=1, tokenizer="bytes")).to(device)  # takes little memory
+    check_kernels(model, config, dtype, say=say)
+    attention: Any = model.attention_layers()[0].attention
     if pick_compile(config.compile, device):
         attention = torch.compile(attention, dynamic=False)
     shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
     # q, k, v as in the model, slices of one projection, and a gradient of the output
-    dtype = pick_dtype(config.dtype, device)
     packed = torch.randn(shape, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
     *qkv, gradient = (x.detach().requires_grad_(training) for x in packed)
 
@@ -256,7 +275,7 @@ def attention_step(config: Config, training: bool, device: torch.device) -> Call
 
 def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
-    columns = [c for c in next(iter(figures.values())) if not c.endswith("_spread")]
+    columns = [c for c in next(iter(figures.values())) if c.endswith(("_ms", "_mb"))]
     ours = {name: [steps[c] for c in columns] for name, steps in figures.items()}
     papers = {
         name: PAPER["rows"].get(config.variant_name)

@@ -23,6 +23,7 @@ except SignalException as stopped:
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # It forwards these signals to the processes, and kills those still running after the shutdown
-# timeout, which must be longer than a step, a validation and a save.
+# timeout, which must be longer than a step, a validation and a save (torch 2.11: always 30 s).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \
-    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown_timeout=120 train.py --resume=auto "$@"
+    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py --resume=auto "$@"

@@ -21,7 +21,8 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-64} # since Slurm 22.05 srun do
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Only this script receives Slurm's signal. It forwards it to srun, srun to torchrun, and torchrun to
-# its processes, for which it waits until the shutdown timeout.
+# its processes, for which it waits until the shutdown timeout (torch 2.11: always 30 seconds).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 srun torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
@@ -30,7 +31,6 @@ srun torchrun \
     --rdzv_endpoint="$head_node:${PORT:-29500}" \
     --max_restarts="${RESTARTS:-3}" \
     --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown_timeout=240 \
     train.py --resume=auto "$@" &
 step=$!
 stopping=

@@ -17,7 +17,7 @@ SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
 def step(name, phase, *settings, plain=False):
     """One step of a phase with the model of a config file."""
     config = load_config([f"configs/{name}.py", *settings])
-    return benchmark.build_step(config, phase, torch.device("cpu"), plain)
+    return benchmark.build_step(config, phase, torch.device("cpu"), plain, print)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
     call(benchmark, "configs/lssar_p3.py", *TINY, *more)
     saved = read_json(out)
     figures = saved["rows"]["lssar_p3"]
-    assert saved["settings"]["rounds"] == 3
+    assert saved["settings"]["rounds"] == 3 and "blocked" in figures["attention_path"]
     for phase in ("eval", "attention"):
         low, high = figures[f"{phase}_ms_spread"]
         assert 0 < low <= figures[f"{phase}_ms"] <= high and figures[f"{phase}_mb"] > 50

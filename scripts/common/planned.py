@@ -61,7 +61,7 @@ class PlannedRun:
         """The command that starts or continues the training, with a process for each GPU."""
         launcher, processes = [sys.executable], processes_of(self.config)
         if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--shutdown_timeout=240"]
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc_per_node={processes}"]
         return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
@@ -183,7 +183,8 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
 
 def call(command: list[str]) -> int:
     """Run a command and return its exit code. Exit too where it was stopped by a signal."""
-    with subprocess.Popen(command) as process:
+    waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}  # torchrun, for a step and a save
+    with subprocess.Popen(command, env=os.environ | waits) as process:
         try:
             code = process.wait()
         except BaseException:
