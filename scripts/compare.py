@@ -47,8 +47,8 @@ from scripts.reproduce.report import carry_out, work_parser
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 FIXED = (*names("data"), "block_size")
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
-# How the run of FILE.py:VIEW is evaluated; oracle is of orbits alone.
-VIEWED = [view for view in VIEWS if view != "oracle"]
+# How the run of FILE.py:VIEW is evaluated; none is plain_rope, and oracle is of orbits alone.
+VIEWED = [view for view in VIEWS if view not in ("none", "oracle")]
 
 
 @command
@@ -97,7 +97,7 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
     entries: dict[str, Entry] = {}
     paths: dict[str, Path] = {}  # the file of each run
     for text, changes in itertools.product(files, itertools.product(*values)):
-        file, colon, view = text.partition(":")
+        file, colon, view = text.rpartition(":") if ".py:" in text else (text, "", "")
         if colon and view not in VIEWED:
             raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWED)}")
         stem, path = Path(file).stem, Path(file).resolve()

@@ -62,8 +62,7 @@ def both(processes):
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_path, whole):
     folder = tmp_path / "run"
     command = arguments(shards, folder, *LONGER)
-    pair = group(command, {1: {"signalled_at": 5}}, batch_size=2)
-    assert both(pair) == [EXIT_STOPPED] * 2
+    assert both(group(command, {1: {"signalled_at": 5}}, batch_size=2)) == [EXIT_STOPPED] * 2
     assert saved(folder)["step"] == max(metrics(folder)) == 6
     assert run([*command, "--resume"]) == 0
     agree(folder, whole)

@@ -129,8 +129,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
         (("--resume", "--squad", other), "was fine-tuned on {'examples': 40, "),
         (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
     ):
-        again = (finetune_squad, *arguments, "--out_dir", parts, *more)
-        refused(call, *again, says=message)
+        refused(call, finetune_squad, *arguments, "--out_dir", parts, *more, says=message)
     assert checkpoints(parts) == stopped and not (tmp_path / "nothing").exists()
     call(finetune_squad, *arguments, "--out_dir", parts, "--resume")
     assert lines(parts) == lines(whole) and saved(parts)["step"] == 6

@@ -61,8 +61,7 @@ def valid_or_refused(make):
     except UserError as error:
         assert str(error) and len(str(error)) < 2000
         return
-    again = Config(**json.loads(json.dumps(config.as_dict())))
-    assert again == config
+    assert Config(**json.loads(json.dumps(config.as_dict()))) == config
     assert all(math.isfinite(x) for x in config.as_dict().values() if isinstance(x, float))
 
 

@@ -144,8 +144,7 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
 def test_dead_rows_are_zero_in_value_and_gradient(case):
     q, k, v, gradient = draw(20, 20, 16, FLOAT32)
     tensors = -q.abs(), k.abs(), v, gradient  # no score is above 0
-    found = evaluate(kernels(case, 16), tensors)
-    assert all((x == 0).all() for x in found.values())
+    assert all((x == 0).all() for x in evaluate(kernels(case, 16), tensors).values())
 
 
 @pytest.mark.parametrize("case", ["softmax.py --forget=True", "lssar_p3.py --forget=True"])
@@ -385,10 +384,14 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
 # ---- without a GPU: block shapes and machine code ----
 
 
-def test_shapes_fit_every_kernel_and_sources_every_triton():
-    """softplus_total takes at most 128 keys; Triton 3.6 cannot compile `return None`."""
+def test_no_kernel_returns_none():
+    """Triton 3.6 cannot compile it."""
     texts = [path.read_text() for path in (ROOT / "attention_paths").glob("*.py")]
     assert not any("@triton.jit" in text and "return None" in text for text in texts)
+
+
+def test_shapes_fit_every_kernel():
+    """softplus_total takes at most 128 keys, and every head size up to 128 has a shape."""
     for table in launch.SHAPES.values():
         for shapes in table.values():
             assert max(shapes) == 128 and all(n <= 128 for _, n, _, _ in shapes.values())

@@ -31,5 +31,4 @@ def test_muon_takes_the_trunks_matrices_only(projections):
     matrices = [p for group in muon.param_groups for p in group["params"]]
     assert len(matrices) == 4 * config.n_layer
     assert all(p.dim() == 2 and p is not model.wte.weight for p in matrices)
-    decay = {group["weight_decay"] for group in adamw.param_groups}
-    assert decay == {config.weight_decay, 0.0}
+    assert {group["weight_decay"] for group in adamw.param_groups} == {config.weight_decay, 0.0}

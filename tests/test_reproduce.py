@@ -47,8 +47,7 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, capsys):
             paper = LSSAR["table1"]["rows"][name][i]
             mean, half = sum(both) / 2, abs(both[0] - both[1]) / 2
             assert entry["mean"][i] == pytest.approx(mean) and entry["paper"][i] == paper
-            shown = f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})"
-            assert shown in text
+            assert f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})" in text
         assert all((run["step"], run["tokens"]) == (6, 768) for run in entry["runs"])
     assert not_blank(folder / "table1.png")
     # the same again: nothing is trained or measured, and the files say the same
