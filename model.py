@@ -323,7 +323,9 @@ def compile_model(model: GPT) -> GPT:
     # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # recall's lengths, kinds of blocks
+    # False: else a smaller last batch in validation makes the graph of training dynamic too
+    dynamic = None if "recall" in model.config.task else False
     for block in model.trunk.blocks:
-        block.compile()
+        block.compile(dynamic=dynamic)
     model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]
     return model

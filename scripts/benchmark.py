@@ -209,8 +209,9 @@ def build_step(
     dtype = pick_dtype(config.dtype, device)
     if not plain:
         check_kernels(model, config, dtype, say=say)
-    compiler = torch.compile if plain else compile_model
-    compiled = compiler(model) if pick_compile(config.compile, device) else model
+    compiled = model
+    if phase != "decode" and pick_compile(config.compile, device):  # generation is not compiled
+        compiled = torch.compile(model) if plain else compile_model(model)
     unfused = not plain and config.attention_impl == "reference" and config.compile is False
     optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
 

@@ -324,15 +324,15 @@ def test_compiles_without_graph_breaks():
 
 
 @pytest.mark.parametrize("case", ["softmax.py", f"lssar_p15.py {TRITON}", f"hybrid.py {TRITON}"])
-def test_all_layers_are_compiled_once_for_a_length_and_once_for_any(case, monkeypatch):
-    """As recall has batches of many lengths; the other two graphs are the loss's."""
+@pytest.mark.parametrize("task, graphs", [("recall", 2), ("language", 3)])
+def test_all_layers_share_a_graph_of_each_length_or_of_any(case, task, graphs, monkeypatch):
     torch._dynamo.reset()
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
-    model = compile_model(small_model(case, "--n_layer=3").float().to(DEVICE))
+    model = compile_model(small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE))
     for length in (16, 12, 9):
         model(*[torch.arange(2 * length, device=DEVICE).view(2, -1)] * 2)
-    assert compiled.frame_count == 4
+    assert compiled.frame_count == graphs + 2  # two are the loss's
 
 
 def test_a_model_generates_as_with_the_reference():
