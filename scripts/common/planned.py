@@ -142,7 +142,7 @@ def price(runs: Sequence[PlannedRun]) -> str:
     with torch.device("meta"):
         flop = sum(GPT(one.config).flops_per_token() * one.tokens_left for one in with_bases(runs))
     hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
-    return f"training takes {flop:.1e} FLOP: {hours:.1f} hours of an A100, assuming 40% of its peak"
+    return f"training takes {flop:.1e} FLOP: {hours:.4g} hours of an A100, assuming 40% of its peak"
 
 
 # ---- training ----
