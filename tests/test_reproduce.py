@@ -149,7 +149,7 @@ def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, r
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
-    told = r"train: 15 runs.* (\d.\de\+\d+) FLOP: (\S+) hours of an A100, assuming 40% of its peak"
+    told = r"to train: 15 runs.* (\S+e\+\d+) FLOP: (\S+) hours of an A100, assuming 40% of its peak"
     flop, hours = map(float, re.search(told, capsys.readouterr().out, re.S).groups())
     assert hours == pytest.approx(flop / (0.4 * 312e12 * 3600), rel=0.05)
     assert not commands and not (tmp_path / "out").exists()
