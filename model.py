@@ -261,19 +261,13 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
-        A model without RoPE stays as it is. Raises UserError if it was to be scaled, and for YaRN,
-        which scales the scores too, where heads with and without positions share one attention.
+        A model without RoPE stays as it is. Raises UserError if it was to be scaled.
         """
         table = self.trunk.rope
         if table is None:
             if scaling != "none" or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
-        if scaling == "yarn" and self.config.nope_share and self.config.local_window is None:
-            raise UserError(
-                "rope scaling = 'yarn' scales the scores of all heads of a layer, but nope_share = "
-                f"{self.config.nope_share} leaves heads without RoPE"
-            )
         theta = self.config.rope_theta if theta is None else theta
         table.set(replace(table.rope, scaling=scaling, factor=factor, theta=theta), table.length)
         return self

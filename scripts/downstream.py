@@ -67,7 +67,7 @@ class Downstream(Evaluation):
 
     def check(self, config: Config) -> None:
         """Raise UserError, before a run is trained, for tasks that could not be measured."""
-        self.facts(config)
+        super().check(config)
         load_tasks(self.names)
 
     def parts(self, config: Config) -> list[str]:

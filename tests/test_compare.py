@@ -74,11 +74,9 @@ def test_a_grid(compared, commands):
 
 @pytest.mark.parametrize(
     "task, settings, unit",
-    [
-        ("recall", "--val_tokens=64", "answers that are right (%)"),
-        ("orbits", "--planets=1 --systems=20 --bins=50", "validation loss (nats per token)"),
-    ],
-)
+    [("recall", "--val_tokens=64", "answers that are right (%)"),
+     ("orbits", "--planets=1 --systems=20 --bins=50", "validation loss (nats per token)")],
+)  # fmt: skip
 def test_other_tasks(compared, tmp_path, task, settings, unit):
     sizes = ["--block_size=64", "--batch_size=2", "--tie_embeddings=False", "--tokenizer=gpt2"]
     file = write_scale(tmp_path / "small.py", *SMALL, f"--task={task}", *sizes, *settings.split())
@@ -104,6 +102,8 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
         ([SOFTMAX, f"{SOFTMAX}:plain"], ["'plain' must be one of", "plain_rope, "]),
         ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
+        ([f"{SOFTMAX}:yarn", "--nope_share=0,0.5"], ["nope_share = 0.5 leaves heads without RoPE"]),
+        ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),
     ],

@@ -118,11 +118,17 @@ class Options:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
         Raises UserError where a scaling other than the default, a factor or a base is asked of a
-        run without RoPE, and for an unknown scaling or an invalid factor or base.
+        run without RoPE, for an unknown scaling or an invalid factor or base, and for YaRN, which
+        scales the scores too, where heads with and without positions share one attention.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
         Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
         if config.positions == "rope":
+            if self.rope == "yarn" and config.nope_share and config.local_window is None:
+                raise UserError(
+                    "--rope yarn scales the scores of all heads of a layer, but nope_share = "
+                    f"{config.nope_share} leaves heads without RoPE"
+                )
             return self.rope
         asked = (self.rope_factor, self.rope_theta) != (None, None)
         if asked or self.rope not in ("none", Options.rope):
@@ -240,7 +246,8 @@ class Store:
 def code_of(name: str) -> str:
     """A hash of the code of the model, its attention and the evaluation of this name."""
     model = ("attention.py", "model.py", "generation.py", "attention_paths/*.py", "layers/*.py")
-    code = (*model, "evaluation.py", "tasks/*.py", f"scripts/{name}.py")
+    shared = ("scripts/common/retrieval.py", "scripts/common/validation.py")
+    code = (*model, "evaluation.py", "tasks/*.py", *shared, f"scripts/{name}.py")
     files = [file for pattern in code for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -262,7 +269,10 @@ class Evaluation(Options):
 
     def check(self, config: Config) -> None:
         """Raise UserError, before a run with this config is trained, if it cannot be measured."""
-        self.facts(config)
+        config = self.applied(config)
+        build_parts(config)
+        self.rope_for(config)
+        self.facts(config)  # last, as it may take a download
 
     def parts(self, config: Config) -> list[str]:
         """The names of the parts that are measured one after the other."""
@@ -440,8 +450,6 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
         check_runs(arguments.runs, evaluation)
         measurements = [measured(evaluation, path) for path in arguments.runs]
         pictures = show(evaluation, dict(zip(run_names(arguments.runs), measurements, strict=True)))
-        if arguments.out and not pictures:
-            raise UserError(f"--out {arguments.out}: there is nothing to draw")
         for path, measurement in zip(arguments.runs, measurements, strict=True):
             if own := evaluation.picture(path, measurement):
                 save_picture(own, picture_path([path], evaluation.name))
@@ -457,16 +465,13 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
 def check_runs(paths: Sequence[str | Path], evaluation: Evaluation) -> None:
     """Raise UserError, before any work, where a run cannot be measured or its results saved."""
     pick_dtype(evaluation.dtype, pick_device(evaluation.device))
-    configs = [evaluation.applied(checkpoint.read_config(path)) for path in paths]
-    for path, config in zip(paths, configs, strict=True):
+    for path in paths:
         checkpoint.find(path, evaluation.checkpoint, quiet=True)  # load_run reports damaged ones
         read_measurements(evaluation.results_file(path))
         check_writable(checkpoint.folder_of(path))
-        build_parts(config)
-        evaluation.rope_for(config)
     check_writable(common_folder(paths))
-    for config in configs:  # last, as it may take a download
-        evaluation.facts(config)
+    for path in paths:
+        evaluation.check(checkpoint.read_config(path))
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
