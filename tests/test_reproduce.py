@@ -211,6 +211,14 @@ def test_an_entry_may_have_any_p():
             entries.find_entry(name)
 
 
+def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
+    assert all(entries.find_entry(name).file == file for name, file in entries.FILES.items())
+    (tmp_path / "edited.py").write_text("nope_share = 0.5\nlocal_window = 128\n")
+    monkeypatch.setitem(entries.FILES, "hybrid", tmp_path / "edited.py")
+    changes = entries.find_entry("hybrid").changes(entries.open_scale("tiny", "out").config)
+    assert changes == {"local_window": 128 * 128 // 1024}
+
+
 def test_a_run_takes_as_many_gpus_as_divide_its_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     for name, gpus in {"124m": 4, "45m": 4, "tiny": 1}.items():

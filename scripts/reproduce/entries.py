@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from config import ROOT, Config, load_config, names, require_known_setting
@@ -76,9 +76,11 @@ def probe(scale: Config) -> dict:
     return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
 
 
-def part(share: float, setting: str) -> Callable[[Config], dict]:
-    """A window of this share of the training length, as the config file has it for 1,024 tokens."""
-    return lambda scale: {setting: max(1, int(scale.block_size * share))}
+def windows(name: str, scale: Config) -> dict:
+    """The windows of this config file, which are for 1,024 tokens, at the training length."""
+    file, share = load_config([str(FILES[name])]), scale.block_size / Config.block_size
+    found = {key: getattr(file, key) for key in ("window", "local_window")}
+    return {key: max(1, int(share * value)) for key, value in found.items() if value}
 
 
 def longer(times: int) -> Callable[[Config], dict]:
@@ -99,7 +101,7 @@ POSITIONS: dict[str, Callable[[Config], dict]] = {
     "{}_nope": lambda scale: {"positions": "none"},
     "{}_alibi": lambda scale: {"positions": "alibi"},
     # half of the heads see all keys without positions, half a window with RoPE
-    "hybrid_{}": lambda scale: {"nope_share": 0.5} | part(1 / 4, "local_window")(scale),
+    "hybrid_{}": lambda scale: {"nope_share": 0.5} | windows("hybrid", scale),
 }
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
 ENTRIES = {
@@ -112,15 +114,14 @@ ENTRIES = {
     "softmax_window": Entry(SOFTMAX, lambda scale: {"window": 2 * (scale.planets + 1)}),
     "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
     "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
-    "swa": Entry(CONFIGS / "swa.py", part(1 / 4, "window")),
-    "hybrid": Entry(CONFIGS / "hybrid.py", part(1 / 4, "local_window")),
-    "hybrid_lssar_p5": Entry(CONFIGS / "hybrid_lssar_p5.py", part(1 / 4, "local_window")),
-    "hybrid_ssmax_quarter": Entry(CONFIGS / "hybrid_ssmax_quarter.py", part(1 / 2, "local_window")),
     "softmax_4t": Entry(SOFTMAX, longer(4)),
     "softmax_16t": Entry(SOFTMAX, longer(16)),
 }
+for name in ("swa", "hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"):
+    ENTRIES[name] = Entry(FILES[name], partial(windows, name))
 for normaliser, (pattern, positions) in itertools.product(NORMALISERS, POSITIONS.items()):
-    ENTRIES[pattern.format(normaliser)] = Entry(FILES[normaliser], positions)
+    if (name := pattern.format(normaliser)) not in FILES:
+        ENTRIES[name] = Entry(FILES[normaliser], positions)
 
 
 def find_entry(name: str) -> Entry:
