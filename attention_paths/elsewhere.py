@@ -28,7 +28,7 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
         raise UserError("the window and the soft cap are the model's: set them in its config")
     check_choice("attention", name, VARIANTS)
     variant = VARIANTS[name]
-    if variant.from_input or (variant.needs_p and p is None) or (p and not variant.takes_p):
+    if variant.from_input or (p and not variant.takes_p):
         reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"
         raise UserError(f"attention = {name!r} {reason}")
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_causal")]

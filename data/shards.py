@@ -153,8 +153,8 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             )
     if not found:
         raise UserError(
-            f"{data_dir}: no *_{split}_*.bin there; make it with `python -m data.text FILES "
-            f"--out_dir {data_dir}` or `python -m data.fineweb --out_dir {data_dir}`: docs/data.md"
+            f"{data_dir}: no *_{split}_*.bin there; `python -m data.text` or `data.fineweb` make "
+            f"it, with --out_dir {data_dir} and the tokenizer of the run: docs/data.md"
         )
     return found
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from config import ROOT
 from errors import UserError
-
-ROOT = Path(__file__).parent.parent
 
 # Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
 PEAK_FLOPS = {

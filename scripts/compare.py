@@ -68,7 +68,7 @@ def main() -> None:
     task, _, name = options.scale.rpartition("/")
     task = task or "language"
     if options.scale.endswith(".py"):
-        task, name = load_config([options.scale]).tasks[0], options.scale
+        task, name = load_config([options.scale]).tasks[-1], options.scale
     if task not in choices("task"):
         raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)

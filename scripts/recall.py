@@ -7,7 +7,7 @@ runs, and none is a training sequence. As many keys are asked at every length, a
 with --proportional, which is for mqar, the pairs grow with the length, and sort has more symbols.
 An answer is right if it is the likeliest of all token ids. A run with less than 99% right answers
 at its training length has not learned the task: the table says so in place of its accuracies at
-other lengths, unless --window, --p or --attention make another model of it.
+other lengths, unless --window, --p, --attention, --rope_factor or --rope_theta is given.
 The distance of an answer is the number of tokens from the token that determines it. For sort a
 second line has the share of sequences whose answers are all right.
 

@@ -52,13 +52,9 @@ def noise(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "window, worths, shares",
-    [
-        (1000, [1, 1, 1, 1, 1], [1, 1]),
-        (40, [1, 1, 1, 1, 0], [1, 0]),
-        (10, [1, 1, 0, 0, 0], [0, 0]),
-        (0, [0, 0, 0, 0, 0], ["undecided"] * 2),  # without memory
-    ],
-)
+    [(1000, [1, 1, 1, 1, 1], [1, 1]), (40, [1, 1, 1, 1, 0], [1, 0]),
+     (10, [1, 1, 0, 0, 0], [0, 0]), (0, [0, 0, 0, 0, 0], ["undecided"] * 2)],  # 0: no memory
+)  # fmt: skip
 def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, worths, shares):
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))

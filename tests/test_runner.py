@@ -46,12 +46,10 @@ def test_every_option_comes_from_the_command_line():
 
 @pytest.mark.parametrize(
     "option, message",
-    [
-        ("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
-        ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
-        ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
-    ],
-)
+    [("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
+     ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
+     ("--lenghts=8", "unrecognized arguments: --lenghts=8")],
+)  # fmt: skip
 def test_options_are_refused_in_a_sentence(option, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse(eval_length.LossByLength, ["run", option])
