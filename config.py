@@ -161,7 +161,7 @@ class Config:
         "auto", "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32. "
         "Training with 'float32' on CUDA multiplies matrices in TF32",
         choices=("auto", "float32", "bfloat16", "float16"))
-    compile: bool | None = setting(None, "torch.compile; None: on CUDA only")
+    compile: bool | None = setting(None, "torch.compile; None: on CUDA, except recall by blocks")
     batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1)
     attention_impl: str = setting(
         "auto", "how attention is computed; 'auto': the fastest that works here",

@@ -318,8 +318,7 @@ def compile_model(model: GPT) -> GPT:
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # recall's lengths, kinds of blocks
     # False: else a smaller last batch in validation makes the graph of training dynamic too
-    dynamic = None if "recall" in model.config.task else False
     for block in model.trunk.blocks:
-        block.compile(dynamic=dynamic)
+        block.compile(dynamic=None if "recall" in model.config.task else False)
     model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]
     return model

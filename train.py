@@ -94,11 +94,12 @@ def train(config: Config, rank: int, world_size: int, device: torch.device) -> b
     del state  # and with it the optimizer's tensors in host memory
     if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
-    if pick_compile(config.compile, device):
+    # on the blocked path each length of recall would compile a graph of its own
+    slow = "recall" in config.task and "blocked" in kernels["attention_path"]
+    if pick_compile(config.compile, device, slow):
         module = compile_model(model)
     if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
-        ids = [device.index] if device.type == "cuda" else None
-        module = ddp = DDP(module, ids, gradient_as_bucket_view=True)
+        module = ddp = DDP(module, gradient_as_bucket_view=True)
         ddp.broadcast_buffers = False  # RoPE's tables only; the argument is deprecated
 
     # ---- loop ----
@@ -171,7 +172,8 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                 if val_loss < t.best_val_loss:
                     t.best_val_loss = val_loss
                     saver.save("best", t.state(config, best=True))
-            stop = all_reduce_max(len(received), device) > 0
+            started = time.perf_counter()
+            stop = all_reduce_max(len(received), device) > 0  # waits for the last step's update
             if new and (last or stop or t.step % config.checkpoint_interval == 0):
                 if not all(p.isfinite().all() for p in t.model.parameters()):
                     stop_diverged(run, t.step, "its update left non-finite weights")
@@ -179,10 +181,11 @@ def fit(config: Config, t: Training, objective: Objective) -> bool:
                 saver.save("step", t.state(config))
                 if t.step == 0:
                     saver.wait()  # so any run with a step can be resumed; a full disk shows at once
+                started = time.perf_counter()
             if last or stop:
                 break
 
-            started, batch = time.perf_counter(), objective.batch(t.step)
+            batch = objective.batch(t.step)
             # a variant that draws random numbers draws the same ones in a resumed run
             torch.manual_seed(hash((config.seed, t.step, rank)))
             lr = learning_rate(t.step, config)

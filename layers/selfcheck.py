@@ -20,8 +20,9 @@ from layers.heads import formulas_hash
 # The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
 # TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
 ROUNDING = 2.0**-7
-# no multiple of a tile; on a GPU, three tiles of 128 keys and a part of one
-QUERIES = 77 if launch is None or launch.INTERPRETED else 3 * 128 + 77
+# Queries: no multiple of a tile (on a GPU, three tiles of 128 keys and a part of one), and a
+# multiple of 16, as most training lengths are, for which Triton compiles other kernels
+ODD, EVEN = (77, 64) if launch is None or launch.INTERPRETED else (3 * 128 + 77, 512)
 
 
 def check_kernels(
@@ -73,9 +74,9 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
     groups = layer.n_head if config.kv_heads == config.n_head else 1
     try:
         errors = relative_errors(layer, groups, config.forget, q)
-    except torch.OutOfMemoryError:
-        raise  # another path would take more
-    except Exception as raised:  # whatever Triton and CUDA raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # another path would take more memory; a CUDA error leaves no usable context
+    except Exception as raised:  # whatever Triton raises
         return math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())}"
     for name, error in errors.items():
         if not error <= (8 + (layer.p or 0)) * ROUNDING:  # nan, too
@@ -84,14 +85,14 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
 
 
 def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> dict[str, float]:
-    """Relative errors of the kernels for two lengths.
+    """Relative errors of the kernels for two lengths, ODD and EVEN.
 
-    With a window, the last QUERIES queries follow so many keys that it hides some.
+    With a window, also for the last ODD queries after so many keys that it hides some.
     """
     found, impl, g = {}, layer.impl, torch.Generator().manual_seed(0)
     heads = layer.n_head
-    for keys in {QUERIES, QUERIES + (layer.window or 0)}:
-        shapes = [(heads, QUERIES), (groups, keys), (groups, keys), (heads, QUERIES)]
+    for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (layer.window or 0))}):
+        shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
         tensors = [torch.randn(1, *x, layer.head_size, generator=g).to(q) for x in shapes]
         gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
         log_forget = gates if forget else None

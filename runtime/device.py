@@ -66,9 +66,9 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def pick_compile(setting: bool | None, device: torch.device) -> bool:
-    """Whether to compile the model: the setting or, if it is None, only on CUDA."""
-    return device.type == "cuda" if setting is None else setting
+def pick_compile(setting: bool | None, device: torch.device, slow: bool = False) -> bool:
+    """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow."""
+    return device.type == "cuda" and not slow if setting is None else setting
 
 
 def memory_mb(device: torch.device) -> float:

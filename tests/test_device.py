@@ -40,6 +40,7 @@ def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     chosen = [device.pick_dtype("auto", torch.device("cuda", index)) for index in range(2)]
     assert chosen == [torch.float16, torch.bfloat16]
+    assert not device.pick_compile(None, torch.device("cuda"), slow=True)
 
 
 @pytest.fixture

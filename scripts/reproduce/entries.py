@@ -104,7 +104,7 @@ POSITIONS: dict[str, Callable[[Config], dict]] = {
     "hybrid_{}": lambda scale: {"nope_share": 0.5} | windows("hybrid", scale),
 }
 SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
-ENTRIES = {
+ENTRIES = {name: Entry(file) for name, file in FILES.items()} | {
     "softmax_before_f": Entry(SOFTMAX, before_swap),
     "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
     "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
@@ -120,15 +120,14 @@ ENTRIES = {
 for name in ("swa", "hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"):
     ENTRIES[name] = Entry(FILES[name], partial(windows, name))
 for normaliser, (pattern, positions) in itertools.product(NORMALISERS, POSITIONS.items()):
-    if (name := pattern.format(normaliser)) not in FILES:
-        ENTRIES[name] = Entry(FILES[normaliser], positions)
+    ENTRIES.setdefault(pattern.format(normaliser), Entry(FILES[normaliser], positions))
 
 
 def find_entry(name: str) -> Entry:
-    """The entry of ENTRIES, the config of this name, or a config with another p (lssar_p7)."""
+    """The entry of ENTRIES, which holds every config, or a config with another p (lssar_p7)."""
     variant, p = split_p(name)
-    if name in ENTRIES or name in FILES:
-        return ENTRIES.get(name) or Entry(FILES[name])
+    if name in ENTRIES:
+        return ENTRIES[name]
     file = FILES.get(f"{variant}_p15") or FILES.get(variant)
     if p is None or file is None:
         raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
