@@ -127,10 +127,9 @@ def show(e: Recall, results: Results) -> dict[str, Figure]:
     title = ", ".join(filter(None, [*tasks, title_of(measurements)]))
     lengths, by_length, by_distance = list(accuracies(measurements[0])), [], []
     table = [["length", *map(str, lengths), ""]]
-    opened_otherwise = any((e.window, e.p, e.attention, e.rope_factor, e.rope_theta))
     for name, result in results.items():
         shares, trained = accuracies(result), result["trained_length"]
-        known = learned(result) or opened_otherwise
+        known = learned(result) or any((e.window, e.p, e.attention, e.rope_factor, e.rope_theta))
         cells = [f"{y:.1f}" if known or n == trained else "–" for n, y in shares.items()]
         note = "" if known else f"not learned in {result['step']:,} steps"
         if known:

@@ -119,7 +119,7 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     ids = torch.arange(len(model.lm_head.weight))[:, None] - first
     model.lm_head.weight.data *= 50 * ((ids >= 0) & (ids < 16))  # so that a guess is often a value
     run = saved_run(tmp_path / "latest", model)
-    call(recall, run, "--lengths=32", "--answers=400", "--rope=none", "--device=cpu")
+    call(recall, run, "--lengths=32", "--answers=400", "--rope=none", "--device=cpu", "--out=x.png")
     (measured,) = json.loads((run / "recall.json").read_text())
     for length in (32, 64):
         tokens = [draw("latest", 2, index, length).tokens.tolist() for index in range(100)]
@@ -129,14 +129,14 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
         part = measured["parts"][str(length)]
         assert 10 < right.sum() == 400 * part["accuracy"] and part["answers"] == 400
         assert sum(one["answers"] for one in part["distances"].values()) == 400
-    title, _, line = capsys.readouterr().out.strip().splitlines()
-    assert title == "latest, rope none: answers that are right (%)"
+    printed, said = capsys.readouterr()
+    title, _, line = printed.strip().splitlines()
+    assert title == "latest, rope none: answers that are right (%)" and "nothing to draw" in said
     assert line.split(maxsplit=3)[1:] == ["–", f"{right.sum() / 4:.1f}", "not learned in 7 steps"]
     if first:
         call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
         (of_text,) = json.loads((run / "eval_length.json").read_text())
-        text = TokenLoader(shards, Batching(64, 8, 0), 257)
-        ((x, y),) = text.validation_batches(512, 8)
+        ((x, y),) = TokenLoader(shards, Batching(64, 8, 0), 257).validation_batches(512, 8)
         assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(model(x, y).item(), rel=1e-5)
 
 

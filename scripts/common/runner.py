@@ -130,8 +130,7 @@ class Options:
                     f"{config.nope_share} leaves heads without RoPE"
                 )
             return self.rope
-        asked = (self.rope_factor, self.rope_theta) != (None, None)
-        if asked or self.rope not in ("none", Options.rope):
+        if self.rope_factor or self.rope_theta or self.rope not in ("none", Options.rope):
             raise UserError(
                 f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )
@@ -458,6 +457,8 @@ def as_command(kind: type[Evaluation], show: Show) -> Callable[[], None]:
             if arguments.out and i:
                 file = file.with_stem(f"{file.stem}_{name}")
             save_picture(figure, file)
+        if arguments.out and not pictures:
+            print(f"--out {arguments.out}: there is nothing to draw", file=sys.stderr)
 
     return main
 
