@@ -62,7 +62,7 @@ class Phi:
     # A shift that l1 cancels, computed from a row's largest score and added to all of its scores so
     # that phi neither overflows nor underflows.
     shift: Callable[[Tensor], Tensor] | None = None
-    # Its entry in attention_paths.phi.PHIS; None: no fused kernel.
+    # Its entry in attention_paths.kernels.phi.PHIS; None: no fused kernel.
     kernel: str | None = None
 
 

@@ -125,7 +125,7 @@ class Config:
                                      at_least=1, needs=LANGUAGE)
     # ---- data: what the loss is measured on ----
     task: str = setting(
-        "language", "'orbits' are simulated planets, 'recall' asks what lies far away: tasks/*.py",
+        "language", "'orbits' are simulated planets, 'recall' asks what lies far away: data/*.py",
         choices=("language", "orbits", "recall", "language+recall"))
     data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")

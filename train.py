@@ -27,6 +27,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from data.tasks import open_loader
 from evaluation import mean_loss
 from layers.heads import build_parts
 from layers.selfcheck import check_kernels
@@ -41,7 +42,6 @@ from runtime.files import lock_folder, write_json
 from runtime.log import Log, say
 from runtime.pretrained import load_initial
 from runtime.preview import describe
-from tasks.loaders import open_loader
 
 Pair = tuple[Tensor, Tensor]  # inputs and targets
 Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets, in nats

@@ -10,7 +10,7 @@ from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
 try:
-    from attention_paths import launch
+    from attention_paths.kernels import launch
 except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     launch = None
 
@@ -20,7 +20,7 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     if variant.row_weights is not None and variant.phi is not EXPM1:
         return "its weights are functions of whole rows"
     if variant.phi.kernel is None:
-        return "its phi has no kernel in attention_paths.phi.PHIS"
+        return "its phi has no kernel in attention_paths.kernels.phi.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"
     if variant.keyed:

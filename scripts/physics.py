@@ -41,13 +41,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.loader import epoch_order
+from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from runtime.checkpoint import Training
 from runtime.device import open_device
 from runtime.divergence import finite_step
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
 from scripts.common.tables import print_table
-from tasks.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
 from train import Batch, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.

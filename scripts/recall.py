@@ -2,7 +2,7 @@
 
 python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 
-For runs with task = "recall", on their own task (tasks/recall.py). Sequences are the same for all
+For runs with task = "recall", on their own task (data/recall.py). Sequences are the same for all
 runs, and none is a training sequence. As many keys are asked at every length, among more noise;
 with --proportional, which is for mqar, the pairs grow with the length, and sort has more symbols.
 An answer is right if it is the likeliest of all token ids. A run with less than 99% right answers
@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
+from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 from errors import UserError
 from runtime import checkpoint
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Results, Run, as_command, batches, option, title_of
 from scripts.common.tables import print_table
 from scripts.common.validation import AtLengths, accuracies, check_lengths, default_lengths
-from tasks.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 
 PERCENT = "answers that are right (%)"
 FEWEST = 30  # answers of a distance that is drawn

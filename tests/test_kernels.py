@@ -45,7 +45,7 @@ from tests.runs import ROOT
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from attention_paths import launch, phi, tiles  # noqa: E402
+from attention_paths.kernels import launch, phi, tiles  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -386,7 +386,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
 
 def test_no_kernel_returns_none():
     """Triton 3.6 cannot compile it."""
-    texts = [path.read_text() for path in (ROOT / "attention_paths").glob("*.py")]
+    texts = [path.read_text() for path in (ROOT / "attention_paths" / "kernels").glob("*.py")]
     assert not any("@triton.jit" in text and "return None" in text for text in texts)
 
 

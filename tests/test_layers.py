@@ -12,7 +12,8 @@ LAYERS = (
     ("config", "runtime.files"),
     ("runtime.device", "runtime.distributed"),
     ("data", "attention"),
-    ("attention_paths", "tasks"),
+    ("attention_paths.kernels",),
+    ("attention_paths",),
     ("layers",),
     ("model",),
     ("generation", "optim", "evaluation"),
@@ -30,7 +31,7 @@ LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entri
 def imports() -> dict[str, set[str]]:
     """The modules that each module imports, at its top or anywhere else, without __init__.py."""
     files = [*ROOT.glob("*.py")]
-    for package in ("attention_paths", "data", "layers", "runtime", "scripts", "tasks"):
+    for package in ("attention_paths", "data", "layers", "runtime", "scripts"):
         files += (file for file in (ROOT / package).rglob("*.py") if file.name != "__init__.py")
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
     found = {}

@@ -7,11 +7,11 @@ import pytest
 from scipy import stats
 from scipy.integrate import solve_ivp
 
+from data import orbits
 from data.loader import Batching
+from data.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, simulated
+from data.simulated import TRAINING
 from errors import UserError
-from tasks import orbits
-from tasks.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions, simulated
-from tasks.simulated import TRAINING
 
 MANY = [draw(5, index, 10) for index in range(3000)]
 

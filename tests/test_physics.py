@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from config import load_config
+from data.orbits import PAIRS, G, draw_pair, simulated
 from model import GPT
 from runtime import checkpoint
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
-from tasks.orbits import PAIRS, G, draw_pair, simulated
 from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 
 ORBITS = [

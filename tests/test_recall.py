@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from config import choices
 from data.loader import Batching, TokenLoader
+from data.recall import Drawn, RecallLoader, draw, targets
+from data.tasks import open_loader
 from errors import UserError
 from evaluation import mean_loss
 from model import GPT
 from scripts import eval_length, recall
 from scripts.reproduce import tables
-from tasks.loaders import open_loader
-from tasks.recall import Drawn, RecallLoader, draw, targets
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
 from tests.runs import assert_same_run, metrics
 

@@ -16,7 +16,7 @@ from tests.helpers import small_config
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from attention_paths import launch, phi  # noqa: E402
+from attention_paths.kernels import launch, phi  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="takes the kernels on a CPU")
 

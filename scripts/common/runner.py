@@ -244,9 +244,9 @@ class Store:
 @functools.cache
 def code_of(name: str) -> str:
     """A hash of the code of the model, its attention and the evaluation of this name."""
-    model = ("attention.py", "model.py", "generation.py", "attention_paths/*.py", "layers/*.py")
+    model = ("attention.py", "model.py", "generation.py", "attention_paths/**/*.py", "layers/*.py")
     shared = ("scripts/common/retrieval.py", "scripts/common/validation.py")
-    code = (*model, "evaluation.py", "tasks/*.py", *shared, f"scripts/{name}.py")
+    code = (*model, "evaluation.py", "data/*.py", *shared, f"scripts/{name}.py")
     files = [file for pattern in code for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

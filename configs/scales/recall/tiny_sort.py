@@ -1,4 +1,4 @@
-# For a laptop: sorting (tasks/recall.py).
+# For a laptop: sorting (data/recall.py).
 from configs.scales.recall.tiny import *
 
 recall = "sort"

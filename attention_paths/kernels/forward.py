@@ -8,8 +8,8 @@ with R_i = sum_j t_ij^(p-1): see launch.py for the formulas.
 import triton
 import triton.language as tl
 
-from attention_paths import tiles
-from attention_paths.phi import relu
+from attention_paths.kernels import tiles
+from attention_paths.kernels.phi import relu
 
 
 @triton.jit

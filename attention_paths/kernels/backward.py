@@ -13,8 +13,8 @@ With the constant SLOPE in factor and in E, dz is the gradient of y.
 import triton
 import triton.language as tl
 
-from attention_paths import tiles
-from attention_paths.phi import relu
+from attention_paths.kernels import tiles
+from attention_paths.kernels.phi import relu
 
 
 @triton.jit

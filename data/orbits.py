@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.loader import Batching, inputs_and_targets
-from tasks.simulated import Indices, SimulatedLoader, generator
+from data.simulated import Indices, SimulatedLoader, generator
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU

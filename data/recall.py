@@ -29,8 +29,8 @@ from torch import Tensor
 
 from config import RECALL_IDS
 from data.loader import Batching
+from data.simulated import Indices, SimulatedLoader, generator
 from errors import UserError
-from tasks.simulated import Indices, SimulatedLoader, generator
 
 EVALUATION = 2  # the set of scripts.recall, beside those of training and validation
 SEQUENCES = 2**32  # of an epoch: no run sees a sequence twice

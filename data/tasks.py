@@ -8,9 +8,9 @@ from torch import Tensor
 
 from config import Config
 from data.loader import Batches, Batching, Loader, TokenLoader
+from data.orbits import OrbitLoader
+from data.recall import RecallLoader
 from data.shards import check_tokenizer
-from tasks.orbits import OrbitLoader
-from tasks.recall import RecallLoader
 
 
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:

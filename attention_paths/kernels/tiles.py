@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention_paths.phi import LOG2_E, reciprocal
+from attention_paths.kernels.phi import LOG2_E, reciprocal
 
 # As in attention.py; a test compares them.
 DEAD = tl.constexpr(1e-30)

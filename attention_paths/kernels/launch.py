@@ -46,11 +46,11 @@ import torch
 import triton
 from torch import Tensor
 
-from attention_paths.backward import backward_keys, backward_queries, backward_rows
-from attention_paths.decode import decode_scores, decode_values
-from attention_paths.forward import forward_one_stage, forward_two_stages
-from attention_paths.phi import PHIS
-from attention_paths.tiles import Constants, Functions, Numbers, Strided
+from attention_paths.kernels.backward import backward_keys, backward_queries, backward_rows
+from attention_paths.kernels.decode import decode_scores, decode_values
+from attention_paths.kernels.forward import forward_one_stage, forward_two_stages
+from attention_paths.kernels.phi import PHIS
+from attention_paths.kernels.tiles import Constants, Functions, Numbers, Strided
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret

@@ -7,8 +7,8 @@ scores of a chunk and its part of the row's sum and maximum, decode_values its p
 import triton
 import triton.language as tl
 
-from attention_paths import tiles
-from attention_paths.phi import relu
+from attention_paths.kernels import tiles
+from attention_paths.kernels.phi import relu
 
 
 @triton.jit
