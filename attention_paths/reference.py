@@ -129,12 +129,15 @@ class ReferenceAttention(nn.Module):
         """The rows of some heads, for the last queries q [B, H, Lq, d] of Lk positions."""
         keys = torch.arange(Lk, device=q.device)
         last = keys[Lk - q.shape[2] :, None]
-        n = (last + 1).clamp_max(Lk if self.window is None else self.window)
-        # float32 at least: bfloat16 cannot count past 256
+        # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
+        # of a constant and an index into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
+        n = (last + 1).to(dtype)
+        if self.window is not None:
+            n = n.clamp_max(self.window)
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = Rows(
-            n.to(dtype), last, keys, head, self.window, self.head_size, self.trained_length,
+            n, last, keys, head, self.window, self.head_size, self.trained_length,
             self.gamma, self.p, context.score_scale, self.softcap,
         )  # fmt: skip
         for name in self.variant.from_input:
@@ -145,7 +148,7 @@ class ReferenceAttention(nn.Module):
         if self.b is not None:
             rows.b = self.b[heads, None, None]
         if self.p_n is not None:  # beyond the training length, the last value
-            rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1)]
+            rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1).long()]
         if self.alibi_heads:
             h = (head - (self.n_head - self.alibi_heads) + 1).to(dtype)
             rows.slopes = torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
