@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 EXIT_MISTAKE = 2
 
@@ -18,30 +18,38 @@ class UserError(ValueError):
 
 
 def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
-    """Raise UserError, with the nearest right value, where a value is not among these."""
+    """Raise UserError, with the nearest allowed value, if `value` is not allowed."""
     if value not in allowed:
-        texts = [str(one) for one in allowed]
-        hint = did_you_mean(str(value), texts)
-        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(texts)}")
+        names = list(map(str, allowed))
+        hint = did_you_mean(str(value), names)
+        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(names)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the nearest known name, and a space; "" where none is near."""
-    words = list(known)
-    initials = [word for word in words if name == "".join(part[:1] for part in word.split("_"))]
-    near = initials or difflib.get_close_matches(name, words, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
+    """Return a question with the known name nearest to `name`, and a space; "" if none is near.
+
+    The nearest name is one with the initials `name` (lr: learning_rate), or else a similar one.
+    """
+    names = list(known)
+    for candidate in names:
+        if name == "".join(word[:1] for word in candidate.split("_")):
+            return f"did you mean {candidate}? "
+    for candidate in difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"did you mean {candidate}? "
+    return ""
 
 
 def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, or its type if it has no message."""
+    message = str(error) or type(error).__name__
+    return message.splitlines()[0]
 
 
 def command(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 
-    Running out of memory is reported the same way; Ctrl-C exits with 130, output that nobody reads
-    any more, as in `| head`, with 1.
+    Running out of memory is reported in the same way. Ctrl-C exits with 130, and output that nobody
+    reads any more, as in `| head`, with 1.
     """
 
     @functools.wraps(main)
@@ -49,15 +57,15 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_MISTAKE)
-        except (MemoryError, RuntimeError) as error:
-            text = str(error) or "more than this machine has"
+            exit_with(str(error))
+        except MemoryError as error:
+            reason = str(error) or "more than this machine has"
+            exit_with(f"not enough memory: {reason.splitlines()[0]}")
+        except RuntimeError as error:
             # how torch words a failed allocation, on a CPU and on a GPU
-            if isinstance(error, RuntimeError) and "to allocate" not in text:
+            if "to allocate" not in str(error):
                 raise
-            print(f"error: not enough memory: {text.splitlines()[0]}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_MISTAKE)
+            exit_with(f"not enough memory: {first_line(error)}")
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
             sys.exit(1)
@@ -66,3 +74,8 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
             sys.exit(130)
 
     return run
+
+
+def exit_with(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_MISTAKE)

@@ -1,6 +1,10 @@
-"""The batches of each task: what train.py needs to know of the data that it trains on."""
+"""What a run trains on: each task's batches, and what they ask of the model.
+
+A new task is a loader in a file of its own, an entry of TASKS, and a value of the setting `task`.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,16 +17,33 @@ from data.recall import RecallLoader
 from data.shards import check_tokenizer
 
 
+@dataclass(frozen=True)
+class Task:
+    """How the batches of a task are opened, and their form."""
+
+    open: Callable[[Config, Batching], Loader]
+    reads_shards: bool = False  # from data_dir; otherwise sequences are made as they are needed
+    tokens_per_position: int = 1  # 2: inputs and targets are pairs, [batch, length, 2]
+    varied_lengths: bool = False  # batches are shorter than block_size in some steps
+
+
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
-    """The batches of one rank; None in a dry run before the data are made.
+    """Open the batches of one rank; returns None in a dry run before the shards are made.
 
     Raises UserError where the data do not fit the settings.
     """
-    if config.dry_run and "language" in config.tasks and not Path(config.data_dir).exists():
+    task = TASKS[config.task]
+    if config.dry_run and task.reads_shards and not Path(config.data_dir).exists():
         return None
-    sequences = config.total_batch_size // config.block_size
-    batching = Batching(config.block_size, sequences, config.seed, rank, world_size, device)
-    return LOADERS[config.task](config, batching)
+    batching = Batching(
+        block_size=config.block_size,
+        batch_size=config.total_batch_size // config.block_size,
+        seed=config.seed,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+    )
+    return task.open(config, batching)
 
 
 def open_text(config: Config, batching: Batching) -> TokenLoader:
@@ -30,34 +51,45 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     return TokenLoader(config.data_dir, batching, config.text_ids)
 
 
+def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
+    return OrbitLoader(config.systems, config.planets, config.bins, batching)
+
+
 def open_recall(config: Config, batching: Batching) -> RecallLoader:
-    return RecallLoader(config.recall, batching, config.text_ids)
+    return RecallLoader(config.recall, batching, first_id=config.text_ids)
+
+
+def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoader":
+    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
 
 
 class AlternatingLoader(Loader):
-    """Text in even steps, recall in odd steps; validation is of text alone.
+    """Text in even steps, recall in odd steps; validation is on text alone.
 
-    Step 2 n is step n of text, step 2 n + 1 is step n of recall. An epoch has each window of text
-    once, and as many sequences of recall.
+    Step 2 n is step n of text, and step 2 n + 1 is step n of recall. An epoch visits each window of
+    text once, and as many sequences of recall.
     """
 
     def __init__(self, text: TokenLoader, recall: RecallLoader) -> None:
-        self.text, self.recall = text, recall
+        self.text = text
+        self.recall = recall
         self.source = f"{text.source} and {recall.source} in turn"
-        self.tokens, self.val_tokens = 2 * text.tokens, text.val_tokens
+        self.tokens = 2 * text.tokens
+        self.val_tokens = text.val_tokens
         super().__init__(2 * text.n_windows, text.batching)
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         return self.text.validation_batches(max_tokens, batch_size)
 
     def _read(self, step: int) -> tuple[Tensor, Tensor]:
-        return (self.recall if step % 2 else self.text)._read(step // 2)
+        loader = self.recall if step % 2 else self.text
+        return loader._read(step // 2)
 
 
 # One entry for each value of the setting `task`.
-LOADERS: dict[str, Callable[[Config, Batching], Loader]] = {
-    "language": open_text,
-    "orbits": lambda c, batching: OrbitLoader(c.systems, c.planets, c.bins, batching),
-    "recall": open_recall,
-    "language+recall": lambda c, b: AlternatingLoader(open_text(c, b), open_recall(c, b)),
+TASKS = {
+    "language": Task(open_text, reads_shards=True),
+    "orbits": Task(open_orbits, tokens_per_position=2),
+    "recall": Task(open_recall, varied_lengths=True),
+    "language+recall": Task(open_text_and_recall, reads_shards=True, varied_lengths=True),
 }

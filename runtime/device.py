@@ -17,29 +17,51 @@ from errors import UserError
 
 # Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12,
-    "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12,
-    "L40S": 362e12, "L40": 181e12, "A40": 150e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12,
-    "V100": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "A40": 150e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device that a setting names; 'auto' is cuda, else mps, else cpu.
+    """Return the device that a setting names; 'auto' is cuda, else mps, else cpu.
 
     Raises UserError for a device that this machine does not have.
     """
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    found += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    wanted = {"auto": found[0], "cuda": "cuda:0"}.get(name, name)
-    if wanted not in found:
-        raise UserError(f"device = {name!r}; this machine has {', '.join(found)}, or 'auto'")
-    return torch.device(wanted)
+    available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    available.append("cpu")
+    aliases = {"auto": available[0], "cuda": "cuda:0"}
+    device = aliases.get(name, name)
+    if device not in available:
+        raise UserError(f"device = {name!r}; this machine has {', '.join(available)}, or 'auto'")
+    return torch.device(device)
 
 
 def open_device(name: str) -> torch.device:
-    """The device that a setting names, ready for training; under torchrun, this rank's GPU."""
-    device, ranks = pick_device(name), int(os.environ.get("WORLD_SIZE", 1))
+    """Return the device that a setting names, set up for training; under torchrun, the rank's GPU.
+
+    Raises UserError as pick_device does, and for several processes on 'mps'.
+    """
+    device = pick_device(name)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "mps" and ranks > 1:
         raise UserError(f"device = 'mps' takes one process, not {ranks}: leave out torchrun")
     if device.type == "cuda":
@@ -56,7 +78,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type != "cuda":
         return torch.float32
-    with torch.cuda.device(device):  # which the question below is about
+    with torch.cuda.device(device):  # is_bf16_supported asks about the current device
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float16
 
@@ -68,11 +90,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 def pick_compile(setting: bool | None, device: torch.device, slow: bool = False) -> bool:
     """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow."""
-    return device.type == "cuda" and not slow if setting is None else setting
+    if setting is not None:
+        return setting
+    return device.type == "cuda" and not slow
 
 
 def memory_mb(device: torch.device) -> float:
-    """Peak memory so far: the GPU's allocations, elsewhere the process's resident set."""
+    """Peak memory so far, in MB: the GPU's allocations, elsewhere the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
@@ -80,10 +104,14 @@ def memory_mb(device: torch.device) -> float:
 
 
 def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
-    """The share of the device's peak (MFU), None where it is not known, and the peak memory."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", gpu)), None)
-    mfu = flops_per_s / peak if peak and flops_per_s else None
+    """The share of the device's peak (MFU), None if it is not known, and the peak memory."""
+    mfu = None
+    if device.type == "cuda" and flops_per_s:
+        gpu = torch.cuda.get_device_name(device)
+        for name, peak in PEAK_FLOPS.items():
+            if re.search(rf"\b{name}\b", gpu):
+                mfu = flops_per_s / peak
+                break
     return {"mfu": mfu, "memory_mb": memory_mb(device)}
 
 
@@ -91,12 +119,14 @@ def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
 
 
 def environment(device: str = "auto") -> dict[str, Any]:
-    """Versions, commit, and the machine: the GPU's name, or the CPU's."""
-    commit, found = git("rev-parse", "HEAD"), pick_device(device)
+    """Return versions, the commit, and the machine: the GPU's name, or the CPU's."""
+    picked = pick_device(device)
+    on_gpu = picked.type == "cuda"
+    commit = git("rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name(found) if found.type == "cuda" else processor(),
+        "machine": torch.cuda.get_device_name(picked) if on_gpu else cpu_name(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
         "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
@@ -105,23 +135,26 @@ def environment(device: str = "auto") -> dict[str, Any]:
 
 def uncommitted() -> bytes:
     """A patch from the commit to the code of this process: changes, and untracked .py files."""
-    untracked = (git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or b"").decode()
-    new = [("--no-index", "/dev/null", path) for path in untracked.split("\0") if path]
-    return b"".join(git("diff", "--binary", *what) or b"" for what in [("HEAD",), *new])
+    patch = git("diff", "--binary", "HEAD") or b""
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or b""
+    for path in filter(None, untracked.decode().split("\0")):
+        patch += git("diff", "--binary", "--no-index", "/dev/null", path) or b""
+    return patch
 
 
 def git(*arguments: str) -> bytes | None:
-    """What git prints for this repository; None where it fails, as in a copy without history."""
+    """What git prints for this repository; None if it fails, as in a copy without history."""
     try:
         run = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True)
     except OSError:
         return None
-    return run.stdout if run.returncode <= 1 else None  # 1: a diff between files found something
+    return run.stdout if run.returncode <= 1 else None  # 1: `diff --no-index` found differences
 
 
-def processor() -> str:
-    """The CPU's name, where the system tells it in /proc/cpuinfo, or else its architecture."""
+def cpu_name() -> str:
+    """The CPU's name in /proc/cpuinfo, or its architecture if there is none."""
     with suppress(OSError):
-        if name := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return name[1]
+        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        if model:
+            return model[1]
     return platform.machine()

@@ -23,9 +23,14 @@ def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -
     if ranks == 1:
         yield
         return
-    backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-    own = device if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=limit, device_id=own)
+    use_nccl = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if use_nccl else "gloo",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if use_nccl else None,
+    )
     ended = False
     try:
         yield
@@ -34,7 +39,7 @@ def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -
     finally:
         # Closing NCCL's group takes all ranks, and after an error the others do not come: leave it
         # open, so that the error's message is printed and the process ends.
-        if ended or backend == "gloo":
+        if ended or not use_nccl:
             # A gloo thread takes the GIL to free the last collective's tensors. Let it finish:
             # closing the group joins that thread with the GIL held, and would deadlock.
             time.sleep(0.1)
@@ -52,15 +57,17 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask a run to stop, instead of ending the process.
+    """Collect the signals that ask a run to stop, instead of letting them end the process.
 
     A signal that is ignored stays ignored: under nohup, the terminal may close.
     """
     received: list[int] = []
-    caught = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = [signal.signal(number, lambda number, _: received.append(number)) for number in caught]
+    handlers = {}  # as they were before the block
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            handlers[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield received
     finally:
-        for number, handler in zip(caught, before, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)

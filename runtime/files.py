@@ -21,7 +21,7 @@ LOCK = ".lock"
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Raise UserError, naming the file, where a write to it raises OSError."""
+    """Raise UserError, naming the file, if a write to it in the block raises OSError."""
     try:
         yield
     except OSError as error:
@@ -32,9 +32,9 @@ def writing(path: str | Path) -> Iterator[None]:
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """Open a file that appears under `path` only once the block has ended and all is on disk.
 
-    A kill or an error leaves the previous content in place. The temporary file lies hidden beside
-    it, under a random name; a kill leaves it there until `lock_folder` deletes it. Raises UserError
-    where it cannot be written.
+    A kill or an error leaves the previous content in place. The temporary file is hidden beside it,
+    under a random name; a kill leaves it there until `lock_folder` deletes it. Raises UserError if
+    it cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -68,12 +68,14 @@ def delete_abandoned(temporary: Path) -> None:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Raise UserError, before any long work, for a folder that cannot be written to.
+    """Raise UserError, before any long work, if a folder cannot be written to.
 
     If it does not exist yet, its nearest existing parent is tested.
     """
     folder = Path(folder).absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise UserError(f"{folder}: no file can be written there")
 
@@ -85,9 +87,9 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path, type: Any = Any) -> Any:
-    """The content of a JSON file, as an object of this type; None if there is no such file.
+    """Read a JSON file as an object of this type; returns None if there is no such file.
 
-    Raises UserError where it cannot be read as JSON or is not of the type.
+    Raises UserError if it cannot be read as JSON or is not of the type.
     """
     path = Path(path)
     try:
@@ -100,13 +102,13 @@ def read_json(path: str | Path, type: Any = Any) -> Any:
 
 
 def convert(value: Any, type: Any, source: str | Path) -> Any:
-    """A value read from a file, as an object of this type, such as a msgspec.Struct.
+    """Convert a value read from a file to an object of this type, such as a msgspec.Struct.
 
-    Raises UserError where a field is missing or has another type.
+    Raises UserError, naming the file, if a field is missing or has another type.
     """
     try:
         return msgspec.convert(value, type)
-    except Exception as error:  # of whatever objects, such as tensors, msgspec comes across
+    except Exception as error:  # the value may hold any object, such as a tensor
         raise UserError(f"{source}: damaged, or of another version: {error}") from error
 
 
@@ -120,12 +122,13 @@ def sha256_of(path: str | Path) -> str:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
-    The system releases the lock when the process ends, however it ends. Files that killed processes
-    have left half-written are deleted. A folder that was created for nothing is removed again.
-    Raises UserError where the folder cannot be written to, or another process holds its lock; the
-    message says that it "is `doing`".
+    The system releases the lock when the process ends, however it ends. Temporary files of killed
+    processes are deleted. A folder that the block leaves empty is removed again, if it was created
+    here. Raises UserError if the folder cannot be written to, or if another process holds its lock;
+    the message says that it "is `doing`".
     """
-    created, lock = not folder.exists(), FileLock(folder / LOCK)
+    created = not folder.exists()
+    lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=1)  # is_locked holds it for a moment
@@ -146,7 +149,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder."""
     try:
-        if folder.exists():  # the lock would make it
+        if folder.exists():  # taking the lock would create it
             with FileLock(folder / LOCK).acquire(timeout=0):
                 pass
         return False

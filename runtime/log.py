@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
@@ -32,17 +33,19 @@ class Log:
     """
 
     def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool):
-        self.config, self.quiet = config, quiet
+        self.config = config
+        self.quiet = quiet
         if quiet:
             return
-        path, before = run / "metrics.jsonl", []
+        earlier = []
         if resumed_at is not None:  # the run repeats later steps
-            before = [values for values in read_metrics(run) if values["step"] <= resumed_at]
+            earlier = [values for values in read_metrics(run) if values["step"] <= resumed_at]
+        path = run / "metrics.jsonl"
         with atomic_write(path, "w") as file:
-            file.writelines(json.dumps(values) + "\n" for values in before)
+            file.writelines(json.dumps(values) + "\n" for values in earlier)
         self.file = open(path, "a")
         self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
-        for values in before:  # a killed run may not have sent them to wandb
+        for values in earlier:  # a killed run may not have sent them to wandb
             self.send(values)
 
     def print(self, text: str) -> None:
@@ -62,21 +65,22 @@ class Log:
         """Log an update: loss, lr, grad_norm, ms, tokens_per_s, mfu (None: unknown), memory_mb."""
         self.write({"step": step, **values})
         if step % self.config.log_interval == 0:
-            shown = {key: value for key, value in values.items() if value is not None}
-            left = timedelta(seconds=round(shown["ms"] * (self.config.max_iters - step) / 1000))
+            known = {name: value for name, value in values.items() if value is not None}
+            steps_left = self.config.max_iters - step
+            time_left = timedelta(seconds=round(known["ms"] * steps_left / 1000))
+            mfu = f", MFU {100 * known['mfu']:.1f}%" if "mfu" in known else ""
             self.print(
-                f"step {step}/{self.config.max_iters}: loss {shown['loss']:.4f}, "
-                f"lr {shown['lr']:.2e}, grad norm {shown['grad_norm']:.2f}, {shown['ms']:.0f} ms, "
-                f"{shown['tokens_per_s']:,.0f} tokens/s"
-                + (f", MFU {100 * shown['mfu']:.1f}%" if "mfu" in shown else "")
-                + f", {shown['memory_mb']:,.0f} MB, {left} left"
+                f"step {step}/{self.config.max_iters}: loss {known['loss']:.4f}, "
+                f"lr {known['lr']:.2e}, grad norm {known['grad_norm']:.2f}, {known['ms']:.0f} ms, "
+                f"{known['tokens_per_s']:,.0f} tokens/s{mfu}, {known['memory_mb']:,.0f} MB, "
+                f"{time_left} left"
             )
 
     def write(self, values: dict[str, float | None]) -> None:
-        """Write a line to metrics.jsonl, and to wandb. Raises UserError where the disk is full."""
+        """Write a line to metrics.jsonl, and to wandb. Raises UserError if the disk is full."""
         if self.quiet:
             return
-        # leaves out values that are unknown or not finite, which JSON cannot hold
+        # JSON holds neither unknown values nor infinite ones
         known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
         with writing(self.file.name):
             self.file.write(json.dumps(known) + "\n")
@@ -95,49 +99,61 @@ class Log:
                 os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Close wandb's run. A process that ends otherwise leaves it to wandb, as a failure."""
+        """Close wandb's run. If the process ends without it, wandb marks the run as failed."""
         if not self.quiet and self.wandb:
             self.wandb.finish()
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The steps and validations in a run's metrics.jsonl, [] where there is none.
+    """Read the steps and validations in a run's metrics.jsonl; [] if there is no such file.
 
     A line that a kill has cut short is left out.
     """
-    path, lines = run / "metrics.jsonl", []
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                lines.append(line)
+    return lines
 
 
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
-    """A wandb run; None where wandb is disabled.
+    """Start a wandb run; returns None if wandb is disabled.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
-    path, mode = run / "wandb.json", config.wandb_mode
+    mode: Any = config.wandb_mode
     if mode == "disabled":
         return None
     import wandb  # takes a second
 
-    if mode == "auto" and not wandb.login(prompt=False, verify=False):
-        say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
-        return None
-    mode = cast(Any, "online" if mode == "auto" else mode)
-    before = (read_json(path, dict[str, str]) if resumed else None) or {}
-    options: dict[str, Any] = dict(
-        project=config.wandb_project, name="/".join(run.parts[-2:]), dir=run, resume="allow",
-        id=before.get("id"), config=config.as_dict(),
+    if mode == "auto":
+        if not wandb.login(prompt=False, verify=False):
+            say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
+            return None
+        mode = "online"
+    path = run / "wandb.json"
+    saved = read_json(path, dict[str, str]) if resumed else None
+    init = partial(
+        wandb.init,
+        project=config.wandb_project,
+        name="/".join(run.parts[-2:]),
+        dir=run,
+        resume="allow",
+        id=saved.get("id") if saved else None,
+        config=config.as_dict(),
         settings=wandb.Settings(init_timeout=8, silent=True),
-    )  # fmt: skip
+    )
     try:
-        started = wandb.init(mode=mode, **options)
+        started = init(mode=mode)
     except wandb.errors.Error as error:
         say(f"wandb does not answer ({first_line(error)}): this run is logged offline")
-        mode, started = "offline", wandb.init(mode="offline", **options)
+        mode = "offline"
+        started = init(mode=mode)
     write_json(path, {"id": started.id})
     if mode == "offline":
         say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
