@@ -23,6 +23,7 @@ under a causal mask, and only up to the longest example of a micro-batch.
 import hashlib
 import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,19 +44,22 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
 from layers.selfcheck import check_kernels
 from model import GPT
+from optim import learning_rate
 from runtime import checkpoint
 from runtime.checkpoint import Training
-from runtime.device import open_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED
+from runtime.device import open_device, pick_dtype, usage
+from runtime.distributed import EXIT_STOPPED, stop_signals
+from runtime.divergence import finite_step, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import say
+from runtime.log import Log, say
 from scripts.common.retrieval import ASK
 from scripts.common.runner import RUN, Options, option, parse
-from train import Batch, Objective, fit
+from train import Batch, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
 CHECKPOINT_INTERVAL = 100
+# The target of a token whose loss does not count.
 IGNORED = -100
 
 
@@ -67,7 +71,7 @@ class Question(NamedTuple):
 
 class Example(NamedTuple):
     tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
-    answer: int  # tokens of the answer
+    answer_length: int  # in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +80,14 @@ class FineTuning:
 
     out_dir: str | None = option(None, "the new run's folder; without it, RUN_squad")
     squad: str = option("train-v2.0.json", f"the file {SQUAD}")
-    epochs: int = option(10, "over all examples", at_least=1)
-    learning_rate: float = option(2e-5, "peak")
+    epochs: int = option(10, "passes over all examples", at_least=1)
+    learning_rate: float = option(2e-5, "peak learning rate")
     sequences: int = option(128, "examples a step", at_least=1)
     batch_size: int = option(8, "examples a micro-batch", at_least=1)
-    checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
+    checkpoint: str = option("latest", "checkpoint of the run", choices=("latest", "best"))
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "of matrix products", choices=choices("dtype"))
+    dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
 
 
 @command
@@ -102,110 +106,234 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- config: its errors come before the examples are read ----
     device = open_device(options.device)
     base = Options().applied(checkpoint.read_config(run))
-    config = base.replace(
-        learning_rate=options.learning_rate, total_batch_size=options.sequences * base.block_size,
-        batch_size=math.gcd(options.sequences, options.batch_size), optimizer="adamw", min_lr=0.0,
-        weight_decay=0.0, beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", keep_every=0,
-        cooldown_iters=0, checkpoint_interval=CHECKPOINT_INTERVAL, out_dir=str(out), init_from=run,
-        resume=options.resume, device=options.device, dtype=options.dtype,
-    )  # fmt: skip
+    config = recipe(run, base, out, options)
 
-    # ---- model, then data ----
+    # ---- model ----
     model = GPT(base).to(device)
     dtype = pick_dtype(options.dtype, device)
     kernels = check_kernels(model, base, dtype, say=say)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
+
+    # ---- data ----
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
-    steps = math.ceil(len(examples) / options.sequences)  # per epoch
-    config = config.replace(warmup_iters=steps, max_iters=steps * options.epochs)
+    left_out = len(questions) - len(examples)
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.tokens.tobytes())
     data = {
-        "examples": len(examples), "left_out": len(questions) - len(examples),
-        "sha256": hashlib.sha256(b"".join(e.tokens.tobytes() for e in examples)).hexdigest(),
+        "examples": len(examples),
+        "left_out": left_out,
+        "sha256": digest.hexdigest(),
         "began_with": weights.id,
-    }  # fmt: skip
+    }
+    steps_per_epoch = math.ceil(len(examples) / options.sequences)
+    config = config.replace(
+        warmup_iters=steps_per_epoch,
+        max_iters=steps_per_epoch * options.epochs,
+    )
 
     # ---- optimizer ----
-    state = checkpoint.load_to_resume(out, config, quiet=False) if options.resume else None
-    if state is not None and (before := read_json(out / "squad.json")) != data:
-        raise UserError(f"{out} was fine-tuned on {before}, not {data}: give another --out_dir")
+    state = None
+    if options.resume:
+        state = checkpoint.load_to_resume(out, config, quiet=False)
+        data_before = read_json(out / "squad.json")
+        if data_before != data:
+            raise UserError(
+                f"{out} was fine-tuned on {data_before}, not {data}: give another --out_dir"
+            )
     training = Training.begin(model, config, dtype, state)
-    del state
+    del state  # and with it the optimizer's tensors in host memory
 
     # ---- loop ----
     checkpoint.write_header(out, config, kernels, training.resumed_at)
     write_json(out / "squad.json", data)
-    taken = f"{len(examples):,} examples ({data['left_out']:,} questions left out)"
-    say(f"{config.variant_name}: {taken}, {config.max_iters:,} steps on {device.type}, in {out}")
+    say(
+        f"{config.variant_name}: {len(examples):,} examples ({left_out:,} questions left out), "
+        f"{config.max_iters:,} steps on {device.type}, in {out}"
+    )
+    return train(training, config, examples, options)
 
-    def batch(step: int) -> Batch:
-        chosen = batch_of(step, examples, options.sequences, config.seed)
-        size = options.batch_size
-        parts = [tensors(chosen[i : i + size], device) for i in range(0, len(chosen), size)]
-        return Batch(parts, len(chosen), tokens=sum(len(example.tokens) for example in chosen))
 
-    return fit(config, training, Objective(lambda x, y: answer_loss(model, x, y), batch))
+def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
+    """The settings of the fine-tuned run, but for its number of steps, which the data decide."""
+    return base.replace(
+        init_from=run,
+        out_dir=str(out),
+        resume=options.resume,
+        total_batch_size=options.sequences * base.block_size,
+        batch_size=math.gcd(options.sequences, options.batch_size),
+        optimizer="adamw",
+        learning_rate=options.learning_rate,
+        min_lr=0.0,
+        schedule="cosine",
+        cooldown_iters=0,
+        weight_decay=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        grad_clip=1.0,
+        checkpoint_interval=CHECKPOINT_INTERVAL,
+        keep_every=0,
+        device=options.device,
+        dtype=options.dtype,
+    )
+
+
+def train(training: Training, config: Config, examples: list[Example], options: FineTuning) -> bool:
+    """train.py's loop for one process, without validation; returns whether a signal stopped it."""
+    out = Path(config.out_dir)
+    model = training.model
+    device = training.device
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return answer_loss(model, x, y)
+
+    with (
+        stop_signals() as received,
+        checkpoint.Saver(out, config, training.resumed_at) as saver,
+    ):
+        log = Log(out, config, training.resumed_at, quiet=False)
+        while True:
+            finished = training.step >= config.max_iters
+            stopping = finished or len(received) > 0
+            is_saved = training.step == training.resumed_at
+            if not is_saved and (stopping or training.step % config.checkpoint_interval == 0):
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    stop_diverged(out, training.step, "its update left non-finite weights")
+                log.sync()
+                saver.save("step", training.state(config))
+                if training.step == 0:
+                    saver.wait()  # so any run with a step can be resumed
+            if stopping:
+                break
+
+            started = time.perf_counter()
+            batch = batch_of_step(training.step, examples, options, config.seed, device)
+            # a variant that draws random numbers draws the same ones in a resumed run
+            torch.manual_seed(hash((config.seed, training.step, 0)))
+            lr = learning_rate(training.step, config)
+            for optimizer in training.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+            loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
+            training.step += 1
+            if not finite_step(loss, grad_norm, training.scaler):
+                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                stop_diverged(out, training.step, error)
+            seconds = time.perf_counter() - started
+            log.step(
+                training.step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                ms=1000 * seconds,
+                tokens_per_s=batch.tokens / seconds,
+                **usage(device, flops_per_s=0.0),  # not known
+            )
+        saver.wait()
+        done = "finished" if finished else "stopped by a signal; continue with --resume"
+        log.print(f"step {training.step} of {config.max_iters} is saved: {done}")
+        log.finish()
+    return not finished
+
+
+# ---- data ----
 
 
 def read_squad(path: str) -> list[Question]:
-    """The questions of SQuAD's JSON that have an answer, and its first answer."""
+    """Read the questions of SQuAD's JSON that have an answer, each with its first answer.
+
+    Raises UserError where there is no such file, or it has another format.
+    """
     content = read_json(path)
     if content is None:
         raise UserError(f"{path}: no such file; --squad takes {SQUAD}")
+    questions = []
     try:
-        return [
-            Question(paragraph["context"], qa["question"].strip(), answer["text"].strip())
-            for article in content["data"]
-            for paragraph in article["paragraphs"]
-            for qa in paragraph["qas"]
-            for answer in qa["answers"][:1]
-            if qa["question"].strip()
-        ]
+        for article in content["data"]:
+            for paragraph in article["paragraphs"]:
+                for qa in paragraph["qas"]:
+                    question = qa["question"].strip()
+                    answers = qa["answers"]
+                    if question and answers:
+                        answer = answers[0]["text"].strip()
+                        questions.append(Question(paragraph["context"], question, answer))
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error!r}: this is not the file {SQUAD}") from error
+    return questions
 
 
 def encode_all(questions: list[Question], config: Config) -> list[Example]:
-    """The examples of at most block_size + 1 tokens. Raises UserError where there is none."""
+    """Encode the questions whose example has at most block_size + 1 tokens.
+
+    Raises UserError where there is none.
+    """
     tokenizer = get_tokenizer(config.tokenizer)
-    encoded = [encode(tokenizer, question) for question in tqdm(questions, "tokenising")]
-    examples = [example for example in encoded if len(example.tokens) <= config.block_size + 1]
+    examples = []
+    for question in tqdm(questions, "tokenising"):
+        example = encode(tokenizer, question)
+        if len(example.tokens) <= config.block_size + 1:
+            examples.append(example)
     if not examples:
-        fits = f"fits {config.block_size} tokens with its context and answer"
-        raise UserError(f"none of {len(questions)} answerable questions {fits}")
+        raise UserError(
+            f"none of {len(questions)} answerable questions fits {config.block_size} tokens with "
+            "its context and answer"
+        )
     return examples
 
 
-def encode(tokenizer: Tokenizer, q: Question) -> Example:
-    """The tokens of a question, its context and its answer."""
-    asked = tokenizer.encode(q.context) + tokenizer.encode(ASK.format(question=q.question))
-    answer = tokenizer.encode(f" {q.answer}")
-    return Example(np.array([tokenizer.eot, *asked, *answer], dtype=np.uint16), len(answer))
+def encode(tokenizer: Tokenizer, question: Question) -> Example:
+    """Encode a context, its question and the answer."""
+    context = tokenizer.encode(question.context)
+    ask = tokenizer.encode(ASK.format(question=question.question))
+    answer = tokenizer.encode(f" {question.answer}")
+    tokens = [tokenizer.eot, *context, *ask, *answer]
+    return Example(np.array(tokens, dtype=np.uint16), len(answer))
 
 
-def batch_of(step: int, examples: list[Example], sequences: int, seed: int) -> list[Example]:
+def examples_of_step(
+    step: int, examples: list[Example], sequences: int, seed: int
+) -> list[Example]:
     """The examples of a step, a pure function of (seed, step); the longest last."""
-    epoch, i = divmod(step, math.ceil(len(examples) / sequences))
-    positions = np.arange(i * sequences, min(len(examples), (i + 1) * sequences))
-    order = shuffled(positions, len(examples), seed, epoch)
-    return sorted((examples[k] for k in order), key=lambda example: len(example.tokens))
+    epoch, step_of_epoch = divmod(step, math.ceil(len(examples) / sequences))
+    begin = step_of_epoch * sequences
+    end = min(len(examples), begin + sequences)
+    order = shuffled(np.arange(begin, end), len(examples), seed, epoch)
+    return sorted((examples[i] for i in order), key=lambda example: len(example.tokens))
+
+
+def batch_of_step(
+    step: int, examples: list[Example], options: FineTuning, seed: int, device: torch.device
+) -> Batch:
+    """The micro-batches of a step, whose loss is averaged over its examples."""
+    chosen = examples_of_step(step, examples, options.sequences, seed)
+    micro_batches = []
+    for begin in range(0, len(chosen), options.batch_size):
+        micro_batches.append(tensors(chosen[begin : begin + options.batch_size], device))
+    tokens = sum(len(example.tokens) for example in chosen)
+    return Batch(micro_batches, divisor=len(chosen), tokens=tokens)
 
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
-    texts = [torch.from_numpy(example.tokens.astype(np.int64)) for example in batch]
-    x = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    y = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
-    for targets, text, example in zip(y, texts, batch, strict=True):
-        targets[: len(text) - 1 - example.answer] = IGNORED
+    inputs = []
+    targets = []
+    for example in batch:
+        tokens = torch.from_numpy(example.tokens.astype(np.int64))
+        target = tokens[1:].clone()
+        target[: len(target) - example.answer_length] = IGNORED
+        inputs.append(tokens[:-1])
+        targets.append(target)
+    x = pad_sequence(inputs, batch_first=True)
+    y = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
     return x.to(device), y.to(device)
 
 
 def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     """Sum of the losses of the answers' tokens, in nats; no other logits are computed."""
-    inside = y != IGNORED
-    logits = model.logits(model.trunk(model.wte(x))[inside])
-    return F.cross_entropy(logits.float(), y[inside], reduction="sum")
+    is_answer = y != IGNORED
+    logits = model.logits(model.trunk(model.wte(x))[is_answer])
+    return F.cross_entropy(logits.float(), y[is_answer], reduction="sum")
 
 
 if __name__ == "__main__":
