@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attention_paths.blocked import BLOCK_QUERIES
 from attention_paths.module import Attention
-from attention_paths.reference import ALL
 from config import Config
 from model import GPT
 from runtime.device import autocast
@@ -19,12 +18,13 @@ from runtime.device import autocast
 def mean_loss(
     model: GPT, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Mean loss in nats over the batches (x, y) of all ranks; targets below 0 have no loss.
+    """Return the mean loss in nats over the batches (x, y) of all ranks.
 
-    Summed in float64 over tokens and ranks, so that batch size and number of ranks affect only
-    rounding.
+    Targets below 0 have no loss. The sum is in float64, over tokens and ranks, so that batch size
+    and number of ranks affect only rounding.
     """
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for x, y in batches:
         with autocast(device, dtype):
             losses = model.token_losses(x, y)[y >= 0]
@@ -45,10 +45,11 @@ def attention_weights(
     reduce: Callable[[Tensor], Tensor] = lambda A: A,
     layers: slice = slice(None),
 ) -> list[Tensor]:
-    """The attention weights of each layer, [B, H, rows, L], at least float32, for idx [B, L].
+    """Return the attention weights of each layer, [B, H, rows, L], for idx [B, L].
 
     `rows` selects queries: slice(-1, None) is the last one. `reduce` is applied to each layer's
-    weights, a block of rows at a time so that memory is O(L); rows must stay the third dimension.
+    weights (float32 at least), a block of rows at a time so that memory is O(L); rows must stay the
+    third dimension.
     """
     reduced: dict[Attention, Tensor] = {}
 
@@ -56,27 +57,33 @@ def attention_weights(
         q, k, _, context = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
-        parts = []
+        blocks = []
         for begin in range(start, stop, BLOCK_QUERIES):
             end = min(stop, begin + BLOCK_QUERIES)
             # queries must be the last positions: later keys are cut off and get weight 0
-            part = context.part(ALL, slice(begin, end), slice(end))
-            A = attention.weights(q[:, :, begin:end], k[:, :, :end], part)
-            parts.append(reduce(F.pad(A, (0, L - end))))
-        reduced[attention] = torch.cat(parts, dim=2)
+            block_context = context.select(queries=slice(begin, end), keys=slice(end))
+            A = attention.weights(q[:, :, begin:end], k[:, :, :end], block_context)
+            blocks.append(reduce(F.pad(A, (0, L - end))))
+        reduced[attention] = torch.cat(blocks, dim=2)
 
-    by_layer = [[part for part, _ in layer.parts()] for layer in model.attention_layers()][layers]
-    hooks = [part.register_forward_hook(record) for part in sum(by_layer, [])]
+    selected = [layer.attentions() for layer in model.attention_layers()[layers]]
+    hooks = []
+    for attentions in selected:
+        for attention in attentions:
+            hooks.append(attention.register_forward_hook(record))
     try:
-        model.trunk(model.wte(idx))
+        model.hidden(idx)
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat([reduced[part] for part in attentions], dim=1) for attentions in by_layer]
+    return [torch.cat([reduced[a] for a in attentions], dim=1) for attentions in selected]
 
 
 def head_windows(config: Config) -> list[list[int | None]]:
-    """By layer, how many keys a row of each head sees at most; None: all up to its own."""
-    others = config.window if config.local_window is None else config.local_window
-    global_heads = map(config.nope_heads, range(config.n_layer))
-    return [[config.window] * n + [others] * (config.n_head - n) for n in global_heads]
+    """Return by layer how many keys a row of each head sees at most; None: all up to its own."""
+    with_positions = config.window if config.local_window is None else config.local_window
+    by_layer = []
+    for layer in range(config.n_layer):
+        n = config.nope_heads(layer)
+        by_layer.append([config.window] * n + [with_positions] * (config.n_head - n))
+    return by_layer

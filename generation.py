@@ -10,8 +10,8 @@ from model import GPT
 
 
 def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
-    """Logits [B, n_vocab], float32, of the token that follows the cache and then new [B, L]."""
-    last = model.trunk(model.wte(new), cache)[:, -1]
+    """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
+    last = model.hidden(new, cache)[:, -1]
     with torch.autocast(last.device.type, enabled=False):  # in bfloat16 the likeliest would tie
         return model.logits(last.type_as(next(model.parameters()))).float()
 
@@ -33,7 +33,8 @@ def generate(
     scaling uses the final length from the start, so that cached keys stay valid. Raises
     UserError for a text beyond the learned positions.
     """
-    new, cache = idx, KVCache(idx.shape[1] + max_new_tokens)
+    new = idx
+    cache = KVCache(idx.shape[1] + max_new_tokens)
     # the last token is not fed to the model
     model.trunk.check_length(idx.shape[1] + max_new_tokens - 1, cache)
     for _ in range(max_new_tokens):

@@ -1,8 +1,7 @@
-"""GPT-2 with any variant of attention.py, with RoPE or other positions."""
+"""GPT-2, with any variant of attention.py and with RoPE or other positions."""
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -14,10 +13,8 @@ from attention_paths.reference import Context, share_parameters
 from config import Config
 from errors import UserError
 from layers.cache import KVCache
-from layers.heads import build_parts
+from layers.heads import build_attention
 from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_parts
-from layers.pairs import PairEmbedding, PairHead
-from layers.projections import TensorProductProjections, build_projections
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
 
@@ -28,76 +25,101 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class SelfAttention(nn.Module):
-    """Attention between its two projections; in a hybrid the heads are in two parts."""
+    """An attention layer; layers/ has subclasses for hybrids and T6."""
+
+    attention: Attention
+    extra_products = 0  # multiplications per token besides products with weights
+    residual_std = 0.02  # of the initial weights of c_proj, here and in the MLP, before scaling
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        n, H, d, bias = config.n_embd, config.n_head, config.d_head, config.bias
-        self.layer, self.nope_heads = layer, config.nope_heads(layer)
-        self.n_head, self.group = H, H // config.kv_heads
-        self.projections = build_projections(config)
-        self.c_attn = nn.Linear(n, self.projections.columns, bias=bias)
-        self.c_proj = nn.Linear(H * d, n, bias=bias)
-        self.attention, self.local = build_parts(config, layer)
-        self.q_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(d, eps=1e-5) if config.qk_norm else None
-        gates = {"none": 0, "head": H, "element": H * d}[config.gate]
-        self.c_gate = nn.Linear(n, gates, bias=bias) if gates else None
+        n_embd = config.n_embd
+        self.n_head = config.n_head
+        self.n_kv_head = config.kv_heads
+        self.d_head = config.d_head
+        self.c_attn = nn.Linear(n_embd, sum(self.projected_sizes(config)), bias=config.bias)
+        self.c_proj = nn.Linear(self.n_head * self.d_head, n_embd, bias=config.bias)
+        self.add_attention(config, layer)
+        self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else None
+        gates = {"none": 0, "head": self.n_head, "element": self.n_head * self.d_head}[config.gate]
+        self.c_gate = nn.Linear(n_embd, gates, bias=config.bias) if gates else None
         # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
-        self.c_forget = nn.Linear(n, H) if config.forget else None
-        self.numbers = self.attention.variant.from_input
-        self.c_rows = nn.Linear(n, len(self.numbers) * H, bias=False) if self.numbers else None
+        self.c_forget = nn.Linear(n_embd, self.n_head) if config.forget else None
+        self.row_inputs = self.attention.variant.from_input  # of ASEntmax: u and w
+        row_columns = len(self.row_inputs) * self.n_head
+        self.c_rows = nn.Linear(n_embd, row_columns, bias=False) if row_columns else None
+
+    @staticmethod
+    def projected_sizes(config: Config) -> list[int]:
+        """Return the widths of q, k and v in the output of c_attn."""
+        kv_size = config.kv_heads * config.d_head
+        return [config.n_head * config.d_head, kv_size, kv_size]
+
+    def add_attention(self, config: Config, layer: int) -> None:
+        self.attention = build_attention(config)
+
+    def attentions(self) -> list[Attention]:
+        """Return the attention modules of the heads, in the order of the heads."""
+        return [self.attention]
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
-        rotation = rotation if self.nope_heads < self.n_head else None
-        q, kv = self.project(x, rotation)  # q [B, H, L, d]; kv: k and v [B, Hk, L, d], or factors
-        context, decoding = self.context(x, rotation), cache is not None and x.shape[1] == 1
-        out = []
-        for part, (attention, heads) in enumerate(self.parts()):
-            seen, own = self.projections.of_heads(kv, heads), self.of_heads(context, heads)
-            if cache is not None:
-                seen, own = cache.append((self.layer, part), seen, own, attention)
-            k, v = self.projections.keys_and_values(seen, decoding)
-            out.append(attention(q[:, heads], k, v, own))
-        # joining the heads of one part copies nothing: kernels lay them out side by side
-        y = (out[0] if len(out) == 1 else torch.cat(out, dim=1)).transpose(1, 2)  # [B, L, H, d]
-        if self.c_gate is not None:  # [B, L, H, 1 or d]
-            y = y * self.c_gate(x).sigmoid().unflatten(2, (self.n_head, -1))
+        q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
+        context = self.context(x, rotation)
+        y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
+        y = y.transpose(1, 2)  # [B, L, H, d]
+        if self.c_gate is not None:
+            gate = self.c_gate(x).sigmoid().unflatten(2, (self.n_head, -1))  # [B, L, H, 1 or d]
+            y = y * gate
         return self.c_proj(y.flatten(2))
 
-    def parts(self) -> list[tuple[Attention, slice]]:
-        """The attention of each part of the heads."""
-        split = self.n_head if self.local is None else self.nope_heads
-        parts = [(self.attention, slice(0, split)), (self.local, slice(split, self.n_head))]
-        return [(attention, heads) for attention, heads in parts if attention is not None]
+    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, H, L, d], k and v [B, Hk, L, d] of x [B, L, n_embd]."""
+        heads = self.c_attn(x).unflatten(2, (-1, self.d_head)).transpose(1, 2)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q).to(q.dtype)  # autocast on CUDA norms in float32
+            k = self.k_norm(k).to(k.dtype)
+        if rotation is not None:
+            q = self.rotate(q, rotation)
+            k = self.rotate(k, rotation)
+        return q, k, v
 
-    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, list[Tensor]]:
-        """q and what the cache keeps of k and v, after QK norm and RoPE."""
-
-        def transform(norm: nn.Module | None, first: int, x: Tensor) -> Tensor:
-            x = x if norm is None else norm(x).to(x.dtype)  # autocast on CUDA norms in float32
-            return x if rotation is None else rotate(x, rotation.cos, rotation.sin, first)
-
-        to_q = partial(transform, self.q_norm, self.nope_heads)
-        to_k = partial(transform, self.k_norm, self.nope_heads // self.group)
-        return self.projections.split(self.c_attn(x), to_q, to_k)
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotate(x, rotation)
 
     def context(self, x: Tensor, rotation: Rotation | None) -> Context:
-        """YaRN's factor, and the rows' numbers and log forget gates [B, H, L] of x [B, L, n]."""
-        numbers, gates = {}, None
+        """Return what attention depends on besides q, k and v, for x [B, L, n_embd]."""
+        row_inputs = {}
         if self.c_rows is not None:
-            rows = self.c_rows(x).unflatten(2, (len(self.numbers), -1)).permute(2, 0, 3, 1)
-            numbers = dict(zip(self.numbers, rows.unbind(), strict=True))
+            columns = self.c_rows(x).unflatten(2, (len(self.row_inputs), -1))
+            rows = columns.permute(2, 0, 3, 1).unbind()  # each [B, H, L]
+            row_inputs = dict(zip(self.row_inputs, rows, strict=True))
+        log_forget = None
         if self.c_forget is not None:
             gates = self.c_forget(x)
-            dtype = torch.promote_types(gates.dtype, torch.float32)
-            gates = F.logsigmoid(gates.to(dtype)).transpose(1, 2)
-        return Context(1.0 if rotation is None else rotation.score_scale, numbers, gates)
+            gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
+            log_forget = F.logsigmoid(gates).transpose(1, 2)  # [B, H, L]
+        score_scale = 1.0 if rotation is None else rotation.score_scale
+        return Context(score_scale, row_inputs, log_forget)
 
-    def of_heads(self, context: Context, heads: slice) -> Context:
-        """The context of these heads; YaRN scales no scores of heads without RoPE."""
-        own = context.part((slice(None), heads), slice(None), slice(None))
-        return replace(own, score_scale=1.0) if heads.stop <= self.nope_heads else own
+    def attend(
+        self,
+        attention: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Return the output [B, H, L, d] of these heads, on the cached positions and the new."""
+        if cache is not None:
+            k, v, log_forget = cache.append(attention, (k, v, context.log_forget))
+            context = replace(context, log_forget=log_forget)
+        return attention(q, k, v, context)
+
+    def initialise(self) -> None:
+        """Draw the initial weights that are not drawn as GPT-2's are."""
 
 
 class MLP(nn.Module):
@@ -116,17 +138,19 @@ class MLP(nn.Module):
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         else:
-            x = F.gelu(x, approximate="tanh")  # GPT-2's own approximation
+            x = F.gelu(x, approximate="tanh")  # as GPT-2 approximates it
         return self.c_proj(x)
 
 
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, attention_layer: type[SelfAttention]) -> None:
         super().__init__()
-        self.ln_1, self.attn = build_norm(config), SelfAttention(config, layer)
-        self.ln_2, self.mlp = build_norm(config), MLP(config)
+        self.ln_1 = build_norm(config)
+        self.attn = attention_layer(config, layer)
+        self.ln_2 = build_norm(config)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache)
@@ -136,12 +160,13 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Positions, blocks and the final norm: embeddings [B, L, n_embd] to hidden states."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, attention_layer: type[SelfAttention]) -> None:
         super().__init__()
         self.config = config
-        learned = config.positions == "learned"
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if learned else None
-        blocks = [Block(config, layer) for layer in range(config.n_layer)]
+        self.wpe: nn.Embedding | None = None
+        if config.positions == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        blocks = [Block(config, layer, attention_layer) for layer in range(config.n_layer)]
         share_parameters([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
@@ -152,9 +177,11 @@ class Trunk(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         start = cache.length if cache else 0
-        length, end = cache.size if cache else x.shape[1], start + x.shape[1]
+        end = start + x.shape[1]
         self.check_length(end, cache)
-        rotation = None if self.rope is None else self.rope(start, end, length)
+        rotation = None
+        if self.rope is not None:
+            rotation = self.rope(start, end, length=cache.size if cache else end)
         if self.wpe is not None:
             x = x + self.wpe.weight[start:end]
         for block in self.blocks:
@@ -175,86 +202,96 @@ class Trunk(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding, trunk and head; a position holds a token or, in some tasks, a pair of tokens."""
+    """Embedding, trunk and head. layers.build_model picks the class of attention layer."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, attention_layer: type[SelfAttention]) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
         padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
-        n_embd, pairs = config.n_embd, config.task == "orbits"
-        trunk = Trunk(config)
-        self.wte = PairEmbedding(padded, n_embd) if pairs else nn.Embedding(padded, n_embd)
-        self.trunk = trunk  # modules are initialised in the order of their assignment
-        self.lm_head = PairHead(n_embd, padded) if pairs else nn.Linear(n_embd, padded, bias=False)
-        self.tables = 2 if pairs else 1  # of wte, and of lm_head
+        trunk = Trunk(config, attention_layer)  # first: the seed's weights depend on the order
+        self.wte = self.build_embedding(padded)
+        self.trunk = trunk
+        self.lm_head = self.build_head(padded)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self._initialise()
+        self._initialise(attention_layer.residual_std)
+
+    def build_embedding(self, size: int) -> nn.Embedding:
+        return nn.Embedding(size, self.config.n_embd)
+
+    def build_head(self, size: int) -> nn.Linear:
+        return nn.Linear(self.config.n_embd, size, bias=False)
 
     def attention_layers(self) -> list[SelfAttention]:
         return [module for module in self.modules() if isinstance(module, SelfAttention)]
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        """GPT-2's initialisation: weights normal(0, 0.02), biases 0.
+    def _initialise(self, residual_std: float) -> None:
+        """Draw GPT-2's initial weights: normal(0, 0.02); biases are 0.
 
-        The deviation is smaller where a projection adds to the residual stream. With projections =
-        'tpa' such a projection is 0 at first and factors have their own, as its authors have it.
+        The deviation is smaller where a projection adds to the residual stream.
         """
-        tpa = self.config.projections == "tpa"
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                std = 0.0 if tpa and depth > 1 else 0.02 / math.sqrt(depth)
+                std = 0.02
+                if name.endswith("c_proj"):
+                    std = residual_std / math.sqrt(2 * self.config.n_layer)
                 nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         if self.trunk.wpe is not None:
             nn.init.normal_(self.trunk.wpe.weight, std=0.02)
         for layer in self.attention_layers():
-            if isinstance(layer.projections, TensorProductProjections):
-                layer.projections.initialise(layer.c_attn.weight)
+            layer.initialise()
         nn.init.normal_(self.wte.weight, std=0.02)
-        for weight in (self.wte.weight, self.lm_head.weight):
-            nn.init.zeros_(weight.unflatten(0, (self.tables, -1))[:, self.n_vocab :])
+        nn.init.zeros_(self.padding_rows(self.wte.weight))
+        nn.init.zeros_(self.padding_rows(self.lm_head.weight))
+
+    def padding_rows(self, weight: Tensor) -> Tensor:
+        """Return the rows of the weights of wte or lm_head that stand for no token."""
+        return weight[self.n_vocab :]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
+        """Return logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        A target of -100 has no loss. Where a position holds a pair, these are [B, L, 2, n_vocab],
-        [B, L, 2] and [B, L, 2].
+        A target of -100 has no loss.
         """
-        x = self.trunk(self.wte(idx))
+        x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if self.tables == 1 and has_chunked_loss(x, self.n_vocab):
+        return self.loss(x.flatten(0, 1), targets.flatten())
+
+    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache."""
+        return self.trunk(self.wte(idx), cache)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats of hidden states [n, n_embd] with targets [n]."""
+        if has_chunked_loss(x, self.n_vocab):
             return chunked_loss(x, self.lm_head.weight[: self.n_vocab], targets)
         return self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of hidden states [n, n_embd] with targets [n] or, of pairs, [2 n]."""
+        """Return `loss`, from all logits at once."""
         return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [.., n_vocab] of hidden states [.., n_embd]."""
+        """Return the logits [.., n_vocab] of hidden states [.., n_embd]."""
         return self.lm_head(x)[..., : self.n_vocab]
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """The loss in nats of every target, in their shape and float32; never holds all logits."""
-        x = self.trunk(self.wte(idx)).flatten(0, 1)
-        by_parts, head = x.is_cpu and self.tables == 1, self.lm_head.weight[: self.n_vocab]
+        """Return the loss in nats of every target, in their shape, without holding all logits."""
+        x = self.hidden(idx).flatten(0, 1)
+        losses = [self.chunk_losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]
+        return torch.cat(losses).view(targets.shape)
 
-        def losses(x: Tensor, targets: Tensor) -> Tensor:
-            if by_parts:
-                return losses_by_parts(x, head, targets)
-            logits = self.logits(x).float().flatten(0, -2)
-            return F.cross_entropy(logits, targets.flatten(), reduction="none")
-
-        found = [losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]
-        return torch.cat(found).view(targets.shape)
+    def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the float32 losses of targets [n], whose logits may be held at once."""
+        if x.is_cpu:
+            return losses_by_parts(x, self.lm_head.weight[: self.n_vocab], targets)
+        return F.cross_entropy(self.logits(x).float(), targets, reduction="none")
 
     def scale_rope(
         self, scaling: str, factor: float | None = None, theta: float | None = None
@@ -268,57 +305,51 @@ class GPT(nn.Module):
             if scaling != "none" or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
-        theta = self.config.rope_theta if theta is None else theta
+        if theta is None:
+            theta = self.config.rope_theta
         table.set(replace(table.rope, scaling=scaling, factor=factor, theta=theta), table.length)
         return self
 
-    def parameter_groups(self) -> list[dict]:
-        """Parameters with weight decay (two or more dimensions), then parameters without it."""
-        return [
-            {"params": [p for p in self.parameters() if p.dim() >= 2]},
-            {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-
     def count_parameters(self) -> int:
-        """Number of parameters, without the embedding's padding, tied weights counted once."""
+        """Count parameters without the embedding's padding; tied weights count once."""
         count = sum(p.numel() for p in self.parameters())
-        tied = 1 if self.config.tie_embeddings else 2
-        return count - tied * self.padding()
-
-    def padding(self) -> int:
-        """Parameters of the embedding that stand for no token; the head has as many."""
-        return (self.wte.num_embeddings - self.tables * self.n_vocab) * self.config.n_embd
+        tables = 1 if self.config.tie_embeddings else 2
+        return count - tables * self.padding_rows(self.wte.weight).numel()
 
     def flops_per_token(self) -> float:
-        """FLOPs of a training step per token.
+        """Return the FLOPs of a training step per token.
 
         6 per weight of a matrix product (2 forward, 4 backward), and per product of the factors of
-        'tpa'; and softmax attention's products with the keys that rows see, for every variant, so
-        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
-        of them on average.
+        T6; and softmax attention's products with the keys that rows see, for every variant, so that
+        runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L of
+        them on average.
         """
-        c = self.config
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        matrices += sum(layer.projections.products for layer in self.attention_layers())
-        L, attention = c.block_size, 0
-        for part, heads in (part for layer in self.attention_layers() for part in layer.parts()):
-            W = L if part.window is None else min(part.window, L)
-            width = (heads.stop - heads.start) * c.d_head
-            attention += 6 * width * W * (2 * L - W)  # 3 x 2 products
-        return 6 * (matrices - self.padding()) + attention // L
+        matrices -= self.padding_rows(self.lm_head.weight).numel()
+        L = self.config.block_size
+        attention_flops = 0
+        for layer in self.attention_layers():
+            matrices += layer.extra_products
+            for attention in layer.attentions():
+                W = L if attention.window is None else min(attention.window, L)
+                width = attention.n_head * attention.head_size
+                attention_flops += 6 * width * W * (2 * L - W)  # 3 x 2 products
+        return 6 * matrices + attention_flops // L
 
 
-def compile_model(model: GPT) -> GPT:
+def compile_model(model: GPT, varied_lengths: bool = False) -> GPT:
     """Compile the model's blocks and loss, in place; returns the model.
 
     The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
-    the model, embeddings and the last norm, would gain little.
+    the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
+    have more than one length.
     """
     # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # recall's lengths, kinds of blocks
     # False: else a smaller last batch in validation makes the graph of training dynamic too
+    dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
-        block.compile(dynamic=None if "recall" in model.config.task else False)
+        block.compile(dynamic=dynamic)
     model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]
     return model

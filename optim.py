@@ -9,47 +9,71 @@ from model import GPT
 
 
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
-    """AdamW over all parameters, or Muon over the blocks' matrices and AdamW over the rest."""
-    groups = model.parameter_groups()
-    optimizers: list[torch.optim.Optimizer] = []
+    """Build AdamW over all parameters, or Muon over the blocks' matrices and AdamW over the rest.
+
+    A group may have a rate of its own: "lr_scale" in it multiplies the learning rate of each step.
+    """
+    muon_matrices = []
     if config.optimizer == "muon":
-        # c_attn is one matrix: q, k and v side by side or, with projections = 'tpa', their factors
-        matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
-        ids = {id(p) for p in matrices}
-        groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in ids]
+        # c_attn is one matrix: q, k and v side by side or, in T6, their factors
+        muon_matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
+    muon_ids = {id(p) for p in muon_matrices}
+    decayed = []
+    not_decayed = []
+    for p in model.parameters():
+        if p.dim() < 2:
+            not_decayed.append(p)
+        elif id(p) not in muon_ids:
+            decayed.append(p)
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if muon_matrices:
         # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both
-        optimizers.append(
-            torch.optim.Muon(
-                matrices,
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-    optimizers.append(
-        torch.optim.AdamW(
-            groups,
+        muon = torch.optim.Muon(
+            muon_matrices,
             lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            fused=True,
+            adjust_lr_fn="match_rms_adamw",
         )
+        optimizers.append(muon)
+    groups: list[dict] = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
-    covered = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    assert sorted(covered) == sorted(id(p) for p in model.parameters())
+    optimizers.append(adamw)
     return optimizers
 
 
+def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+    """Build the scaler of the loss, which does nothing but in float16.
+
+    Small gradients underflow in float16: the loss is scaled up, the gradients are scaled down.
+    """
+    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Set the learning rate of every group, times its "lr_scale" if it has one."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
 def learning_rate(step: int, config: Config) -> float:
-    """The learning rate of the update that follows `step` updates."""
+    """Return the learning rate of the update that follows `step` updates."""
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     if config.schedule == "constant":
         return config.learning_rate
     if config.schedule == "trapezoidal":
-        left = (config.max_iters - step) / config.cooldown_iters if config.cooldown_iters else 1.0
-        coeff = min(1.0, left)
+        coeff = 1.0
+        if config.cooldown_iters:
+            coeff = min(1.0, (config.max_iters - step) / config.cooldown_iters)
     else:
         progress = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
         coeff = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -9,234 +9,306 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn
 
 from config import Config, accumulation_steps, command_line
 from errors import UserError, command
 
 if __name__ == "__main__":
-    command(command_line)()  # help and mistakes come at once: the imports below take seconds
+    CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from data.tasks import open_loader
+from data.loader import Loader
+from data.tasks import TASKS, open_loader
 from evaluation import mean_loss
-from layers.heads import build_parts
+from layers.build import build_model
+from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import learning_rate
+from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
 from runtime import checkpoint
-from runtime.checkpoint import Training
+from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
 from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
-from runtime.divergence import finite_step, stop_diverged
 from runtime.files import lock_folder, write_json
-from runtime.log import Log, say
+from runtime.log import Log, describe, say
 from runtime.pretrained import load_initial
-from runtime.preview import describe
 
-Pair = tuple[Tensor, Tensor]  # inputs and targets
-Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets, in nats
+# With float16 a step whose gradients overflow lowers the loss scale, from 2^16 by half. Gradients
+# that still overflow at this scale are not finite at any (min_loss_scale of fairseq).
+SMALLEST_SCALE = 1e-4
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
-def main() -> None:
-    config = command_line()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    build_parts(config)  # raises for settings that contradict the attention
+def main(config: Config | None = None) -> None:
+    """Train as a config says or, by default, the command line."""
+    if config is None:
+        config = command_line()
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    check_attention(config)
     accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
-    run, device = Path(config.out_dir), open_device(config.device)
+    run = Path(config.out_dir)
+    device = open_device(config.device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
         resume = checkpoint.resumes(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
-        stopped = train(config, rank, world_size, device)
+        training, loader, loss_fn = set_up(config, rank, world_size, device)
+        stopped = False
+        if loader is not None and not config.dry_run:
+            stopped = train(config, training, loader, loss_fn)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
 
-def train(config: Config, rank: int, world_size: int, device: torch.device) -> bool:
-    """Train until the last step or a signal; returns whether a signal stopped it."""
-    run, is_main, state = Path(config.out_dir), rank == 0, None
+def set_up(
+    config: Config, rank: int, world_size: int, device: torch.device
+) -> tuple[Training, Loader | None, Loss]:
+    """Build the data, the model and the optimizers, and say what will be trained.
+
+    There is no loader in a dry run before the data are made.
+    """
+    run = Path(config.out_dir)
+    is_main = rank == 0
 
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
-    dtype = pick_dtype(config.dtype, device)
+    state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
     if loader is not None:
-        if state is not None and state.tokens not in (0, loader.tokens):
-            raise UserError(
-                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
-                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-            )
-        loader.validation_batches(config.val_tokens, config.batch_size)  # raises for too few tokens
+        check_data(loader, config, state)
 
     # ---- model ----
+    dtype = pick_dtype(config.dtype, device)
     torch.manual_seed(config.seed)
-    model = GPT(config).to(device)
+    model = build_model(config).to(device)
     kernels = check_kernels(
-        model, config, dtype, lambda failed: all_reduce_max(failed, device) > 0,
+        model,
+        config,
+        dtype,
+        any_rank=lambda failed: all_reduce_max(failed, device) > 0,
         say=say if is_main else None,
-    )  # fmt: skip
-    began_with = load_initial(model, config.init_from) if config.init_from else None
+    )
+    initial = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
-    training, module = Training.begin(model, config, dtype, state), cast(nn.Module, model)
-    del state  # and with it the optimizer's tensors in host memory
+    optimizers = build_optimizers(model, config)
+    training = Training(model, dtype, optimizers, build_scaler(device, dtype))
+    if state is not None:
+        training.restore(state)
     if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
-    # on the blocked path each length of recall would compile a graph of its own
-    slow = "recall" in config.task and "blocked" in kernels["attention_path"]
-    if pick_compile(config.compile, device, slow):
-        module = compile_model(model)
-    if world_size > 1:  # after the weights are final: DDP copies rank 0's to all ranks
-        module = ddp = DDP(module, gradient_as_bucket_view=True)
-        ddp.broadcast_buffers = False  # RoPE's tables only; the argument is deprecated
 
-    # ---- loop ----
+    # after the weights are final: DDP copies rank 0's to all ranks
+    loss_fn = compile_and_distribute(model, config, kernels["attention_path"], world_size)
     if is_main:
         say(describe(config, training, loader, world_size))
-    if config.dry_run or loader is None:
-        return False
-    training.tokens = loader.tokens
-    if is_main:
+    if is_main and loader is not None and not config.dry_run:
         checkpoint.write_header(run, config, kernels, training.resumed_at)
-        if began_with:  # never on resume: the file stays as it is
-            write_json(run / "began_with.json", began_with.id)
-
-    def batch(step: int) -> Batch:
-        x, y = loader.batch(config.first_batch + step)
-        pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
-        return Batch(pairs, divisor=len(pairs), tokens=world_size * len(x) * x.shape[1])
-
-    val_windows = loader.validation_windows(config.val_tokens)
-    objective = Objective(
-        loss=module,
-        batch=batch,
-        flops_per_token=model.flops_per_token(),
-        validation=lambda: loader.validation_batches(config.val_tokens, config.batch_size),
-        validation_batches=math.ceil(val_windows / (world_size * config.batch_size)),
-    )
-    return fit(config, training, objective)
+        if initial is not None:  # never on resume: the file stays as it is
+            write_json(run / "began_with.json", initial.id)
+    return training, loader, loss_fn
 
 
-# ---- the loop, of pretraining here and of scripts.finetune_squad ----
+def train(config: Config, training: Training, loader: Loader, loss_fn: Loss) -> bool:
+    """Train until the last step or a signal; returns whether a signal stopped it."""
+    run = Path(config.out_dir)
+    device = training.device
+    rank = loader.batching.rank
+    world_size = loader.batching.world_size
+    flops_per_token = training.model.flops_per_token()
+    training.tokens = loader.tokens
+    quiet = rank > 0
+    with (
+        stop_signals() as received,
+        checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
+    ):
+        log = Log(run, config, training.resumed_at, quiet)
+        while True:
+            finished = training.step >= config.max_iters
+            is_saved = training.step == training.resumed_at
+            # validated before it is saved: a resumed run need not validate its first step
+            if not is_saved and (finished or training.step % config.eval_interval == 0):
+                validate(training, config, loader, log, saver)
+            started = time.perf_counter()
+            stopped = all_reduce_max(len(received), device) > 0  # waits for the last update
+            ends = finished or stopped
+            if not is_saved and (ends or training.step % config.checkpoint_interval == 0):
+                save(training, config, log, saver)
+                started = time.perf_counter()
+            if ends:
+                break
+
+            batch = micro_batches(loader, config, training.step)
+            # a variant that draws random numbers draws the same ones in a resumed run
+            torch.manual_seed(hash((config.seed, training.step, rank)))
+            lr = learning_rate(training.step, config)
+            set_learning_rate(training.optimizers, lr)
+            loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
+            training.step += 1
+            if not is_finite_step(loss, grad_norm, training.scaler):
+                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
+                stop_diverged(run, training.step, error)
+            seconds = time.perf_counter() - started
+            tokens_per_s = batch.tokens / seconds
+            log.step(
+                training.step,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                ms=1000 * seconds,
+                tokens_per_s=tokens_per_s,
+                **usage(device, flops_per_token * tokens_per_s / world_size),
+            )
+        saver.wait()
+        outcome = "finished" if finished else "stopped by a signal; continue with --resume"
+        log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
+        log.finish()
+    return not finished
+
+
+# ---- before the loop ----
+
+
+def check_data(loader: Loader, config: Config, state: State | None) -> None:
+    """Raise UserError where a run was trained on other data, or there is too little to validate."""
+    if state is not None and state.tokens not in (0, loader.tokens):
+        raise UserError(
+            f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
+            f"{state.tokens:,}, in other batches: give the same data, or start a new run"
+        )
+    loader.validation_batches(config.val_tokens, config.batch_size)
+
+
+def compile_and_distribute(
+    model: GPT, config: Config, attention_path: str, world_size: int
+) -> Loss:
+    """Return the model as a function to the mean loss, compiled and under DDP where it is to be."""
+    varied_lengths = TASKS[config.task].varied_lengths
+    # on the blocked path each length would compile a graph of its own
+    slow = varied_lengths and "blocked" in attention_path
+    if pick_compile(config.compile, next(model.parameters()).device, slow):
+        compile_model(model, varied_lengths)
+    if world_size == 1:
+        return model
+    ddp = DDP(model, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # RoPE's tables only; the argument is deprecated
+    return ddp
+
+
+# ---- one step ----
 
 
 class Batch(NamedTuple):
-    """One rank's part of a step. The loss of a step is the sum over micro-batches / divisor."""
+    """A rank's share of a step. The loss of a step is the sum over micro-batches / divisor."""
 
-    micro_batches: Sequence[Pair]
+    micro_batches: Sequence[tuple[Tensor, Tensor]]
     divisor: int
     tokens: int  # of all ranks
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What `fit` trains a model on: its loss and its batches, by the number of updates before."""
-
-    loss: Loss  # of a micro-batch
-    batch: Callable[[int], Batch]
-    flops_per_token: float = 0.0  # 0: not known
-    validation: Callable[[], Iterator[Pair]] | None = None
-    validation_batches: int = 0  # of a rank, at most
+def micro_batches(loader: Loader, config: Config, step: int) -> Batch:
+    x, y = loader.batch(config.first_batch + step)
+    pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
+    tokens = loader.batching.world_size * len(x) * x.shape[1]
+    return Batch(pairs, divisor=len(pairs), tokens=tokens)
 
 
-def fit(config: Config, t: Training, objective: Objective) -> bool:
-    """Train until the last step or a signal; returns whether a signal stopped it."""
-    run, device = Path(config.out_dir), t.device
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with (
-        stop_signals() as received,
-        checkpoint.Saver(run, config, t.resumed_at, quiet=rank > 0) as saver,
-    ):
-        log = Log(run, config, t.resumed_at, quiet=rank > 0)
-        while True:
-            last, new = t.step >= config.max_iters, t.step != t.resumed_at
-            # validated before it is saved: a resumed run need not validate its first step
-            if new and objective.validation and (last or t.step % config.eval_interval == 0):
-                name, count = f"validation of step {t.step}", objective.validation_batches
-                batches = log.progress(objective.validation(), name, count)
-                val_loss = mean_loss(t.model.eval(), batches, device, t.dtype)
-                t.model.train()
-                log.validation(t.step, val_loss)
-                if val_loss < t.best_val_loss:
-                    t.best_val_loss = val_loss
-                    saver.save("best", t.state(config, best=True))
-            started = time.perf_counter()
-            stop = all_reduce_max(len(received), device) > 0  # waits for the last step's update
-            if new and (last or stop or t.step % config.checkpoint_interval == 0):
-                if not all(p.isfinite().all() for p in t.model.parameters()):
-                    stop_diverged(run, t.step, "its update left non-finite weights")
-                log.sync()
-                saver.save("step", t.state(config))
-                if t.step == 0:
-                    saver.wait()  # so any run with a step can be resumed; a full disk shows at once
-                started = time.perf_counter()
-            if last or stop:
-                break
-
-            batch = objective.batch(t.step)
-            # a variant that draws random numbers draws the same ones in a resumed run
-            torch.manual_seed(hash((config.seed, t.step, rank)))
-            lr = learning_rate(t.step, config)
-            for group in (group for optimizer in t.optimizers for group in optimizer.param_groups):
-                group["lr"] = lr
-            loss, grad_norm = train_step(t, objective.loss, batch, config.grad_clip)
-            if not finite_step(loss, grad_norm, t.scaler):
-                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(run, t.step + 1, error)
-            t.step, seconds = t.step + 1, time.perf_counter() - started
-            flops_per_s = objective.flops_per_token * batch.tokens / (seconds * ranks)
-            log.step(
-                t.step, loss=loss, lr=lr, grad_norm=grad_norm, ms=1000 * seconds,
-                tokens_per_s=batch.tokens / seconds, **usage(device, flops_per_s),
-            )  # fmt: skip
-        saver.wait()
-        done = "finished" if last else "stopped by a signal; continue with --resume"
-        log.print(f"step {t.step} of {config.max_iters} is saved: {done}")
-        log.finish()
-        return not last
-
-
-def train_step(t: Training, loss_fn: Loss, batch: Batch, grad_clip: float) -> tuple[float, float]:
+def train_step(
+    training: Training, loss_fn: Loss, batch: Batch, grad_clip: float
+) -> tuple[float, float]:
     """Update the model once, by the gradient of the batch's loss.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
     clipping). Both are the same on all ranks; if one is not finite, the weights do not change.
     """
-    total = torch.zeros((), device=t.device)
-    for i, (x, y) in enumerate(batch.micro_batches, 1):
+    scaler = training.scaler
+    total = torch.zeros((), device=training.device)
+    for i, (x, y) in enumerate(batch.micro_batches, start=1):
         # DDP decides in the forward pass whether this backward will synchronise gradients
-        more = i < len(batch.micro_batches)
-        with loss_fn.no_sync() if isinstance(loss_fn, DDP) and more else nullcontext():
-            with autocast(t.device, t.dtype):
+        accumulates = i < len(batch.micro_batches)
+        with loss_fn.no_sync() if isinstance(loss_fn, DDP) and accumulates else nullcontext():
+            with autocast(training.device, training.dtype):
                 micro_loss = loss_fn(x, y) / batch.divisor
-            t.scaler.scale(micro_loss).backward()
+            scaler.scale(micro_loss).backward()
         total += micro_loss.detach()
-    for optimizer in t.optimizers:
-        t.scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(t.model.parameters(), grad_clip or math.inf)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1:
+    for optimizer in training.optimizers:
+        scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), grad_clip or math.inf)
+    world_size = 1
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
         dist.all_reduce(total, dist.ReduceOp.SUM)
-    loss, grad_norm = total.item() / ranks, norm.item()
-    for optimizer in t.optimizers:
+    loss = total.item() / world_size
+    grad_norm = norm.item()
+    for optimizer in training.optimizers:
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            t.scaler.step(optimizer)
+            scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-    t.scaler.update()
+    scaler.update()
     return loss, grad_norm
 
 
+def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
+    """Tell whether a step's loss and gradients are finite, or overflow only by the loss scale."""
+    overflows = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
+    return math.isfinite(loss) and (math.isfinite(grad_norm) or overflows)
+
+
+def stop_diverged(run: Path, step: int, error: str) -> NoReturn:
+    """End the run without saving, so that the newest checkpoint is a good one."""
+    if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
+        print(
+            f"error: step {step}: {error}. The last checkpoint in {run} is good. Try a lower "
+            "learning_rate, a longer warmup_iters or dtype = float32.",
+            file=sys.stderr,
+        )
+    sys.exit(1)
+
+
+# ---- between steps ----
+
+
+def validate(
+    training: Training, config: Config, loader: Loader, log: Log, saver: checkpoint.Saver
+) -> None:
+    """Log the validation loss, and save the weights if it is the lowest so far."""
+    windows = loader.validation_windows(config.val_tokens)
+    batches_of_rank = math.ceil(windows / (loader.batching.world_size * config.batch_size))
+    batches = log.progress(
+        loader.validation_batches(config.val_tokens, config.batch_size),
+        f"validation of step {training.step}",
+        batches_of_rank,
+    )
+    training.model.eval()
+    val_loss = mean_loss(training.model, batches, training.device, training.dtype)
+    training.model.train()
+    log.validation(training.step, val_loss)
+    if val_loss < training.best_val_loss:
+        training.best_val_loss = val_loss
+        saver.save("best", training.state(config, best=True))
+
+
+def save(training: Training, config: Config, log: Log, saver: checkpoint.Saver) -> None:
+    """Save a checkpoint. Ends the run if weights are not finite."""
+    if not all(p.isfinite().all() for p in training.model.parameters()):
+        stop_diverged(Path(config.out_dir), training.step, "its update left non-finite weights")
+    log.sync()
+    saver.save("step", training.state(config))
+    if training.step == 0:
+        saver.wait()  # so any run with a step can be resumed; a full disk shows at once
+
+
 if __name__ == "__main__":
-    main()
+    main(CONFIG)

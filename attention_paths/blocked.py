@@ -1,7 +1,8 @@
 """The reference a block of queries at a time: memory for one block's weights, on any device."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,51 +19,100 @@ BLOCK_SCORES_CPU = 2**21
 KEEP_SCORES = 2**22
 
 
+class BlockSize(NamedTuple):
+    queries: int
+    heads: int
+    sequences: int
+    keys: int  # that a block may read
+
+
+def block_size(layer: ReferenceAttention, q: Tensor, k: Tensor) -> BlockSize:
+    """Return the largest block of queries like q [B, H, Lq, d] on keys like k [B, Hk, Lk, d]."""
+    H = q.shape[1]
+    queries = min(q.shape[2], BLOCK_QUERIES)
+    keys = k.shape[2]
+    if layer.window is not None:
+        keys = min(keys, layer.window + queries - 1)
+    scores = BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES
+    matrices = max(1, scores // (queries * keys))
+    heads = min(H, matrices)
+    group = H // k.shape[1]
+    if heads >= group:
+        heads = heads // group * group  # whole groups
+    else:
+        while group % heads:  # equal shares of one group
+            heads -= 1
+    return BlockSize(queries, heads, sequences=max(1, matrices // H), keys=keys)
+
+
 def blocked(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """The output [B, H, Lq, d] of `ReferenceAttention.forward`.
+    """Return the output [B, H, Lq, d] of `ReferenceAttention.forward`.
 
-    A block is some queries of some heads of some sequences. It reads no keys beyond its last query,
-    and none before the window of its first.
+    A block is a few queries of a few heads of a few sequences. It reads no keys beyond its last
+    query, and none before the window of its first.
     """
-    (B, H, Lq, _), Lk, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
-    queries = min(Lq, BLOCK_QUERIES)
-    most = Lk if layer.window is None else min(Lk, layer.window + queries - 1)  # keys per block
-    matrices = (BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES) // (queries * most)
-    heads, sequences = min(H, max(1, matrices)), max(1, matrices // H)
-    # whole groups, or equal parts of one
-    heads = heads // group * group or max(n for n in range(1, heads + 1) if group % n == 0)
-    recompute = torch.is_grad_enabled() and B * H * Lq * most > KEEP_SCORES
+    B, H, Lq, _ = q.shape
+    size = block_size(layer, q, k)
+    compute = layer.output
+    if torch.is_grad_enabled() and B * H * Lq * size.keys > KEEP_SCORES:
+        compute = partial(checkpoint, layer.output, use_reentrant=False, preserve_rng_state=False)
     q, keys = layer.normalise(q, k)
-
-    def output(q: Tensor, k: Tensor, v: Tensor, inverse: Tensor | None, *more: Any) -> Tensor:
-        return layer.output(q, Keys(k, inverse), v, *more)
-
-    recomputed = partial(checkpoint, output, use_reentrant=False, preserve_rng_state=False)
-
-    def of_heads(part: tuple[slice, slice]) -> Tensor:
-        groups = part[0], slice(part[1].start // group, -(-part[1].stop // group))
-        inverse = None if keys.inverse_norm is None else keys.inverse_norm[part]
-        k, values, end, out = keys.k[groups], v[groups], Lq, []
-        # The largest block first: the others then fit into the memory that it frees, and its keys
-        # hold the keys of the others, so that gradients are padded to as many, not to all.
-        for block in reversed(q[part].split(queries, dim=2)):
-            start = end - block.shape[2]
-            last = Lk - Lq + end
-            first = first_key(Lk - Lq + start, layer.window)
-            k, values = k[:, :, :last], values[:, :, :last]
+    group = H // k.shape[1]
+    by_sequence = []
+    for b in range(0, B, size.sequences):
+        sequences = slice(b, b + size.sequences)
+        by_head = []
+        for h in range(0, H, size.heads):
+            heads = slice(h, h + size.heads)
+            kv_heads = slice(h // group, -(-heads.stop // group))
+            inverse_norm = keys.inverse_norm
+            if inverse_norm is not None:
+                inverse_norm = inverse_norm[sequences, heads]
             inputs = (
-                block, k[:, :, first:], values[:, :, first:], inverse, part[1],
-                context.part(part, slice(start, end), slice(first, last)),
-            )  # fmt: skip
-            out.append(recomputed(*inputs) if recompute else output(*inputs))
-            end = start
-        return torch.cat(out[::-1], dim=2)
+                q[sequences, heads],
+                Keys(keys.k[sequences, kv_heads], inverse_norm),
+                v[sequences, kv_heads],
+                context.select(sequences, heads),
+                heads,
+            )
+            by_head.append(by_query(compute, layer.window, *inputs))
+        by_sequence.append(torch.cat(by_head, dim=1))
+    return torch.cat(by_sequence)
 
-    sequences_of = [slice(b, b + sequences) for b in range(0, B, sequences)]
-    heads_of = [slice(h, h + heads) for h in range(0, H, heads)]
-    return torch.cat([torch.cat([of_heads((b, h)) for h in heads_of], 1) for b in sequences_of])
+
+def by_query(
+    compute: Callable[..., Tensor],
+    window: int | None,
+    q: Tensor,
+    keys: Keys,
+    v: Tensor,
+    context: Context,
+    heads: slice,
+) -> Tensor:
+    """Return the output [b, h, Lq, d] of these heads, BLOCK_QUERIES queries at a time.
+
+    The last block comes first: the other blocks then fit into the memory that it frees, and its
+    keys include theirs, so that their gradients are padded to as many keys, not to all.
+    """
+    past = keys.k.shape[2] - q.shape[2]
+    k = keys.k
+    end = q.shape[2]
+    outputs = []
+    for block in reversed(q.split(BLOCK_QUERIES, dim=2)):
+        start = end - block.shape[2]
+        first = first_key(past + start, window)
+        last = past + end
+        k = k[:, :, :last]
+        v = v[:, :, :last]
+        block_keys = Keys(k[:, :, first:], keys.inverse_norm)
+        block_context = context.select(queries=slice(start, end), keys=slice(first, last))
+        outputs.append(compute(block, block_keys, v[:, :, first:], block_context, heads))
+        end = start
+    return torch.cat(outputs[::-1], dim=2)
 
 
 def first_key(position: int, window: int | None) -> int:
-    """The first key that the query at a position sees."""
-    return 0 if window is None else max(0, position + 1 - window)
+    """Return the first key that the query at a position sees."""
+    if window is None:
+        return 0
+    return max(0, position + 1 - window)

@@ -65,6 +65,6 @@ def factored(
         inverse: Tensor | float = 1.0
         if layer.variant.l2_normalise:
             q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
-        rows = layer.rows(q, k.shape[2], slice(None), context)
+        rows = layer.rows(q, k.shape[2], context)
         weights = attention_weights(layer.variant, q, lambda q: k.dot(q) * inverse, rows)
         return v.mix(weights)

@@ -53,7 +53,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
     variant, window = layer.variant, layer.window
-    rows, entry = layer.rows(q, k.shape[2], slice(None), context), launch.PHIS[variant.phi.kernel]
+    rows, entry = layer.rows(q, k.shape[2], context), launch.PHIS[variant.phi.kernel]
     gradients = torch.is_grad_enabled()
     decodes = q.shape[2] == 1 and not gradients
 

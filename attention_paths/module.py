@@ -10,7 +10,7 @@ from attention_paths.blocked import blocked, first_key
 from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
 from attention_paths.fused import fused, obstacle, variant_obstacle
-from attention_paths.reference import ALL, PLAIN, Context, ReferenceAttention
+from attention_paths.reference import PLAIN, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from errors import UserError
 
@@ -42,7 +42,7 @@ class Attention(ReferenceAttention):
         assert isinstance(k, Tensor) and isinstance(v, Tensor)
         first = first_key(k.shape[2] - q.shape[2], self.window)  # no query sees the keys before it
         k, v = k[:, :, first:], v[:, :, first:]
-        context = context.part(ALL, slice(None), slice(first, None))
+        context = context.select(keys=slice(first, None))
         path = self.path(q, k.shape[2], context)
         if path == "reference":
             return super().forward(q, k, v, context)
@@ -58,15 +58,23 @@ class Attention(ReferenceAttention):
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
-        plain = self.p is None and self.softcap is None and not (self.alibi_heads or self.has_sink)
-        plain = plain and context.log_forget is None
-        softmax = self.impl == "auto" and self.variant.is_softmax and plain
+        by_sdpa = self.impl == "auto" and self.is_plain_softmax(context)
         masked = self.window is not None and self.window < Lk
-        if softmax and not (masked and q.is_cuda):
+        if by_sdpa and not (masked and q.is_cuda):
             return "sdpa"
         reason = obstacle(self, q)
         if reason is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {reason}")
-        return "sdpa" if softmax else "blocked"
+        return "sdpa" if by_sdpa else "blocked"
+
+    def is_plain_softmax(self, context: Context) -> bool:
+        """Tell whether it is softmax at any scale, and no setting adds to its scores."""
+        adds_to_scores = (
+            self.softcap is not None
+            or self.alibi_heads > 0
+            or self.has_sink
+            or context.log_forget is not None
+        )
+        return self.variant.is_softmax and self.p is None and not adds_to_scores

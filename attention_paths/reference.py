@@ -7,8 +7,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import Rows, Variant, attention_weights, l2_normalise
+from attention_paths.power import normalised_power
 
-ALL = slice(None), slice(None)
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,22 @@ class Context:
     """What a layer's attention depends on besides q, k and v."""
 
     score_scale: float = 1.0  # on every score: the square of YaRN's attention factor
-    numbers: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
+    row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
 
-    def part(self, part: tuple[slice, slice], queries: slice, keys: slice) -> "Context":
-        """The context of some sequences and heads, queries and keys."""
-        numbers = {name: x[part][:, :, queries] for name, x in self.numbers.items()}
-        gates = None if self.log_forget is None else self.log_forget[part][:, :, keys]
-        return Context(self.score_scale, numbers, gates)
+    def select(
+        self,
+        sequences: slice = ALL,
+        heads: slice = ALL,
+        queries: slice = ALL,
+        keys: slice = ALL,
+    ) -> "Context":
+        """Return the context of these sequences, heads, queries and keys."""
+        row_inputs = {name: x[sequences, heads, queries] for name, x in self.row_inputs.items()}
+        log_forget = self.log_forget
+        if log_forget is not None:
+            log_forget = log_forget[sequences, heads, keys]
+        return Context(self.score_scale, row_inputs, log_forget)
 
 
 PLAIN = Context()
@@ -37,9 +46,11 @@ class Keys:
     inverse_norm: Tensor | None = None  # [B, H, 1, Lk]
 
     def dot(self, q: Tensor) -> Tensor:
-        """The dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
+        """Return the dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
         products = grouped_product(q, self.k.to(q.dtype).mT)
-        return products if self.inverse_norm is None else products * self.inverse_norm
+        if self.inverse_norm is None:
+            return products
+        return products * self.inverse_norm
 
 
 class ReferenceAttention(nn.Module):
@@ -70,9 +81,14 @@ class ReferenceAttention(nn.Module):
         have gamma, and the initial values of s and b: 1, 1 and 0 by default.
         """
         super().__init__()
-        self.variant, self.p = variant, p
-        self.n_head, self.head_size, self.trained_length = n_head, head_size, trained_length
-        self.window, self.softcap, self.alibi_heads = window, softcap, alibi_heads
+        self.variant = variant
+        self.n_head = n_head
+        self.head_size = head_size
+        self.trained_length = trained_length
+        self.p = p
+        self.window = window
+        self.softcap = softcap
+        self.alibi_heads = alibi_heads
         self.has_sink = sink != "none"
         scalars = {"s": 1.0, "b": 0.0, "gamma": 1.0} | (scalars or {})
         self.gamma = scalars["gamma"]
@@ -82,12 +98,12 @@ class ReferenceAttention(nn.Module):
             "p_n": torch.ones(trained_length),
             "sink": torch.zeros(n_head),
         }
-        learnable = {*variant.learnable} | ({"sink"} if sink == "learned" else set())
         for name, value in initial.items():
-            self.register_parameter(name, nn.Parameter(value) if name in learnable else None)
+            is_learned = sink == "learned" if name == "sink" else name in variant.learnable
+            self.register_parameter(name, nn.Parameter(value) if is_learned else None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = PLAIN) -> Tensor:
-        """The output [B, H, Lq, d] in v's dtype.
+        """Return the output [B, H, Lq, d] in v's dtype.
 
         q is [B, H, Lq, d], k and v are [B, Hk, Lk, d], all after RoPE, with Lq <= Lk: the queries
         are the last Lq positions. With Hk < H, each head of keys and values serves H / Hk
@@ -95,23 +111,26 @@ class ReferenceAttention(nn.Module):
         float64 inputs), with autocast off.
         """
         with torch.autocast(q.device.type, enabled=False):
-            return self.output(*self.normalise(q, k), v, slice(None), context)
+            q, keys = self.normalise(q, k)
+            return self.output(q, keys, v, context)
 
     def weights(self, q: Tensor, k: Tensor, context: Context = PLAIN) -> Tensor:
-        """The attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
+        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise(q, k)
-            rows = self.rows(q, k.shape[2], slice(None), context)
+            rows = self.rows(q, k.shape[2], context)
             return attention_weights(self.variant, q, keys.dot, rows)
 
-    def output(self, q: Tensor, keys: Keys, v: Tensor, heads: slice, context: Context) -> Tensor:
-        """The output of some heads, with q and keys as `normalise` returns them."""
-        rows = self.rows(q, v.shape[2], heads, context)
+    def output(
+        self, q: Tensor, keys: Keys, v: Tensor, context: Context, heads: slice = ALL
+    ) -> Tensor:
+        """Return the output of these heads, for q and keys as `normalise` returns them."""
+        rows = self.rows(q, v.shape[2], context, heads)
         weights = attention_weights(self.variant, q, keys.dot, rows)
         return grouped_product(weights.to(v.dtype), v)
 
     def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
-        """q and k at unit length if the variant normalises them.
+        """Return q and k, at unit length if the variant normalises them.
 
         For a single query only its scores are divided by |k|: that is less work than normalising a
         whole cache of keys.
@@ -121,12 +140,13 @@ class ReferenceAttention(nn.Module):
         if q.shape[2] > 1:
             return l2_normalise(q), Keys(l2_normalise(k))
         dtype = torch.promote_types(k.dtype, torch.float32)
-        squared = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
-        inverse = torch.rsqrt(squared + 1e-12).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return l2_normalise(q), Keys(k, inverse[:, :, None])
+        squared_norm = torch.linalg.vector_norm(k, dim=-1, dtype=dtype).square()
+        inverse_norm = torch.rsqrt(squared_norm + 1e-12)
+        inverse_norm = inverse_norm.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return l2_normalise(q), Keys(k, inverse_norm[:, :, None])
 
-    def rows(self, q: Tensor, Lk: int, heads: slice, context: Context) -> Rows:
-        """The rows of some heads, for the last queries q [B, H, Lq, d] of Lk positions."""
+    def rows(self, q: Tensor, Lk: int, context: Context, heads: slice = ALL) -> Rows:
+        """Return the rows of these heads, for the last queries q [B, H, Lq, d] of Lk positions."""
         keys = torch.arange(Lk, device=q.device)
         last = keys[Lk - q.shape[2] :, None]
         # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
@@ -137,34 +157,47 @@ class ReferenceAttention(nn.Module):
             n = n.clamp_max(self.window)
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = Rows(
-            n, last, keys, head, self.window, self.head_size, self.trained_length,
-            self.gamma, self.p, context.score_scale, self.softcap,
-        )  # fmt: skip
+            n=n,
+            last=last,
+            keys=keys,
+            head=head,
+            window=self.window,
+            d=self.head_size,
+            L=self.trained_length,
+            gamma=self.gamma,
+            p=self.p,
+            score_scale=context.score_scale,
+            softcap=self.softcap,
+            normalised_power=normalised_power,
+        )
         for name in self.variant.from_input:
-            numbers = context.numbers.get(name, n.new_zeros(1, 1, 1))  # 0 without an input
-            setattr(rows, name, numbers[..., None].to(dtype))
+            value = context.row_inputs.get(name, last.new_zeros(1, 1, 1))  # 0 without an input
+            setattr(rows, name, value[..., None].to(dtype))
         if self.s is not None:
             rows.s = self.s[heads, None, None]
         if self.b is not None:
             rows.b = self.b[heads, None, None]
         if self.p_n is not None:  # beyond the training length, the last value
-            rows.p_n = self.p_n[(n - 1).clamp_max(len(self.p_n) - 1).long()]
+            index = (n - 1).clamp_max(len(self.p_n) - 1)
+            rows.p_n = self.p_n[index.long()]
         if self.alibi_heads:
             h = (head - (self.n_head - self.alibi_heads) + 1).to(dtype)
             rows.slopes = torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
         if context.log_forget is not None:
             rows.decay = context.log_forget.to(dtype).cumsum(-1)
-        if self.has_sink:
-            zero = rows.n.new_zeros(len(head), 1, 1)
-            rows.sink = zero if self.sink is None else self.sink[head].to(dtype)
+        if self.sink is not None:
+            rows.sink = self.sink[head].to(dtype)
+        elif self.has_sink:
+            rows.sink = n.new_zeros(len(head), 1, 1)
         return rows
 
 
 def grouped_product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y of x [B, H, n, m] and y [B, Hk, m, l], each of its heads serving H / Hk of x's."""
+    """Return x @ y of x [B, H, n, m] and y [B, Hk, m, l]: a head of y serves H / Hk heads of x."""
     if x.shape[1] == y.shape[1]:
         return x @ y
-    return (x.reshape(len(x), y.shape[1], -1, x.shape[3]) @ y).view(*x.shape[:3], -1)
+    by_group = x.reshape(len(x), y.shape[1], -1, x.shape[3])  # [B, Hk, H / Hk * n, m]
+    return (by_group @ y).view(*x.shape[:3], -1)
 
 
 def share_parameters(layers: list[ReferenceAttention]) -> None:

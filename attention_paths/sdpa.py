@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attention import l2_normalise
 from attention_paths.blocked import BLOCK_QUERIES, first_key
-from attention_paths.reference import Context, ReferenceAttention
+from attention_paths.reference import PLAIN, Context, ReferenceAttention
 
 
 def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -14,7 +14,7 @@ def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Co
     Lq, Lk = q.shape[2], k.shape[2]
     if layer.variant.l2_normalise:
         q, k = l2_normalise(q), l2_normalise(k)
-    rows = layer.rows(q, Lk, slice(None), context)
+    rows = layer.rows(q, Lk, context)
     scale = context.score_scale * layer.variant.scale(rows)
     if isinstance(scale, Tensor):  # one for each row: torch takes a single number
         q, scale = q * scale, 1.0
@@ -28,25 +28,28 @@ def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Co
         from torch.nn.attention.bias import causal_lower_right
 
         mask = causal_lower_right(Lq, Lk)
-    causal = True if 1 < Lq == Lk else False  # never torch.compile's symbolic bool
+    is_causal = True if 1 < Lq == Lk else False  # never torch.compile's symbolic bool
+    is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
 
 
 def windowed(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Softmax with a window: each block of queries with a mask over the keys that it sees."""
-    past, out = k.shape[2] - q.shape[2], []
+    """Compute softmax with a window: a block of queries has a mask over the keys that it sees."""
+    past = k.shape[2] - q.shape[2]
+    is_grouped = q.shape[1] != k.shape[1]
+    outputs = []
     for start in range(0, q.shape[2], BLOCK_QUERIES):
         block = q[:, :, start : start + BLOCK_QUERIES]
+        first = first_key(past + start, layer.window)
         end = past + start + block.shape[2]
-        keys = slice(first_key(past + start, layer.window), end)
-        count = keys.stop - keys.start
-        mask = layer.rows(block, count, slice(None), Context()).sees(count)
-        out.append(
+        block_k = k[:, :, first:end]
+        block_v = v[:, :, first:end]
+        mask = layer.rows(block, end - first, PLAIN).sees(end - first)
+        outputs.append(
             F.scaled_dot_product_attention(
-                block, k[:, :, keys], v[:, :, keys], mask, scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                block, block_k, block_v, mask, scale=scale, enable_gqa=is_grouped
             )
-        )  # fmt: skip
-    return torch.cat(out, dim=2)
+        )
+    return torch.cat(outputs, dim=2)

@@ -1,4 +1,4 @@
-"""The attention of a layer's heads, built from a Config and checked; in a hybrid in two parts."""
+"""The attention of a layer's heads, built from a Config and checked."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from attention_paths.module import Attention
 from config import Config
 from errors import UserError, check_choice
 
-# Settings that some variants take: which, and why the others do not.
+# Settings that only some variants take: which, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
     "sink": (lambda v: v.takes_sink, "a sink shares l1 with keys whose weights are never 0"),
@@ -18,9 +18,43 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
 }
 
 
-def build_attention(config: Config, heads: range) -> Attention:
-    """The attention of these heads of a layer."""
-    alibi = [h for h in heads if h >= config.nope_heads() and config.positions == "alibi"]
+def build_attention(config: Config) -> Attention:
+    """Build the attention of all heads of a layer.
+
+    Raises UserError where settings contradict the variant.
+    """
+    check_settings(config)
+    return build_heads(config, range(config.n_head))
+
+
+def build_hybrid_attention(config: Config, layer: int) -> tuple[Attention, Attention | None]:
+    """Build the attention of all heads of a layer or, where they differ, of both groups of heads.
+
+    With a local_window the heads with positions are softmax over that many keys, whatever attention
+    the heads without positions have. Raises UserError where settings contradict the variant.
+    """
+    if config.local_window is None:
+        return build_attention(config), None
+    check_settings(config)
+    local = config.replace(attention="softmax", p=None, window=config.local_window)
+    all_heads = range(config.n_head)
+    nope_heads = config.nope_heads(layer)
+    if nope_heads == 0:
+        return build_heads(local, all_heads), None
+    if nope_heads == config.n_head:
+        return build_heads(config, all_heads), None
+    return build_heads(config, all_heads[:nope_heads]), build_heads(local, all_heads[nope_heads:])
+
+
+def check_attention(config: Config) -> None:
+    """Raise UserError where settings contradict the attention, by building it."""
+    build_hybrid_attention(config, layer=-1)  # which has heads without positions, if any layer has
+
+
+def build_heads(config: Config, heads: range) -> Attention:
+    alibi_heads = 0
+    if config.positions == "alibi":
+        alibi_heads = len([h for h in heads if h >= config.nope_heads()])
     return Attention(
         VARIANTS[config.attention],
         len(heads),
@@ -29,30 +63,11 @@ def build_attention(config: Config, heads: range) -> Attention:
         p=config.p,
         window=config.window,
         softcap=config.softcap,
-        alibi_heads=len(alibi),
+        alibi_heads=alibi_heads,
         sink=config.sink,
         scalars={"s": config.s_init, "b": config.b_init, "gamma": config.gamma},
         impl=config.attention_impl,
     )
-
-
-def build_parts(config: Config, layer: int = -1) -> tuple[Attention, Attention | None]:
-    """The attention of a layer's heads or, where they differ, of the first heads and of the others.
-
-    With a local_window the heads with positions are softmax over that many keys, whatever attention
-    the heads without positions have; the default layer has such heads. Raises UserError where
-    settings contradict the variant.
-    """
-    check_choice("attention", config.attention, VARIANTS)
-    check_settings(config, VARIANTS[config.attention])
-    heads = range(config.n_head)
-    parts = [(config, heads)]
-    if config.local_window is not None:
-        local = config.replace(attention="softmax", p=None, window=config.local_window)
-        split = config.nope_heads(layer)
-        parts = [(config, heads[:split]), (local, heads[split:])]
-    first, *others = [build_attention(settings, heads) for settings, heads in parts if heads]
-    return first, others[0] if others else None
 
 
 def formulas_hash(config: Config) -> str:
@@ -61,13 +76,16 @@ def formulas_hash(config: Config) -> str:
     return fingerprint(VARIANTS[config.attention], *local)
 
 
-def check_settings(config: Config, variant: Variant) -> None:
-    """Raise UserError for a setting that the variant does not take."""
+def check_settings(config: Config) -> None:
+    """Raise UserError for an unknown variant, and for a setting that the variant does not take."""
+    check_choice("attention", config.attention, VARIANTS)
+    variant = VARIANTS[config.attention]
     for key, (takes, reason) in TAKES.items():
         value = getattr(config, key)
-        if value != getattr(Config, key) and not takes(variant):
-            able = ", ".join(name for name, other in VARIANTS.items() if takes(other))
-            raise UserError(
-                f"attention = {config.attention!r} takes no {key} ({key} = {value}): {reason}, as "
-                f"in {able}"
-            )
+        if value == getattr(Config, key) or takes(variant):
+            continue
+        able = [name for name, other in VARIANTS.items() if takes(other)]
+        raise UserError(
+            f"attention = {config.attention!r} takes no {key} ({key} = {value}): {reason}, as "
+            f"in {', '.join(able)}"
+        )

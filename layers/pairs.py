@@ -1,21 +1,25 @@
-"""Embedding and head where a position holds a pair of tokens, the coordinates of a point."""
+"""A model whose positions hold a pair of tokens, the coordinates of a point."""
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
+
+from model import GPT
 
 
 class PairEmbedding(nn.Embedding):
     """Pairs of tokens [.., 2] to [.., n_embd]: a table for each coordinate, and a linear layer."""
 
     def __init__(self, size: int, n_embd: int) -> None:
-        super().__init__(2 * size, n_embd)  # the two tables, one below the other
+        super().__init__(2 * size, n_embd)  # both tables, the second below the first
         self.size = size
         self.linear = nn.Linear(2 * n_embd, n_embd)
 
     def forward(self, pairs: Tensor) -> Tensor:
         x, y = pairs.unbind(-1)
-        return self.linear(super().forward(torch.stack((x, y + self.size), -1)).flatten(-2))
+        vectors = super().forward(torch.stack((x, y + self.size), -1))  # [.., 2, n_embd]
+        return self.linear(vectors.flatten(-2))
 
 
 class PairHead(nn.Linear):
@@ -26,3 +30,28 @@ class PairHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).unflatten(-1, (2, -1))
+
+
+class PairGPT(GPT):
+    """GPT whose positions hold a pair of tokens: idx and targets are [B, L, 2], each with a loss.
+
+    Logits are [B, L, 2, n_vocab].
+    """
+
+    def build_embedding(self, size: int) -> PairEmbedding:
+        return PairEmbedding(size, self.config.n_embd)
+
+    def build_head(self, size: int) -> PairHead:
+        return PairHead(self.config.n_embd, size)
+
+    def padding_rows(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (2, -1))[:, self.n_vocab :]
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats of hidden states [n, n_embd] with targets [2 n]."""
+        return self.mean_loss(x, targets)
+
+    def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses of targets [n, 2] as [2 n]."""
+        logits = self.logits(x).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none")

@@ -72,17 +72,6 @@ class Rope:
         return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
-    """x [B, H, L, d] with every pair (x_i, x_{i + d/2}) turned by its angle; cos, sin [L, d/2].
-
-    The heads before `first` are left as they are.
-    """
-    if first:
-        return torch.cat((x[:, :first], rotate(x[:, first:], cos, sin)), dim=1)
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
 @dataclass(frozen=True)
 class Rotation:
     """The rotations of consecutive positions, and their factor on every score."""
@@ -90,6 +79,14 @@ class Rotation:
     cos: Tensor  # [L, d/2]
     sin: Tensor  # [L, d/2]
     score_scale: float
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn every pair (x_i, x_{i + d/2}) of x [B, H, L, d] by its angle."""
+    cos = rotation.cos
+    sin = rotation.sin
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class RopeTable(nn.Module):

@@ -24,7 +24,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
 from layers.heads import formulas_hash
 from model import GPT
-from optim import build_optimizers, learning_rate
+from optim import learning_rate
 from runtime.device import environment, uncommitted
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
 
@@ -71,17 +71,6 @@ class Training:
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
     resumed_at: int | None = None
-
-    @classmethod
-    def begin(cls, model: GPT, config: Config, dtype: torch.dtype, state: State | None) -> Self:
-        """A model on its device with its optimizers, new or in the state of a checkpoint."""
-        device = next(model.parameters()).device
-        # small gradients underflow in float16: the loss is scaled up, the gradients back down
-        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        training = cls(model, dtype, build_optimizers(model, config), scaler)
-        if state is not None:
-            training.restore(state)
-        return training
 
     @property
     def device(self) -> torch.device:

@@ -13,9 +13,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import Config
+from config import Config, accumulation_steps
+from data.loader import Loader
 from errors import first_line
+from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
+
+# Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
+# Data-Constrained Language Models").
+MANY_EPOCHS = 4
 
 
 def say(text: str) -> None:
@@ -158,3 +164,42 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     if mode == "offline":
         say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
     return started
+
+
+def describe(config: Config, training: Training, loader: Loader | None, world_size: int) -> str:
+    """Describe a run that is about to start or continue; without data there is no loader."""
+    step_tokens = config.total_batch_size
+    run_tokens = config.max_iters * step_tokens
+    tokens_left = run_tokens - training.step * step_tokens
+    flops = tokens_left * training.model.flops_per_token()
+    dtype = str(training.dtype).removeprefix("torch.")
+    lines = [
+        f"{config.variant_name}: {training.model.count_parameters():,} parameters on "
+        f"{training.device.type} in {dtype}; run folder {config.out_dir}",
+        describe_data(config, loader, run_tokens),
+        f"{run_tokens:,} tokens in steps of {step_tokens:,} (processes x micro-batches x "
+        f"batch_size x block_size = {world_size} x {accumulation_steps(config, world_size)} x "
+        f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
+        f"{training.step} of {config.max_iters}",
+    ]
+    for key in ("window", "local_window"):
+        keys = getattr(config, key)
+        if keys is not None and keys >= config.block_size:
+            lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
+    if config.dry_run:
+        checks = "all checks passed" if loader else "all checks passed but those of the data"
+        lines.append(f"dry run: {checks}; nothing was written")
+    return "\n".join(lines)
+
+
+def describe_data(config: Config, loader: Loader | None, run_tokens: int) -> str:
+    if loader is None:
+        return (
+            f"{config.data_dir}: not there yet; data.text and data.fineweb make it (docs/data.md)"
+        )
+    val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
+    text = f"{loader.source}: {loader.tokens:,} tokens, {val_tokens:,} for validation"
+    epochs = run_tokens / (loader.n_windows * config.block_size)
+    if epochs > MANY_EPOCHS:
+        text += f"; the run goes through them {epochs:,.0f} times"
+    return text

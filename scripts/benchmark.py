@@ -42,9 +42,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config, load_config
 from errors import UserError, command
 from generation import next_logits
+from layers.build import build_model
 from layers.cache import KVCache
 from layers.selfcheck import check_kernels
-from model import GPT, compile_model
+from model import compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
@@ -190,9 +191,6 @@ class PlainGPT(nn.Module):
         h = self.blocks(self.wte(x) + self.wpe.weight, self.mask, is_causal=True)
         return F.cross_entropy((h @ self.wte.weight.T).flatten(0, 1), y.flatten())
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        return [{"params": [*self.parameters()]}]
-
 
 def build_step(
     config: Config, phase: str, device: torch.device, plain: bool, say: Callable[[str], None]
@@ -205,7 +203,7 @@ def build_step(
     if phase.startswith("attention"):
         return attention_step(config, phase == "attention", device, say)
     x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
-    model: Any = (PlainGPT if plain else GPT)(config).to(device).train(phase == "train")
+    model: Any = (PlainGPT if plain else build_model)(config).to(device).train(phase == "train")
     dtype = pick_dtype(config.dtype, device)
     if not plain:
         check_kernels(model, config, dtype, say=say)
@@ -251,7 +249,9 @@ def attention_step(
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
-    model = GPT(config.replace(n_layer=1, tokenizer="bytes")).to(device)  # takes little memory
+    model = build_model(config.replace(n_layer=1, tokenizer="bytes")).to(
+        device
+    )  # takes little memory
     check_kernels(model, config, dtype, say=say)
     attention: Any = model.attention_layers()[0].attention
     if pick_compile(config.compile, device):

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
-from layers.heads import build_parts
+from layers.heads import check_attention
 from scripts.common.runner import lengths_of, shortened, shown
 from scripts.reproduce import metrics, pictures, tables
 from scripts.reproduce.entries import FILES, FREE, VIEWS, Entry, Scale, find_entry, open_scale
@@ -108,7 +108,7 @@ def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str
         if name in entries or paths.setdefault(run, path) != path:
             raise UserError(f"two entries are called {name}: rename a file, or drop a value")
         entries[name] = entry
-        build_parts(replace(scale, more={run: entry}).run(name, 0).config)
+        check_attention(replace(scale, more={run: entry}).run(name, 0).config)
     return entries
 
 

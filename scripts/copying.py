@@ -123,7 +123,7 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
     for batch in batches(windows, windows.shape[1]):
         x = torch.from_numpy(np.stack(batch)).to(run.device)
         with run.autocast():
-            hidden = run.model.trunk(run.model.wte(x[:, :-1]))[:, lag:]
+            hidden = run.model.hidden(x[:, :-1])[:, lag:]
             logits = run.model.logits(hidden).float()  # [n, size - 1, n_vocab]
         losses = F.cross_entropy(logits.mT, x[:, lag + 1 :], reduction="none")
         means.append(losses.double().mean(-1).cpu())

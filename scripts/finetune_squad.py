@@ -42,19 +42,19 @@ from config import Config, choices
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
+from layers.build import build_model
 from layers.selfcheck import check_kernels
 from model import GPT
-from optim import learning_rate
+from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
 from runtime import checkpoint
 from runtime.checkpoint import Training
 from runtime.device import open_device, pick_dtype, usage
 from runtime.distributed import EXIT_STOPPED, stop_signals
-from runtime.divergence import finite_step, stop_diverged
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
 from scripts.common.retrieval import ASK
 from scripts.common.runner import RUN, Options, option, parse
-from train import Batch, train_step
+from train import Batch, is_finite_step, stop_diverged, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -109,7 +109,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     config = recipe(run, base, out, options)
 
     # ---- model ----
-    model = GPT(base).to(device)
+    model = build_model(base).to(device)
     dtype = pick_dtype(options.dtype, device)
     kernels = check_kernels(model, base, dtype, say=say)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
@@ -142,8 +142,10 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
             raise UserError(
                 f"{out} was fine-tuned on {data_before}, not {data}: give another --out_dir"
             )
-    training = Training.begin(model, config, dtype, state)
-    del state  # and with it the optimizer's tensors in host memory
+    optimizers = build_optimizers(model, config)
+    training = Training(model, dtype, optimizers, build_scaler(device, dtype))
+    if state is not None:
+        training.restore(state)
 
     # ---- loop ----
     checkpoint.write_header(out, config, kernels, training.resumed_at)
@@ -212,12 +214,10 @@ def train(training: Training, config: Config, examples: list[Example], options: 
             # a variant that draws random numbers draws the same ones in a resumed run
             torch.manual_seed(hash((config.seed, training.step, 0)))
             lr = learning_rate(training.step, config)
-            for optimizer in training.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
+            set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
-            if not finite_step(loss, grad_norm, training.scaler):
+            if not is_finite_step(loss, grad_norm, training.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
                 stop_diverged(out, training.step, error)
             seconds = time.perf_counter() - started
@@ -332,7 +332,7 @@ def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]
 def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     """Sum of the losses of the answers' tokens, in nats; no other logits are computed."""
     is_answer = y != IGNORED
-    logits = model.logits(model.trunk(model.wte(x))[is_answer])
+    logits = model.logits(model.hidden(x)[is_answer])
     return F.cross_entropy(logits.float(), y[is_answer], reduction="sum")
 
 

@@ -42,13 +42,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.loader import epoch_order
 from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
+from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
-from runtime.divergence import finite_step
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
 from scripts.common.tables import print_table
-from train import Batch, train_step
+from train import Batch, is_finite_step, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
@@ -197,7 +197,8 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
     model.to(run.device).train()
-    training = Training.begin(model, config, run.dtype, state=None)
+    optimizers = build_optimizers(model, config)
+    training = Training(model, run.dtype, optimizers, build_scaler(run.device, run.dtype))
     labels = np.where(task.labelled[..., None], task.targets, np.nan)
     x = torch.from_numpy(task.tokens).long().to(run.device)
     y = torch.from_numpy(labels).float().to(run.device)
@@ -211,7 +212,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
         parts = [part[places].split(config.batch_size) for part in (x, y)]
         batch = Batch([*zip(*parts, strict=True)], int(task.labelled[places].sum()) * outputs, 0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
-        if not finite_step(loss, norm, training.scaler):
+        if not is_finite_step(loss, norm, training.scaler):
             at = f"{run.path}: {probe} diverged at step {step + 1}"
             raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
     model.eval()

@@ -98,7 +98,7 @@ def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
     pairs = zip(*((one.tokens, one.places) for one in drawn), strict=True)
     tokens, places = (torch.from_numpy(np.stack(one)).to(run.device) for one in pairs)
     with run.autocast():
-        hidden = run.model.trunk(run.model.wte(tokens + run.config.text_ids))  # [B, L, n_embd]
+        hidden = run.model.hidden(tokens + run.config.text_ids)  # [B, L, n_embd]
     logits = run.model.logits(hidden.take_along_dim(places[..., None], 1).float())
     return logits.argmax(-1).cpu().numpy() - run.config.text_ids
 

@@ -10,7 +10,7 @@ from attention import VARIANTS
 from attention_paths.check import check_variant
 from attention_paths.fused import variant_obstacle
 from attention_paths.reference import PLAIN, Context
-from layers.heads import build_parts
+from layers.heads import build_attention
 from tests.helpers import ATTENTIONS, small_config
 
 TRITON, REFERENCE = "--attention_impl=triton", "--attention_impl=reference"
@@ -51,7 +51,7 @@ SETTINGS = {
 def build(case, d, *more):
     """The attention of a config file, with settings behind it if any, and scalars of its own."""
     sizes = [f"--n_embd={2 * d}", f"--block_size={BLOCK_SIZE}", f"--total_batch_size={BLOCK_SIZE}"]
-    layer = build_parts(small_config(case, *sizes, *more))[0]
+    layer = build_attention(small_config(case, *sizes, *more))
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -8,6 +8,7 @@ import matplotlib.image
 import torch
 
 from config import Config, load_config
+from layers.build import build_model
 from layers.heads import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
@@ -58,7 +59,7 @@ def small_config(case: str, *more: str) -> Config:
 def small_model(case: str, *more: str) -> GPT:
     """A float64 model whose weights are large enough for attention to be far from uniform."""
     torch.manual_seed(0)
-    model = GPT(small_config(case, *more)).double()
+    model = build_model(small_config(case, *more)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and parameter.any():

@@ -14,7 +14,7 @@ import yaml
 
 from config import Config, accumulation_steps, help_text, load_config
 from errors import UserError
-from layers.heads import build_parts
+from layers.heads import build_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
@@ -35,7 +35,7 @@ def write(path, text):
 def refusal(*arguments):
     """The sentence that refuses a command line, by its settings or by the table of variants."""
     with pytest.raises(UserError) as caught:
-        build_parts(load_config([*arguments]))
+        build_attention(load_config([*arguments]))
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import read_shard, write_shard
-from model import GPT
+from layers.build import build_model
 from runtime import checkpoint
 from scripts import copying
 from scripts.common.runner import Store
@@ -85,7 +85,7 @@ def test_where_there_is_no_share():
 def test_the_command(shards, call, tmp_path, capsys, refused):
     torch.manual_seed(0)
     runs = [
-        saved_run(tmp_path / name, GPT(small_config(f"{name}.py", f"--data_dir={shards}")))
+        saved_run(tmp_path / name, build_model(small_config(f"{name}.py", f"--data_dir={shards}")))
         for name in ("softmax", "lssa")
     ]
     call(copying, *runs, "--passages=5", "--lags=32,40", "--rope=yarn")
@@ -97,7 +97,7 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     assert (control["rope"], control["window"]) == ("none", 16)
     # one passage, by hand
     tokens = read_shard(shards / "text_val_000000.bin").astype(np.int64)
-    model = GPT(checkpoint.read_config(runs[0])).eval().scale_rope("yarn")
+    model = build_model(checkpoint.read_config(runs[0])).eval().scale_rope("yarn")
     checkpoint.load_weights(model, runs[0])
 
     def loss(first):

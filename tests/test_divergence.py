@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import train as train_module
-from runtime import divergence
 
 
 def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkeypatch):
@@ -26,13 +25,13 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkey
 def test_gradients_that_are_not_finite_at_any_scale_are_no_overflow():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.ones(()))
-    assert divergence.finite_step(1.0, math.inf, scaler)
-    assert not divergence.finite_step(math.nan, 1.0, scaler)
+    assert train_module.is_finite_step(1.0, math.inf, scaler)
+    assert not train_module.is_finite_step(math.nan, 1.0, scaler)
     overflows = 0
-    while divergence.finite_step(1.0, math.nan, scaler):
+    while train_module.is_finite_step(1.0, math.nan, scaler):
         scaler.update(scaler.get_scale() * 0.5)
         overflows += 1
     assert 20 < overflows < 40
     plain = torch.amp.GradScaler("cpu", enabled=False)
-    assert divergence.finite_step(1.0, 1.0, plain)
-    assert not divergence.finite_step(1.0, math.inf, plain)
+    assert train_module.is_finite_step(1.0, 1.0, plain)
+    assert not train_module.is_finite_step(1.0, math.inf, plain)

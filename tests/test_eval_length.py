@@ -9,7 +9,7 @@ import torch
 
 from config import Config
 from data.shards import read_shard, write_shard
-from model import GPT
+from layers.build import build_model
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.common.validation import checked_tokens, stretches, validation_id
@@ -23,7 +23,7 @@ def module_run(shards, tmp_path_factory):
     def save(case, *more):
         torch.manual_seed(0)
         config = small_config(case, f"--data_dir={shards}", "--val_tokens=256", *more)
-        return saved_run(tmp_path_factory.mktemp("runs") / case.split(".")[0], GPT(config))
+        return saved_run(tmp_path_factory.mktemp("runs") / case.split(".")[0], build_model(config))
 
     return save
 
@@ -31,7 +31,7 @@ def module_run(shards, tmp_path_factory):
 def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     """Loss of each of the first 256 validation tokens in windows of this length: [windows, L]."""
     config = checkpoint.read_config(run).replace(**changes or {})
-    model = GPT(config).eval().scale_rope(scaling, **scale)
+    model = build_model(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
     tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:257].astype(np.int64))
     windows = []
@@ -143,7 +143,7 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]
     assert new["loss"] == [pytest.approx(direct_losses(run, shards, 16).mean().item(), rel=1e-5)]
     # another run, which differs in its weights alone
-    other = saved_run(tmp_path / "other", GPT(checkpoint.read_config(run)))
+    other = saved_run(tmp_path / "other", build_model(checkpoint.read_config(run)))
     shutil.copy(run / "eval_length.json", other)
     call(eval_length, other, "--lengths", "16")
     *copied, own = measured_losses(other)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
-from model import GPT
+from layers.build import build_model
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
@@ -116,7 +116,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
     assert config.p == 3
 
     # the first loss is that of the base, summed over an answer and averaged over examples
-    model = GPT(config).eval()
+    model = build_model(config).eval()
     checkpoint.load_weights(model, run)
     examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     answer_losses = []

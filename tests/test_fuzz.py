@@ -22,7 +22,7 @@ from data import text
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from model import GPT
+from layers.build import build_model
 from runtime import checkpoint
 from scripts import sample
 from tests.helpers import SMALL, SMALLER, saved_run
@@ -118,7 +118,7 @@ def test_checkpoints_of_other_content(trained, tmp_path, data):
     tensors = torch.tensor(1.0), torch.zeros(3), torch.zeros(0, 2, dtype=torch.int8)
     others = st.one_of(json_values, st.sampled_from(tensors))
     torch.save(altered(data.draw, content, others), file)
-    valid_use(lambda: checkpoint.load_weights(GPT(checkpoint.read_config(file)), file))
+    valid_use(lambda: checkpoint.load_weights(build_model(checkpoint.read_config(file)), file))
 
 
 # ---- every file that is read from a folder ----
@@ -218,7 +218,7 @@ def used(request, tmp_path, trained, shards, words_file, no_fsync):
         run_command(training, *settings, f"--out_dir={good}")
     if name == "tokenizer.json":
         shutil.rmtree(good)
-        saved_run(good, GPT(load_config([*SMALL, f"--tokenizer={words_file}"])))
+        saved_run(good, build_model(load_config([*SMALL, f"--tokenizer={words_file}"])))
 
     def beside():
         found = {path for path in tmp_path.rglob("*") if folder not in (path, *path.parents)}

@@ -19,7 +19,8 @@ from attention_paths.fused import obstacle, variant_obstacle
 from config import load_config
 from errors import UserError
 from generation import generate
-from model import GPT, compile_model
+from layers.build import build_model
+from model import compile_model
 from tests.fused import (
     DEVICE,
     FUSED,
@@ -341,7 +342,7 @@ def test_a_model_generates_as_with_the_reference():
     found = []
     for impl in (TRITON, REFERENCE):
         torch.manual_seed(0)
-        model = GPT(small_config(case, impl, "--n_layer=1", "--block_size=16")).eval()
+        model = build_model(small_config(case, impl, "--n_layer=1", "--block_size=16")).eval()
         model.to(DEVICE)
         loss = model(idx[:, :-1], idx[:, 1:]).item()
         found.append((loss, generate(model, idx[:, :5], 6, temperature=0)))
@@ -367,7 +368,7 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
         (["--attention=lssa", "--n_embd=512"], "head size 256 is above 128"),
     ):
         with pytest.raises(UserError, match=message):
-            GPT(load_config([*SMALL, *settings, TRITON]))
+            build_model(load_config([*SMALL, *settings, TRITON]))
 
 
 def test_gpus_that_cannot_run_the_kernels(monkeypatch):

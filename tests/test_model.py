@@ -13,9 +13,11 @@ from config import Config, load_config
 from errors import UserError
 from generation import generate, next_logits
 from layers import losses
+from layers.build import build_model
 from layers.cache import KVCache
 from layers.rope import Rope, Rotation
-from model import GPT, MLP
+from model import MLP
+from optim import build_optimizers
 from tests import textbook
 from tests.helpers import CONFIGS, ROWS, small_config, small_model
 
@@ -51,10 +53,16 @@ def tokens(*shape, seed=0, n=257):
     return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(seed))
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is not on a CPU."""
+
+    is_cpu = False
+
+
 def on_meta(config):
     """A model of shapes alone, without memory for its weights."""
     with torch.device("meta"):
-        return GPT(config)
+        return build_model(config)
 
 
 # ---- size ----
@@ -120,7 +128,7 @@ def test_flops():
 
 def test_first_weights_are_gpt2s():
     torch.manual_seed(0)
-    model = GPT(small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4"))
+    model = build_model(small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4"))
     for name, x in model.named_parameters():
         if name.endswith("bias"):
             assert not x.any()
@@ -169,7 +177,9 @@ def test_mlps():
 def test_every_parameter_is_trained(case):
     model = small_model(case)
     model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
-    decayed, others = ({id(x) for x in group["params"]} for group in model.parameter_groups())
+    (optimizer,) = build_optimizers(model, model.config)
+    decayed, others = ({id(x) for x in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0]
     for name, x in model.named_parameters():
         assert x.grad.isfinite().all() and x.grad.any(), name
         assert (id(x) in decayed, id(x) in others) == (x.dim() == 2, x.dim() == 1)
@@ -237,21 +247,21 @@ def layer_by_formula(config, number, layer, x, score_scale):
     else:
         q, k, v = linear_projections(config, number, layer, u)
     k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
-    numbers, log_forget = {}, None
+    row_inputs, log_forget = {}, None
     if layer.c_rows is not None:
         rows = (x @ layer.c_rows.weight.T).unflatten(-1, (2, -1)).permute(2, 0, 3, 1)
-        numbers = dict(zip("uw", rows, strict=True))
+        row_inputs = dict(zip("uw", rows, strict=True))
     if config.forget:
         gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
         log_forget = gates.log().transpose(1, 2)
-    context, out = Context(score_scale, numbers, log_forget), []
+    context, out = Context(score_scale, row_inputs, log_forget), []
     split = nope_heads(config, number) if config.local_window else config.n_head
-    of_local = (layer.local if split else layer.attention, slice(split, None))
+    of_local = (layer.attentions()[-1], slice(split, None))
     for attention, heads in ((layer.attention, slice(split)), of_local):
         if len(range(config.n_head)[heads]):
-            part = context.part((slice(None), heads), slice(None), slice(None))
+            part = context.select(heads=heads)
             if config.local_window and heads.stop:  # no RoPE, no YaRN
-                part = Context(1.0, part.numbers, part.log_forget)
+                part = Context(1.0, part.row_inputs, part.log_forget)
             out.append(textbook.attention(attention, q[:, heads], k[:, heads], v[:, heads], part))
     y = torch.cat(out, dim=1).transpose(1, 2)
     if config.gate != "none":
@@ -274,7 +284,7 @@ def test_a_layer_is_its_formula(case):
         for norm in (layer.q_norm, layer.k_norm):
             if norm is not None:
                 norm.weight.copy_(torch.rand(config.d_head))
-        own, local = layer.attention, layer.local if nope else layer.attention
+        own, local = layer.attention, layer.attentions()[-1] if nope else layer.attention
         if nope or not config.local_window:
             alibi = config.n_head - nope if config.positions == "alibi" else 0
             assert own.variant is VARIANTS[config.attention] and own.alibi_heads == alibi
@@ -316,7 +326,7 @@ def base(frequencies):
 
 
 def test_rotations_are_exact_also_in_a_converted_model():
-    trunk = GPT(small_config("softmax.py")).bfloat16().trunk
+    trunk = build_model(small_config("softmax.py")).bfloat16().trunk
     for L in (16, 17):  # 16: the length that the model was made with
         trunk(torch.zeros(1, L, 16, dtype=torch.bfloat16))
         assert_near(trunk.rope.cos.double(), angles_of(L, d=8)[0], 1e-6)
@@ -402,7 +412,7 @@ def test_learned_positions_are_added_and_end():
         generate(model, tokens(1, 6), 12)
     ids = generate(model, tokens(1, 6), 11, temperature=0)  # the last token is never fed
     assert torch.equal(ids, greedy(model, tokens(1, 6), 11))
-    std = GPT(small_config("softmax.py", "--positions=learned")).trunk.wpe.weight.std()
+    std = build_model(small_config("softmax.py", "--positions=learned")).trunk.wpe.weight.std()
     assert 0.015 < std < 0.025
 
 
@@ -423,11 +433,14 @@ def test_a_cache_changes_nothing(case, window):
         pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
         assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
         assert cache.length == 24
-        for (number, part), (key, value, *_) in cache.layers.items():
-            own, nope = window, nope_heads(model.config, number)
-            if model.config.local_window and (part or not nope):
-                own = model.config.local_window
-            assert key.shape[2] == value.shape[2] == min(24, own or 24)
+        for number, layer in enumerate(model.attention_layers()):
+            for group, attention in enumerate(layer.attentions()):
+                positions = window
+                if model.config.local_window and (group or not nope_heads(model.config, number)):
+                    positions = model.config.local_window
+                key, value, *_ = cache.layers[attention]
+                assert key.shape[2] == value.shape[2] == min(24, positions or 24)
+        assert len(cache.layers) == sum(len(x.attentions()) for x in model.attention_layers())
 
 
 def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():
@@ -466,9 +479,9 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length():
 
 def test_a_cache_that_is_too_small_is_refused():
     model = small_model("fox.py")
-    model.trunk(model.wte(tokens(1, 10)), cache := KVCache(10))
+    model.hidden(tokens(1, 10), cache := KVCache(10))
     with pytest.raises(UserError, match="a cache of 10 positions is too small for 11"):
-        model.trunk(model.wte(tokens(1, 1)), cache)
+        model.hidden(tokens(1, 1), cache)
 
 
 @pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])
@@ -500,8 +513,9 @@ def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
         found = model.token_losses(x, y)
         assert found.dtype == torch.float32
         assert_near(found, at_once.float(), 1e-6)
-    model.tables = 2  # the path of GPUs and of pairs, from all logits of a chunk of tokens
-    assert_near(model.token_losses(x, y), at_once.float(), 1e-6)
+    # the path of GPUs, from all logits of a chunk of tokens
+    hidden = model.hidden(x).flatten(0, 1).as_subclass(OnGPU)
+    assert_near(model.chunk_losses(hidden, y.flatten()), at_once.float().flatten(), 1e-6)
 
 
 def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
@@ -555,7 +569,7 @@ def test_t6_has_as_many_parameters_as_gpt2(scale):
 
 def test_first_weights_of_t6_are_its_authors():
     torch.manual_seed(0)
-    model = GPT(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
+    model = build_model(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
     (block,) = model.trunk.blocks
     assert not block.attn.c_proj.weight.any() and not block.mlp.c_proj.weight.any()
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.01)

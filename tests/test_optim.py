@@ -4,7 +4,7 @@ import pytest
 
 import optim
 from config import Config, load_config
-from model import GPT
+from layers.build import build_model
 from tests.helpers import SMALL
 
 
@@ -26,7 +26,7 @@ def test_schedules():
 @pytest.mark.parametrize("projections", ["linear", "tpa"])
 def test_muon_takes_the_trunks_matrices_only(projections):
     config = load_config([*SMALL, "--optimizer=muon", f"--projections={projections}"])
-    model = GPT(config)
+    model = build_model(config)
     muon, adamw = optim.build_optimizers(model, config)
     matrices = [p for group in muon.param_groups for p in group["params"]]
     assert len(matrices) == 4 * config.n_layer

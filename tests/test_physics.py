@@ -8,7 +8,7 @@ import torch
 
 from config import load_config
 from data.orbits import PAIRS, G, draw_pair, simulated
-from model import GPT
+from layers.build import build_model
 from runtime import checkpoint
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
@@ -43,7 +43,7 @@ def config():
 def orbit_run(config, tmp_path_factory):
     """A saved model of orbits, not trained: fine-tuning is what these tests are about."""
     torch.manual_seed(0)
-    return saved_run(tmp_path_factory.mktemp("runs") / "orbits", GPT(config))
+    return saved_run(tmp_path_factory.mktemp("runs") / "orbits", build_model(config))
 
 
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):

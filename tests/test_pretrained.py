@@ -7,7 +7,7 @@ import torch
 
 from config import load_config
 from errors import UserError
-from model import GPT
+from layers.build import build_model
 from runtime.pretrained import load_initial
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 def load(folder, *settings):
     """A model with the weights, and what was found."""
     more = ["--tokenizer=bytes", "--batch_size=1", *settings]
-    model = GPT(config := load_config([f"--init_from=hf:{folder}", *more]))
+    model = build_model(config := load_config([f"--init_from=hf:{folder}", *more]))
     return model, load_initial(model, config.init_from)
 
 

@@ -14,7 +14,7 @@ from data.recall import Drawn, RecallLoader, draw, targets
 from data.tasks import open_loader
 from errors import UserError
 from evaluation import mean_loss
-from model import GPT
+from layers.build import build_model
 from scripts import eval_length, recall
 from scripts.reproduce import tables
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
@@ -80,7 +80,7 @@ def test_batches_are_the_same_for_ever(task):
 
 def test_the_loss_is_of_answers_alone():
     torch.manual_seed(1)
-    model, loader = GPT(small_config("softmax.py", *SETTINGS)), RecallLoader
+    model, loader = build_model(small_config("softmax.py", *SETTINGS)), RecallLoader
     batches = list(loader("lookup", Batching(64, 32, 1)).validation_batches(64 * 40, 32))
     losses = [F.cross_entropy(model(x)[y >= 0], y[y >= 0], reduction="none") for x, y in batches]
     assert [len(one) for one in losses] == [128, 32]
@@ -115,7 +115,9 @@ def test_text_and_recall_in_turn(shards):
 @pytest.mark.parametrize("settings, first", [(SETTINGS, 0), (BOTH, 257)])
 def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     torch.manual_seed(0)
-    model = GPT(small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}"))
+    model = build_model(
+        small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}")
+    )
     ids = torch.arange(len(model.lm_head.weight))[:, None] - first
     model.lm_head.weight.data *= 50 * ((ids >= 0) & (ids < 16))  # so that a guess is often a value
     run = saved_run(tmp_path / "latest", model)
@@ -171,7 +173,7 @@ def test_refusals_and_pairs_in_proportion(tmp_path):
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
     grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
     assert [grown.sequences(config, length) for length in (64, 512)] == [128, 64]
-    run = saved_run(tmp_path / "run", GPT(config))
+    run = saved_run(tmp_path / "run", build_model(config))
     assert max(recall.Recall(proportional=True).for_runs([run]).lengths) == 2048  # 128 pairs
     latest = config.replace(recall="latest")
     for call, message in (

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from config import Config
 from errors import UserError
-from model import GPT
+from layers.build import build_model
 from runtime.checkpoint import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
@@ -172,7 +172,7 @@ def run_in(folder):
 
 
 def test_learnt_p_is_fitted_without_p_1(tmp_path):
-    model = GPT(small_config("ablations/ssmax_probe.py"))
+    model = build_model(small_config("ablations/ssmax_probe.py"))
     with torch.no_grad():
         p_n = next(value for name, value in model.named_parameters() if name.endswith("p_n"))
         assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}

@@ -12,8 +12,8 @@ import torch
 from attention import VARIANTS
 from config import Config
 from errors import UserError
+from layers.build import build_model
 from layers.heads import formulas_hash
-from model import GPT
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.common import runner
@@ -91,7 +91,9 @@ def test_measurements_of_other_facts_stay(tmp_path):
 
 def test_a_run_that_saves_while_it_is_measured(tmp_path, shards, monkeypatch):
     """A run and its control are measured with the weights that were the newest at the beginning."""
-    run = saved_run(tmp_path / "run", GPT(small_config("softmax.py", f"--data_dir={shards}")))
+    run = saved_run(
+        tmp_path / "run", build_model(small_config("softmax.py", f"--data_dir={shards}"))
+    )
     measure = eval_length.LossByLength.measure_part
 
     def save_too(self, opened, name):

@@ -9,7 +9,7 @@ import torch
 from attention_paths.module import Attention
 from errors import UserError
 from layers import selfcheck
-from model import GPT
+from layers.build import build_model
 from runtime.files import read_json
 from tests.helpers import small_config
 
@@ -51,7 +51,7 @@ def broken(request, monkeypatch):
 def check(case, *more, **others):
     """The model of a config after its check, and the facts for environment.json."""
     config = small_config(case, *more)
-    model = GPT(config)
+    model = build_model(config)
     return model, selfcheck.check_kernels(model, config, torch.float32, say=print, **others)
 
 

@@ -14,6 +14,7 @@ import torch
 import train as train_module
 from config import Config
 from data.shards import write_shard
+from layers.build import build_model
 from model import GPT
 from runtime import checkpoint
 from runtime.checkpoint import Training
@@ -38,7 +39,7 @@ def test_a_run_learns_and_its_folder_says_everything(train, shards):
     assert environment["torch"] == torch.__version__ and "commit" in environment
     state = saved(run)
     assert state["step"] == 40 and state["config"] == config
-    assert set(state["model"]) == set(GPT(Config(**config)).state_dict())
+    assert set(state["model"]) == set(build_model(Config(**config)).state_dict())
 
 
 def test_a_run_goes_on_in_the_data_order_of_another(train):

@@ -57,7 +57,7 @@ class Textbook:
         if layer.p_n is not None:
             self.p_n = layer.p_n.to(q.dtype)[count.clamp_max(self.L) - 1]
         zero = q.new_zeros(q.shape[:3])
-        self.u, self.w = (context.numbers.get(name, zero)[..., None] for name in "uw")
+        self.u, self.w = (context.row_inputs.get(name, zero)[..., None] for name in "uw")
 
     def z(self, factor=1.0, bias=0.0):
         """factor q . k / sqrt(d) + bias, and what the settings of the layer add."""

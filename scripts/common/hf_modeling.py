@@ -14,8 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from config import Config
+from layers.build import build_model
 from layers.cache import KVCache
-from model import GPT
 
 
 class SharpAttentionConfig(PreTrainedConfig):
@@ -53,7 +53,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
-        self.gpt = GPT(Config(**config.settings)).scale_rope(**config.rope)
+        self.gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)
@@ -92,7 +92,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             if rises.any():
                 instead = "give it prompts of equal length (lm_eval: batch_size=1)"
                 raise ValueError(f"no padding on the left, and none in generation: {instead}")
-        x = self.gpt.trunk(self.gpt.wte(input_ids), past_key_values)
+        x = self.gpt.hidden(input_ids, past_key_values)
         n, loss = logits_to_keep, None
         logits = self.gpt.logits(x[:, -n:] if isinstance(n, int) else x[:, n])
         if labels is not None:

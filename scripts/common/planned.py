@@ -13,8 +13,8 @@ import torch
 
 from config import ROOT, Config, accumulation_steps
 from errors import EXIT_MISTAKE, UserError
-from layers.heads import build_parts
-from model import GPT
+from layers.build import build_model
+from layers.heads import check_attention
 from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
@@ -124,7 +124,7 @@ def check(runs: Sequence[PlannedRun]) -> None:
         if difference := run.difference():
             found = f"{run.folder} was trained with {difference}"
             raise UserError(f"{found}; move it away, or give another --out")
-        build_parts(run.config)
+        check_attention(run.config)
         accumulation_steps(run.config, processes_of(run.config))
 
 
@@ -140,7 +140,9 @@ def cost(runs: Sequence[PlannedRun]) -> str:
 def price(runs: Sequence[PlannedRun]) -> str:
     """A sentence on the FLOP that are left, and on their time on a GPU."""
     with torch.device("meta"):
-        flop = sum(GPT(one.config).flops_per_token() * one.tokens_left for one in with_bases(runs))
+        flop = sum(
+            build_model(one.config).flops_per_token() * one.tokens_left for one in with_bases(runs)
+        )
     hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
     return f"training takes {flop:.1e} FLOP: {hours:.4g} hours of an A100, assuming 40% of its peak"
 

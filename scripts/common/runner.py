@@ -43,7 +43,8 @@ from attention import VARIANTS
 from attention_paths.fingerprint import differs
 from config import ROOT, Config, choices, names
 from errors import UserError, command
-from layers.heads import build_parts, formulas_hash
+from layers.build import build_model
+from layers.heads import check_attention, formulas_hash
 from layers.rope import Rope
 from layers.selfcheck import check_kernels
 from model import GPT
@@ -162,7 +163,7 @@ def load_run(path: str | Path, options: Options = Options()) -> Run:
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
-    model = GPT(config).to(device)
+    model = build_model(config).to(device)
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
@@ -269,7 +270,7 @@ class Evaluation(Options):
     def check(self, config: Config) -> None:
         """Raise UserError, before a run with this config is trained, if it cannot be measured."""
         config = self.applied(config)
-        build_parts(config)
+        check_attention(config)
         self.rope_for(config)
         self.facts(config)  # last, as it may take a download
 

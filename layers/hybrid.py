@@ -1,0 +1,68 @@
+"""Attention layers of which some heads have no positions, such as hybrids."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention_paths.module import Attention
+from attention_paths.reference import Context
+from config import Config
+from layers.cache import KVCache
+from layers.heads import build_hybrid_attention
+from layers.rope import Rotation
+from model import SelfAttention
+
+
+class HybridAttention(SelfAttention):
+    """Self-attention whose first `nope_heads` heads have no positions.
+
+    With a local_window these heads are one attention, and the heads with positions another: softmax
+    over that many keys.
+    """
+
+    local: Attention | None
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.nope_heads = config.nope_heads(layer)
+
+    def add_attention(self, config: Config, layer: int) -> None:
+        self.attention, self.local = build_hybrid_attention(config, layer)
+
+    def attentions(self) -> list[Attention]:
+        if self.local is None:
+            return [self.attention]
+        return [self.attention, self.local]
+
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+        if self.nope_heads == self.n_head:
+            rotation = None
+        return super().forward(x, rotation, cache)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if self.nope_heads == 0:
+            return super().rotate(x, rotation)
+        nope_heads = self.nope_heads * x.shape[1] // self.n_head  # x may be grouped keys
+        rotated = super().rotate(x[:, nope_heads:], rotation)
+        return torch.cat((x[:, :nope_heads], rotated), dim=1)
+
+    def attend(
+        self,
+        attention: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        cache: KVCache | None,
+    ) -> Tensor:
+        if self.local is None:
+            return super().attend(attention, q, k, v, context, cache)
+        H = self.nope_heads
+        Hk = H * self.n_kv_head // self.n_head
+        # YaRN's factor is for the scores of heads with RoPE
+        global_context = replace(context.select(heads=slice(H)), score_scale=1.0)
+        local_context = context.select(heads=slice(H, None))
+        y_global = super().attend(attention, q[:, :H], k[:, :Hk], v[:, :Hk], global_context, cache)
+        y_local = super().attend(self.local, q[:, H:], k[:, Hk:], v[:, Hk:], local_context, cache)
+        return torch.cat((y_global, y_local), dim=1)
