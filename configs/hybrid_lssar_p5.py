@@ -1,4 +1,4 @@
-# As hybrid.py, with LSSAR, p = 5, in the heads without positions.
+# As hybrid.py, which names the precedents, with LSSAR, p = 5, in the heads without positions.
 attention = "lssar"
 p = 5
 nope_share = 0.5

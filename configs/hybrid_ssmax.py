@@ -1,7 +1,11 @@
-# As hybrid.py, with SSMax in the heads without positions.
+# As hybrid.py, which names the precedents, with SSMax in the heads without positions. Llama 4 has a
+# logarithmic temperature there that cites SSMax, SWAN-GPT the scale log_a(a + n) at inference, and
+# jgcb00's fork of nanoGPT (March 2025) SSMax in its layers without positions. Ours: heads of both
+# kinds in each layer, with an s for each head that is trained.
 # Trained with Muon on text and recall in turn at T = 128, with a window of 32 and a learning rate
-# of 4e-3 (docs/results.md), it has on text a loss of 1.206 at T and 1.142 at 16T, and recall of
-# 100% at 16T; softmax with Dynamic NTK, at 8e-3, has 1.252, 2.380 and 74%.
+# of 2e-3 (results/tiny_and_text_muon), it has on text a loss of 1.219 at T and 1.160 at 16T, and
+# recall of 100% at 16T; softmax with Dynamic NTK has 1.280, 2.585 and 56%. With each at its best
+# rate (text_and_recall/notes.md there) these are 1.206, 1.142 and 100%, and 1.252, 2.380 and 74%.
 attention = "ssmax"
 nope_share = 0.5
 local_window = 256

@@ -1,2 +1,2 @@
-# Ours: LSSAR taken apart, exp in place of softplus: softmax of log d log n cos(q, k)
+# Ours: LSSAR taken apart, exp instead of softplus: softmax of log d log n cos(q, k)
 attention = "softmax_cosine"

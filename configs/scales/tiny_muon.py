@@ -2,4 +2,4 @@
 from configs.scales.tiny import *
 
 optimizer = "muon"
-learning_rate = 8e-3  # the best of 2e-3 to 1.6e-2 for softmax (docs/results.md)
+learning_rate = 8e-3  # best for softmax of 2e-3 to 1.6e-2: results/tiny_muon/league/notes.md
