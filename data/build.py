@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from config import VOCABULARY, identify
@@ -149,7 +148,7 @@ def _write_shards(
 
 def _cut_shards(
     streams: list[Read], place: shards.Place, options: argparse.Namespace, bar: tqdm
-) -> Iterator[tuple[int, NDArray[np.uint16], shards.Place]]:
+) -> Iterator[tuple[int, shards.Tokens, shards.Place]]:
     """Yield the shards from `place` on: stream, tokens [n], and the place of the next shard."""
     first_stream, state, skip = place
     buffer = np.empty(options.shard_size, dtype=np.uint16)
@@ -181,7 +180,7 @@ def _cut_shards(
 
 def _tokenise(
     batches: Iterator[tuple[Any, list[str]]], options: argparse.Namespace, repeat: float
-) -> Iterator[tuple[Any, NDArray[np.uint16]]]:
+) -> Iterator[tuple[Any, shards.Tokens]]:
     """Yield the tokens [n] of each task in order, after the state of the batch that it begins.
 
     The state is None for the other tasks of a batch. Threads are enough: tokenizers release
@@ -190,7 +189,7 @@ def _tokenise(
     tokenizer = get_tokenizer(options.tokenizer)
     eot = np.array([tokenizer.eot], dtype=np.uint16)
 
-    def encode(pieces: list[str | None]) -> NDArray[np.uint16]:
+    def encode(pieces: list[str | None]) -> shards.Tokens:
         chunks = []
         for piece in pieces:
             tokens = eot if piece is None else tokenizer.encode_array(piece)
@@ -204,7 +203,7 @@ def _tokenise(
             yield None  # end-of-text, before each document
             yield from split_text(text, PIECE_CHARS)
 
-    def tasks() -> Iterator[tuple[Any, Future[NDArray[np.uint16]]]]:
+    def tasks() -> Iterator[tuple[Any, Future[shards.Tokens]]]:
         for state, texts in batches:
             pieces = cut(texts)
             while task := list(islice(pieces, TASK_PIECES)):
@@ -220,7 +219,7 @@ def _tokenise(
             running.extend(islice(queue, 1))
 
 
-def with_repeats(tokens: NDArray[np.uint16], share: float, within: int) -> NDArray[np.uint16]:
+def with_repeats(tokens: shards.Tokens, share: float, within: int) -> shards.Tokens:
     """Insert an excerpt of itself after a share of the passages of `within` >= 16 tokens.
 
     The excerpt has 1/8 to 1/4 as many tokens as the passage, and begins anywhere in it, but so that

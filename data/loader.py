@@ -21,7 +21,7 @@ from numpy.random import SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import check_ids, list_shards, open_shards, read_shard, read_windows
+from data.shards import Tokens, check_ids, list_shards, open_shards, read_shard, read_windows
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
@@ -29,7 +29,9 @@ FEISTEL_ROUNDS = 8
 # Freeze torch's modules: scanning them costs an early batch 0.1 s.
 gc.freeze()
 
-Batches = Iterator[tuple[Tensor, Tensor]]
+Ints = NDArray[np.int64]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+Batches = Iterator[Batch]
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Loader(ABC):
         if self.device.type == "cuda":  # a new thread would open a context on GPU 0
             self.device = torch.empty(0, device=self.device).device  # "cuda" becomes "cuda:N"
             self._reader.submit(torch.cuda.set_device, self.device)
-        self._ahead: dict[int, Future[tuple[Tensor, Tensor]]] = {}  # by step
+        self._ahead: dict[int, Future[Batch]] = {}  # by step
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> Batch:
         """Return this rank's share of a batch: x, y, int64 [batch_size / world_size, T, ...].
 
         y is x shifted by one position. Steps may come in any order; the next batch is read in the
@@ -95,10 +97,10 @@ class Loader(ABC):
         """
 
     @abstractmethod
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         """x and y of a step in host memory, pinned if they go to a GPU."""
 
-    def _windows(self, step: int) -> NDArray[np.int64]:
+    def _windows(self, step: int) -> Ints:
         """The indices of the windows that are this rank's sequences of a step: [b]."""
         count = self.batching.batch_size // self.batching.world_size
         begin = step * self.batching.batch_size + self.batching.rank * count
@@ -142,20 +144,20 @@ class TokenLoader(Loader):
         batches = split_rows(share, batch_size)
         return (copy_to(self.device, *inputs_and_targets(rows, self.device)) for rows in batches)
 
-    def _locate(self, step: int) -> NDArray[np.int64]:
+    def _locate(self, step: int) -> Ints:
         """Shard index and token offset of each sequence of this rank, [b, 2]."""
         window = self._windows(step)
         shard = np.searchsorted(self.first_window, window, side="right") - 1
         offset = (window - self.first_window[shard]) * self.batching.block_size
         return np.stack((shard, offset), axis=1)
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         length = self.batching.block_size + 1
         windows = read_windows(self._files, self._locate(step), length, self.vocab_size)
         return inputs_and_targets(windows, self.device)
 
 
-def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
+def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:
     """Entries begin to begin + count - 1 of a sequence of epochs without end.
 
     Each epoch has 0 to n - 1 once, in the order that `shuffled` gives it.
@@ -167,7 +169,7 @@ def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
     return order
 
 
-def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> Ints:
     """Entries `index` [k], each in 0..n-1, of the permutation of 0..n-1 that (seed, epoch) selects.
 
     It takes constant memory: a Feistel network keyed by seed and epoch permutes the integers that
@@ -194,7 +196,7 @@ def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArr
     return out.astype(np.int64)
 
 
-def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) -> NDArray[np.uint16]:
+def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) -> Tokens:
     """Read the first max_tokens + 1 validation tokens, or all if there are fewer, as an array [n].
 
     The extra token is the last one's target. Shards are concatenated. Raises UserError if a token
@@ -217,13 +219,13 @@ def split_rows(rows: NDArray, batch_size: int) -> Iterator[NDArray]:
         yield rows[start : start + batch_size]
 
 
-def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def copy_to(device: torch.device, x: Tensor, y: Tensor) -> Batch:
     """Copy x and y to `device`; to CUDA from pinned memory, while the process goes on."""
     non_blocking = device.type == "cuda"  # MPS would read memory that is free by then
     return x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
 
 
-def inputs_and_targets(windows: NDArray[np.uint16], device: torch.device) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(windows: Tokens, device: torch.device) -> Batch:
     """Split windows [b, T + 1, ...] into x, y: int64 [b, T, ...], pinned if they go to a GPU."""
     b, t, *rest = windows.shape
     pinned = device.type == "cuda"

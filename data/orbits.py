@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from data.loader import Batching, inputs_and_targets
+from data.loader import Batch, Batching, Ints, inputs_and_targets
+from data.shards import Tokens
 from data.simulated import SimulatedLoader, sequence_rng
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
@@ -162,7 +162,7 @@ def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[
 # ---- sequences ----
 
 
-def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np.uint16]:
+def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
     """The sequences [systems, entries, 2]; positions beyond +-50 AU are in the outermost bin."""
     tokens = np.empty((len(systems), entries, 2), dtype=np.uint16)
     for sequence, system in zip(tokens, systems, strict=True):
@@ -186,8 +186,6 @@ class OrbitLoader(SimulatedLoader):
         self.tokens = systems * batching.block_size
         super().__init__(systems, batching)
 
-    def _simulate(
-        self, split: int, indices: NDArray[np.int64], length: int
-    ) -> tuple[Tensor, Tensor]:
+    def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         systems = [draw(split, int(index), self.planets) for index in indices]
         return inputs_and_targets(tokenise(systems, self.bins, length + 1), self.device)

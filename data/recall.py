@@ -24,11 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from config import RECALL_IDS
-from data.loader import Batching
+from data.loader import Batch, Batching, Ints
 from data.simulated import SimulatedLoader, sequence_rng
 from errors import UserError
 
@@ -48,8 +46,6 @@ MQAR_KEYS = 128
 MQAR_VALUES = 64
 # sort: symbols, then the separator
 SYMBOLS = 32
-
-Ints = NDArray[np.int64]
 
 
 class Drawn(NamedTuple):
@@ -153,7 +149,7 @@ class RecallLoader(SimulatedLoader):
             return longest
         return int(rng.integers(longest // 4, longest + 1))
 
-    def _simulate(self, split: int, indices: Ints, length: int) -> tuple[Tensor, Tensor]:
+    def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         sequences = [draw(self.task, split, int(index), length) for index in indices]
         tokens = np.stack([sequence.tokens for sequence in sequences])
         answers = np.stack([targets(sequence) for sequence in sequences])

@@ -31,6 +31,7 @@ TOKEN = np.dtype("<u2")
 
 META = "meta.json"
 
+Tokens = NDArray[np.uint16]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -64,7 +65,7 @@ class Meta(TypedDict):
     shards: list[Entry]
 
 
-def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
+def write_shard(path: str | Path, tokens: Tokens) -> None:
     """Write tokens [n], n >= 1, as one shard, whole or not at all."""
     header = np.zeros(HEADER_INTS, dtype=HEADER)
     header[:3] = [MAGIC, VERSION, len(tokens)]
@@ -110,7 +111,7 @@ def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
     return [open_shard(path) for path in paths]
 
 
-def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]:
+def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
     """Read the first `count` tokens of a shard, or all, [n]; raises UserError as `open_shard`."""
     file, available = open_shard(path)
     with file:
@@ -119,7 +120,7 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]
 
 def read_windows(
     files: Sequence[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
-) -> NDArray[np.uint16]:
+) -> Tokens:
     """Read the windows [n, length] at `places` [n, 2]: the index of a file, and of a token in it.
 
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
@@ -171,7 +172,7 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     return paths
 
 
-def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:
+def check_ids(source: str | Path, tokens: Tokens, vocab_size: int, start: int = 0) -> None:
     """Raise UserError unless all tokens [n], the first of them token `start` of `source`, are below
     `vocab_size`."""
     if tokens.max() >= vocab_size:

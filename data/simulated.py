@@ -8,13 +8,11 @@ import sys
 from abc import abstractmethod
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from data.loader import Batches, Loader, copy_to, split_rows
+from data.loader import Batch, Batches, Ints, Loader, copy_to, split_rows
 from errors import UserError
 
-# The splits; the seed of a run selects only the order of training.
+# The splits; the seed of a run selects only the order of the training sequences.
 TRAINING = 0
 VALIDATION = 1
 
@@ -44,10 +42,8 @@ class SimulatedLoader(Loader):
         return self.batching.block_size
 
     @abstractmethod
-    def _simulate(
-        self, split: int, indices: NDArray[np.int64], length: int
-    ) -> tuple[Tensor, Tensor]:
+    def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         """x and y of these sequences of a split in host memory, pinned if they go to a GPU."""
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         return self._simulate(TRAINING, self._windows(step), self._length(step))
