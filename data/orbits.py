@@ -60,12 +60,15 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
     turns = 2 * np.pi * np.rint(mean / (2 * np.pi))
     M = mean - turns
     M2 = M * M
-    alpha = (3 * np.pi**2 + 1.6 / (1 + e) * (np.pi**2 - np.pi * np.abs(M))) / (np.pi**2 - 6)
+    to_edge = np.pi**2 - np.pi * np.abs(M)
+    alpha = (3 * np.pi**2 + 1.6 / (1 + e) * to_edge) / (np.pi**2 - 6)
     d = 3 * (1 - e) + alpha * e
     q = 2 * alpha * d * (1 - e) - M2
     r = (3 * alpha * d * (d - 1 + e) + M2) * M
-    w = np.square(np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r)))
-    E = (2 * r * w / (w * w + w * q + q * q) + M) / d
+    root = np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r))
+    w = np.square(root)
+    cubic = 2 * r * w / (w * w + w * q + q * q)
+    E = (cubic + M) / d
     # derivatives of E - e sin E - M
     f2 = e * np.sin(E)
     f3 = e * np.cos(E)
@@ -88,10 +91,12 @@ def positions(systems: Sequence[Elements], points: int) -> Floats:
     time_step = _stack(systems, "time_step")  # [systems]
 
     times = time_step[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
-    motion = np.sqrt(G * (planets + star) / a**3)  # mean, in radians a year: Kepler's third law
-    E = kepler(phase[:, None] + motion[:, None] * times, e[:, None])  # [systems, points, planets]
+    motion = np.sqrt(G * (planets + star) / a**3)  # radians a year, by Kepler's third law
+    mean = phase[:, None] + motion[:, None] * times  # [systems, points, planets]
+    E = kepler(mean, e[:, None])
     along = a[:, None] * (np.cos(E) - e[:, None])
-    across = (a * np.sqrt(1 - e * e))[:, None] * np.sin(E)
+    minor = a * np.sqrt(1 - e * e)  # semi-minor axes
+    across = minor[:, None] * np.sin(E)
     cos = np.cos(tilt)[:, None]
     sin = np.sin(tilt)[:, None]
     out = np.empty((len(systems), points, masses.shape[1], 2))
@@ -121,14 +126,16 @@ def draw(split: int, index: int, planets: int) -> Elements:
     # our fits of the exoplanet table of Vafa et al.: 4,460 planets and 4,956 stars
     planet_masses = 6.009815e-8 + rng.gamma(0.3202016, 1.105595e-3, count)
     star_mass = -0.6793606 + rng.lognormal(np.log(1.6271509), 0.2004501)
-    masses = np.append(np.clip(planet_masses, 1e-9, 1e-3), np.clip(star_mass, 0.1, 5.0))
-    return _draw_orbits(rng, masses)
+    planet_masses = np.clip(planet_masses, 1e-9, 1e-3)
+    star_mass = np.clip(star_mass, 0.1, 5.0)
+    return _draw_orbits(rng, np.append(planet_masses, star_mass))
 
 
 def draw_pair(split: int, index: int) -> Elements:
     """Draw two bodies of masses within [0.0001, 0.0101], the lighter one the planet."""
     rng = sequence_rng(split, index)
-    return _draw_orbits(rng, np.sort(rng.uniform(1e-4, 1.01e-2, 2)))
+    masses = np.sort(rng.uniform(1e-4, 1.01e-2, 2))
+    return _draw_orbits(rng, masses)
 
 
 def _draw_orbits(rng: np.random.Generator, masses: Floats) -> Elements:
@@ -168,8 +175,9 @@ def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
     for sequence, system in zip(tokens, systems, strict=True):
         sequence[0] = bins + TIME_STEPS.index(system.time_step)
     for group, at in simulated(systems, entries):
-        flat = at.reshape(len(group), -1, 2)[:, : entries - 1]
-        tokens[group, 1:] = np.clip((flat + EDGE) * (bins / (2 * EDGE)), 0, bins - 1)
+        points = at.reshape(len(group), -1, 2)[:, : entries - 1]
+        bin_index = (points + EDGE) * (bins / (2 * EDGE))
+        tokens[group, 1:] = np.clip(bin_index, 0, bins - 1)
     return tokens
 
 

@@ -135,7 +135,8 @@ def read_windows(
             os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
     for window, (index, start) in zip(windows, places.tolist(), strict=True):
         file = files[index]
-        if os.preadv(file.fileno(), [window.data], byte_offset(start)) < window.nbytes:
+        bytes_read = os.preadv(file.fileno(), [window.data], byte_offset(start))
+        if bytes_read < window.nbytes:
             raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
         check_ids(file.name, window, vocab_size, start)
     return windows

@@ -39,7 +39,13 @@ NAMED = 10  # files for training and for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
-ENDS = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
+ENDS = [
+    re.compile(r"\n\s*\n"),
+    re.compile(r"\n"),
+    re.compile(r"\s"),
+]
+
+Files = list[tuple[str, Path]]  # names and paths
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,7 @@ class Source:
             yield text[start:end]
 
 
-def list_files(
-    paths: Iterable[str | Path], without: Collection[str] = ()
-) -> list[tuple[str, Path]]:
+def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
     """List (name, path) of all files with one of SUFFIXES in these files and folders, by name.
 
     The name is relative to the folder in `paths`. Hidden files and folders are left out, and so
@@ -95,7 +99,7 @@ def walk(folder: Path, without: Collection[str]) -> Iterator[Path]:
                 yield Path(parent, name)
 
 
-def list_stdlib() -> list[tuple[str, Path]]:
+def list_stdlib() -> Files:
     """List the standard library's Python files, as `list_files` does."""
     files = list_files([sysconfig.get_path("stdlib")], without=NOT_STDLIB)
     return [(name, path) for name, path in files if path.suffix == ".py"]
@@ -140,7 +144,7 @@ def read_values(path: Path, field: str) -> Iterator[Any]:
                     yield value
 
 
-def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
+def inspect(files: Files, field: str = COLUMN) -> list[Source]:
     """Read every (name, path) once and count its documents; files without any are left out.
 
     Raises UserError if a file cannot be read or parsed.
@@ -170,8 +174,10 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
         return [train], [val]
     (text,) = source.read()
     tenth = len(text) * 9 // 10
+    start = max(tenth - 1, 1)
+    end = len(text.rstrip())
     for pattern in ENDS:
-        match = pattern.search(text, max(tenth - 1, 1), len(text.rstrip()))
+        match = pattern.search(text, start, end)
         if match:
             train = replace(source, characters=(0, match.end()))
             val = replace(source, characters=(match.end(), None))
