@@ -31,7 +31,7 @@ from runtime.files import lock_folder
 
 COLUMN = "text"
 SHARD_SIZE = 100_000_000
-# Documents read at once: more are a little faster, but take more memory where they are books.
+# Documents read at once: more are a little faster, but take more memory if they are books.
 BATCH = 16
 # Longer documents are tokenised in pieces of this many characters: about 0.1 s of work.
 PIECE_CHARS = 1 << 19

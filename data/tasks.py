@@ -29,7 +29,7 @@ class Task:
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
     """Open the batches of one rank; returns None in a dry run before the shards are made.
 
-    Raises UserError where the data do not fit the settings.
+    Raises UserError if the data do not fit the settings.
     """
     task = TASKS[config.task]
     if config.dry_run and task.reads_shards and not Path(config.data_dir).exists():
