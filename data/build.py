@@ -3,8 +3,8 @@
 The tokens of the documents, each with end-of-text before it, are cut into shards of exactly
 `shard_size`, the last one shorter. With each shard meta.json records where the next one starts: a
 state of the reading, and the number of tokens from there. The next shards depend on nothing else,
-neither on timing nor on the number of workers, so the shards that are made in many attempts equal,
-bit for bit, the shards of a single run.
+neither on timing nor on the number of workers, so shards that are made in many attempts are equal
+to the shards of a single run, bit for bit.
 """
 
 import argparse
@@ -16,12 +16,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from config import VOCABULARY, identify
@@ -32,17 +31,17 @@ from runtime.files import lock_folder
 
 COLUMN = "text"
 SHARD_SIZE = 100_000_000
-# Documents read at once: more are a little faster, but take more memory where they are books.
+# Documents read at once: more are a little faster, but take more memory if they are books.
 BATCH = 16
 # Longer documents are tokenised in pieces of this many characters: about 0.1 s of work.
 PIECE_CHARS = 1 << 19
-# Pieces, and ends of text between them, that a worker tokenises at once.
+# Pieces, end-of-text included, that a worker tokenises at once.
 TASK_PIECES = 8
 # Queue length per worker: enough that none is idle while a batch is read.
 TASKS_PER_WORKER = 16
 
-# Reads documents in a fixed order. It takes a state, JSON, or None for the first document, and
-# gives batches: the state from which the reading can start with them, and their texts.
+# Reads documents in a fixed order. It takes a state, which is JSON, or None for the start, and
+# yields batches: the state from which reading starts with this batch, and its texts.
 Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 
 
@@ -66,14 +65,15 @@ def build(
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, each in shards of its own: the first of two streams is for
-    validation, and of a single stream the first shard. `options` are those of `add_options`, and
-    the two of `with_repeats`, `repeat` and `within`, for the streams after the first.
-    Called again, it resumes after the last whole shard, or says that all is done. In meta.json,
-    `source` says where the documents come from; `documents` is JSON that changes when they do.
+    validation, and of a single stream the first shard. `options` are the options of `add_options`,
+    and `repeat` and `within`, the share and length of `with_repeats` for the streams after the
+    first. Called again, it resumes after the last whole shard, or says that all is done. In
+    meta.json `source` says where the documents come from; `documents` is JSON that changes when the
+    documents do.
 
-    Raises UserError where a number is out of range; where the folder holds shards of other
-    documents or settings, or of unknown origin; where another process is making them; or where the
-    documents have too few tokens for both splits.
+    Raises UserError if an option is out of range; if the folder holds shards of other documents or
+    settings, or of unknown origin; if another process is making them; or if the documents have too
+    few tokens for both splits.
     """
     if not 0 < options.shard_size < 2**31:
         raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
@@ -91,20 +91,22 @@ def build(
         wanted["repeat"] = (options.repeat, options.within)
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, wanted)
-        state = "already done" if meta["complete"] else "done"
-        if not meta["complete"]:
-            _make(out_dir, prefix, streams, options, meta)
+        if meta["complete"]:
+            outcome = "already done"
+        else:
+            outcome = "done"
+            _write_shards(out_dir, prefix, streams, options, meta)
             copy_tokenizer(options.tokenizer, out_dir)
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
-    print(f"{out_dir}: {state}, {tokens:,} tokens in {len(meta['shards'])} shards")
+    print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
 
 
 def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     """The meta.json to go on from: its shards up to the first one that is missing or damaged.
 
-    Raises UserError where the folder has shards of other settings than those of `wanted`; only
-    `source` may differ.
+    Raises UserError if the folder has shards of other settings than `wanted`; only `source` may
+    differ.
     """
     meta = shards.read_meta(out_dir)
     if not any(out_dir.glob("*.bin")):
@@ -113,26 +115,29 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
     for key in ("tokenizer", "shard_size", "documents", "repeat"):
-        if (found := meta.get(key)) != wanted.get(key):
-            raise UserError(f"{out_dir}: made with {key} {found}, not {wanted.get(key)}; {remedy}")
+        before = meta.get(key)
+        now = wanted.get(key)
+        if before != now:
+            raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
-    return {**meta, "complete": meta["complete"] and whole == meta["shards"], "shards": whole}
+    complete = meta["complete"] and whole == meta["shards"]
+    return {**meta, "complete": complete, "shards": whole}
 
 
-def _make(
+def _write_shards(
     out_dir: Path, prefix: str, streams: list[Read], options: argparse.Namespace, meta: shards.Meta
 ) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
-    place = done[-1]["next"] if done else (0, None, 0)
+    place = done[-1]["next"] if done else shards.Place()
     shards.write_meta(out_dir, meta)
-    before = sum(shard["tokens"] for shard in done)
-    with tqdm(initial=before, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
-        for stream, tokens, following in _cut(streams, place, options, bar):
+    tokens_done = sum(shard["tokens"] for shard in done)
+    with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
+        for stream, tokens, next_place in _cut_shards(streams, place, options, bar):
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
             shards.write_shard(out_dir / name, tokens)
-            done.append({"name": name, "tokens": len(tokens), "next": following})
+            done.append({"name": name, "tokens": len(tokens), "next": next_place})
             shards.write_meta(out_dir, meta)
     if len(done) < 2:
         raise UserError(
@@ -141,55 +146,66 @@ def _make(
         )
 
 
-def _cut(
+def _cut_shards(
     streams: list[Read], place: shards.Place, options: argparse.Namespace, bar: tqdm
-) -> Iterator[tuple[int, NDArray[np.uint16], shards.Place]]:
-    """The shards from `place` on: number of the stream, tokens [n], and the place of the next."""
-    first, state, skipped = place
+) -> Iterator[tuple[int, shards.Tokens, shards.Place]]:
+    """Yield the shards from `place` on: stream, tokens [n], and the place of the next shard."""
+    first_stream, state, skip = place
     buffer = np.empty(options.shard_size, dtype=np.uint16)
-    for stream in range(first, len(streams)):
-        filled, passed = 0, 0  # tokens in the buffer; tokens since `state`
+    for stream in range(first_stream, len(streams)):
+        filled = 0  # tokens in the buffer
+        passed = 0  # tokens since `state`
         batches = streams[stream](state)
-        for at, tokens in _tokenise(batches, options, options.repeat if stream else 0):
-            if at is not None:
-                state, passed = at, 0
-            taken = min(skipped, len(tokens))
-            skipped -= taken
-            bar.update(len(tokens) - taken)
-            while taken < len(tokens):
-                n = min(len(tokens) - taken, len(buffer) - filled)
-                buffer[filled : filled + n] = tokens[taken : taken + n]
-                filled, taken = filled + n, taken + n
+        for batch_state, tokens in _tokenise(batches, options, options.repeat if stream else 0):
+            if batch_state is not None:
+                state = batch_state
+                passed = 0
+            start = min(skip, len(tokens))
+            skip -= start
+            bar.update(len(tokens) - start)
+            while start < len(tokens):
+                chunk = tokens[start : start + len(buffer) - filled]
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+                start += len(chunk)
                 if filled == len(buffer):
-                    yield stream, buffer, (stream, state, passed + taken)
+                    yield stream, buffer, shards.Place(stream, state, passed + start)
                     filled = 0
             passed += len(tokens)
         if filled:
-            yield stream, buffer[:filled], (stream + 1, None, 0)
-        state, skipped = None, 0
+            yield stream, buffer[:filled], shards.Place(stream + 1)
+        state = None
+        skip = 0
 
 
 def _tokenise(
     batches: Iterator[tuple[Any, list[str]]], options: argparse.Namespace, repeat: float
-) -> Iterator[tuple[Any, NDArray[np.uint16]]]:
-    """The tokens [n] of each task in order; with the first task of a batch its state, else None.
+) -> Iterator[tuple[Any, shards.Tokens]]:
+    """Yield the tokens [n] of each task in order, after the state of the batch that it begins.
 
-    Threads are enough: tokenizers leave Python's lock to others while they work.
+    The state is None for the other tasks of a batch. Threads are enough: tokenizers release
+    Python's lock while they work.
     """
-    known = get_tokenizer(options.tokenizer)
-    eot = np.array([known.eot], dtype=np.uint16)
+    tokenizer = get_tokenizer(options.tokenizer)
+    eot = np.array([tokenizer.eot], dtype=np.uint16)
 
-    def encode(pieces: list[str | None]) -> NDArray[np.uint16]:
-        parts = [eot if piece is None else known.encode_array(piece) for piece in pieces]
-        if repeat:  # an end of text is too short to be repeated
-            parts = [with_repeats(part, repeat, options.within) for part in parts]
-        return np.concatenate(parts)
+    def encode(pieces: list[str | None]) -> shards.Tokens:
+        chunks = []
+        for piece in pieces:
+            tokens = eot if piece is None else tokenizer.encode_array(piece)
+            if repeat:  # eot is too short to be repeated
+                tokens = with_repeats(tokens, repeat, options.within)
+            chunks.append(tokens)
+        return np.concatenate(chunks)
 
-    def tasks() -> Iterator[tuple[Any, Future[NDArray[np.uint16]]]]:
+    def cut(texts: list[str]) -> Iterator[str | None]:
+        for text in texts:
+            yield None  # end-of-text, before each document
+            yield from split_text(text, PIECE_CHARS)
+
+    def tasks() -> Iterator[tuple[Any, Future[shards.Tokens]]]:
         for state, texts in batches:
-            # None stands for the end of text before each document
-            cut = (chain([None], split_text(text, PIECE_CHARS)) for text in texts)
-            pieces = chain.from_iterable(cut)
+            pieces = cut(texts)
             while task := list(islice(pieces, TASK_PIECES)):
                 yield state, pool.submit(encode, task)
                 state = None
@@ -203,21 +219,21 @@ def _tokenise(
             running.extend(islice(queue, 1))
 
 
-def with_repeats(tokens: NDArray[np.uint16], share: float, within: int) -> NDArray[np.uint16]:
-    """The tokens [n], where this share of their passages is followed by an excerpt of itself.
+def with_repeats(tokens: shards.Tokens, share: float, within: int) -> shards.Tokens:
+    """Insert an excerpt of itself after a share of the passages of `within` >= 16 tokens.
 
-    A passage has `within` >= 16 tokens. The excerpt has 1/8 to 1/4 as many, and begins anywhere in
-    the passage, but so that it and its copy lie within `within` tokens. The choice is random with
-    the tokens as the seed, so it depends on nothing else.
+    The excerpt has 1/8 to 1/4 as many tokens as the passage, and begins anywhere in it, but so that
+    the excerpt and its copy lie within `within` tokens. The choice is random with the tokens [n] as
+    the seed, so it depends on nothing else.
     """
     rng = random.Random(zlib.crc32(tokens.data))
-    parts = []
+    chunks = []
     for passage in np.split(tokens, range(within, len(tokens), within)):
-        parts.append(passage)
+        chunks.append(passage)
         length = rng.randint(within // 8, within // 4)
         if rng.random() < share and length <= len(passage):
             # from the excerpt's first token to the first token of its copy
             lag = rng.randint(length, min(len(passage), within - length))
             start = len(passage) - lag
-            parts.append(passage[start : start + length])
-    return np.concatenate(parts)
+            chunks.append(passage[start : start + length])
+    return np.concatenate(chunks)

@@ -23,12 +23,14 @@ DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fi
 SAMPLE = "sample-10BT"
 
 
-def open_dataset(args: argparse.Namespace, repo: str, name: str | None) -> tuple[Read, list]:
-    """The documents that these options name, and the names and sizes of their files.
+def open_dataset(args: argparse.Namespace, repo: str) -> tuple[Read, list]:
+    """Return a Read of the documents that these options name, and what identifies them.
 
-    Raises UserError where the dataset cannot be read, or has no such split or column.
+    That is the column, and the names and sizes of their files. Raises UserError if the dataset
+    cannot be read, or has no such split or column.
     """
-    source, column = " ".join(args.parquet or [repo]), args.column
+    source = " ".join(args.parquet or [repo])
+    column = args.column
     with reading(source):
         import datasets
         from fsspec.core import url_to_fs
@@ -39,17 +41,19 @@ def open_dataset(args: argparse.Namespace, repo: str, name: str | None) -> tuple
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
         if args.parquet:
-            paths = [escape(p) + "/**/*.parquet" * Path(p).is_dir() for p in args.parquet]
-            builder = datasets.load_dataset_builder("parquet", data_files=paths)
+            builder = datasets.load_dataset_builder("parquet", data_files=patterns(args.parquet))
         else:
             dataset_info(repo, timeout=10)  # raises at once, not after minutes of retries
-            builder = datasets.load_dataset_builder(repo, name)
-        # refuses what the dataset does not have
+            builder = datasets.load_dataset_builder(repo, args.name)
+        # raises for a split or a column that the dataset does not have
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
-        files = builder.config.data_files[args.split]
-        identity = [(Path(file).name, url_to_fs(file)[0].size(file)) for file in files]
-        if hasattr(builder.config, "columns"):  # parquet: the other columns are not read
-            builder.config.columns, builder.config.batch_size = [column], BATCH
+        identity = []
+        for path in builder.config.data_files[args.split]:
+            filesystem, path_there = url_to_fs(path)
+            identity.append((Path(path).name, filesystem.size(path_there)))
+        if hasattr(builder.config, "columns"):  # parquet: do not read the other columns
+            builder.config.columns = [column]
+            builder.config.batch_size = BATCH
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
 
     def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
@@ -64,6 +68,17 @@ def open_dataset(args: argparse.Namespace, repo: str, name: str | None) -> tuple
     return read, [column, identity]
 
 
+def patterns(paths: list[str]) -> list[str]:
+    """Glob patterns of parquet files, and of all parquet files below folders."""
+    patterns = []
+    for path in paths:
+        pattern = escape(path)
+        if Path(path).is_dir():
+            pattern += "/**/*.parquet"
+        patterns.append(pattern)
+    return patterns
+
+
 @contextmanager
 def reading(source: str) -> Iterator[None]:
     """Turn any error of the block into a UserError that names the dataset."""
@@ -76,7 +91,8 @@ def reading(source: str) -> Iterator[None]:
 
 
 def default_folder(repo: str, name: str | None) -> str:
-    """fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set, small."""
+    """Name a folder: fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set,
+    small."""
     words = f"{repo.split('/')[-1]} {name or ''}".lower()
     folder = re.sub("[^a-z0-9]+", "_", words).strip("_")
     return re.sub(r"_sample_(\d+)bt$", r"\1B", folder)
@@ -97,13 +113,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     repo = DATASETS.get(args.dataset, args.dataset)
-    name = args.name or (SAMPLE if repo in DATASETS.values() else None)
+    if not args.name and repo in DATASETS.values():
+        args.name = SAMPLE
     get_tokenizer(args.tokenizer)  # raises now, and not after the files are found
-    folder = default_folder(repo, name)
-    folder += "" if args.tokenizer == "gpt2" else f"_{Path(args.tokenizer).stem}"
-    read, documents = open_dataset(args, repo, name)
-    source = " ".join(args.parquet or filter(None, [repo, name, args.split, args.column]))
-    build(args.out_dir or Path("data", folder), "fineweb", [read], args, source, documents)
+    folder = default_folder(repo, args.name)
+    if args.tokenizer != "gpt2":
+        folder += f"_{Path(args.tokenizer).stem}"
+    read, documents = open_dataset(args, repo)
+    source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
+    out_dir = args.out_dir or Path("data", folder)
+    build(out_dir, "fineweb", [read], args, " ".join(source), documents)
 
 
 if __name__ == "__main__":

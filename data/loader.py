@@ -2,7 +2,7 @@
 
 With block size T, window w of a shard is its tokens w T to w T + T inclusive: T inputs and, shifted
 by one, T targets. With B sequences a step and n whole windows in all shards, sequence i of step s
-has the index g = s B + i: epoch g // n visits each window once, in its own order. No state is
+has the index g = s B + i: epoch g // n visits each window once, in an order of its own. No state is
 carried between steps, so resuming needs only the step, and each rank takes its slice of the same
 global batch.
 """
@@ -21,57 +21,60 @@ from numpy.random import SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import check_ids, list_shards, open_shards, read_shard, read_windows
+from data.shards import Tokens, check_ids, list_shards, open_shards, read_shard, read_windows
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
 
-# Python's garbage collector would go through all of torch, for 0.1 s of an early batch; modules are
-# never garbage.
+# Freeze torch's modules: scanning them costs an early batch 0.1 s.
 gc.freeze()
 
-Batches = Iterator[tuple[Tensor, Tensor]]
+Ints = NDArray[np.int64]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+Batches = Iterator[Batch]
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How sequences are put into batches, and the share of a rank."""
+    """How sequences are put into batches, and which share of them a rank takes."""
 
     block_size: int  # positions of a sequence
     batch_size: int  # sequences of a step, over all ranks
     seed: int  # of the order within an epoch
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")  # that batches are copied to
+    device: torch.device = torch.device("cpu")  # where batches are copied to
 
 
 class Loader(ABC):
     """Shuffled training batches, and validation batches; an epoch has `n_windows` sequences.
 
-    Raises UserError where an epoch has fewer sequences than one batch takes.
+    Raises UserError if an epoch has fewer sequences than one batch takes.
     """
 
-    source: str  # human-readable: what the batches are from
+    source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
     val_tokens: int  # of the whole validation set, each with a target
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
-        size = batching.batch_size
-        if n_windows < size:
+        if n_windows < batching.batch_size:
+            min_tokens = batching.batch_size * batching.block_size + 1
             raise UserError(
                 f"{self.source}: an epoch has {self.tokens} tokens, {n_windows} windows of "
-                f"{batching.block_size} tokens and a target, but one batch takes {size}, that is "
-                f"at least {size * batching.block_size + 1} tokens"
+                f"{batching.block_size} tokens and a target, but one batch takes "
+                f"{batching.batch_size}, that is at least {min_tokens} tokens"
             )
-        self.n_windows, self.batching, self.device = n_windows, batching, batching.device
+        self.n_windows = n_windows
+        self.batching = batching
+        self.device = batching.device
         self._reader = ThreadPoolExecutor(1)
         if self.device.type == "cuda":  # a new thread would open a context on GPU 0
-            self.device = torch.empty(0, device=self.device).device  # with its number
+            self.device = torch.empty(0, device=self.device).device  # "cuda" becomes "cuda:N"
             self._reader.submit(torch.cuda.set_device, self.device)
-        self._ahead: dict[int, Future[tuple[Tensor, Tensor]]] = {}  # by step
+        self._ahead: dict[int, Future[Batch]] = {}  # by step
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's part of a batch: x, y, int64 [batch_size / world_size, block_size, ...].
+    def batch(self, step: int) -> Batch:
+        """Return this rank's share of a batch: x, y, int64 [batch_size / world_size, T, ...].
 
         y is x shifted by one position. Steps may come in any order; the next batch is read in the
         background.
@@ -81,24 +84,24 @@ class Loader(ABC):
         return copy_to(self.device, *batch.result())
 
     def validation_windows(self, max_tokens: int) -> int:
-        """The whole windows in the first `max_tokens` validation tokens, or in all of them."""
+        """Count the whole windows in the first `max_tokens` validation tokens, or in all."""
         return min(self.val_tokens, max_tokens) // self.batching.block_size
 
     @abstractmethod
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        """This rank's share of these windows: x, y, int64 [<= batch_size, block_size, ...].
+        """This rank's share of these windows: x, y, int64 [<= batch_size, T, ...].
 
-        A rank's share is the windows r, r + world_size, ..., so the sum over all ranks is the same
-        for any number of them. Only the last batch may be smaller. Raises UserError, before the
-        first batch, where there is no whole window, or a token is outside the vocabulary.
+        A rank's share is the windows rank, rank + world_size, ..., so the sum over all ranks is the
+        same for any number of them. Only the last batch may be smaller. Raises UserError, before
+        the first batch, if there is no whole window, or a token is outside the vocabulary.
         """
 
     @abstractmethod
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         """x and y of a step in host memory, pinned if they go to a GPU."""
 
-    def _windows(self, step: int) -> NDArray[np.int64]:
-        """The number of each window that is one of this rank's sequences of a step: [b]."""
+    def _windows(self, step: int) -> Ints:
+        """The indices of the windows that are this rank's sequences of a step: [b]."""
         count = self.batching.batch_size // self.batching.world_size
         begin = step * self.batching.batch_size + self.batching.rank * count
         return epoch_order(begin, count, self.n_windows, self.batching.seed)
@@ -107,49 +110,57 @@ class Loader(ABC):
 class TokenLoader(Loader):
     """Batches from the shards `*_train_*.bin` and `*_val_*.bin` in a folder.
 
-    Raises UserError where there are no shards for training, or one is damaged, and as Loader does;
-    and with the first batch that has a token not below `vocab_size`.
+    Raises UserError as Loader does, and if there are no training shards or one is damaged; and with
+    the first batch that has a token not below `vocab_size`.
     """
 
     def __init__(self, data_dir: str | Path, batching: Batching, vocab_size: int) -> None:
-        self.data_dir, self.source, self.vocab_size = data_dir, str(data_dir), vocab_size
-        self._files, tokens = zip(*open_shards(list_shards(data_dir, "train")), strict=True)
-        self.tokens = sum(tokens)
-        self.val_tokens = sum(n for _, n in open_shards(list_shards(data_dir, "val"))) - 1
+        self.data_dir = data_dir
+        self.source = str(data_dir)
+        self.vocab_size = vocab_size
+        self._files = []
+        self.tokens = 0
+        first_window = [0]
+        for file, tokens in open_shards(list_shards(data_dir, "train")):
+            self._files.append(file)
+            self.tokens += tokens
+            first_window.append(first_window[-1] + (tokens - 1) // batching.block_size)
         # index of each shard's first window, then the total number of windows
-        windows = [(n - 1) // batching.block_size for n in tokens]
-        self.first_window = np.concatenate([[0], np.cumsum(windows)])
-        super().__init__(int(self.first_window[-1]), batching)
+        self.first_window = np.array(first_window)
+        val_shards = open_shards(list_shards(data_dir, "val"))
+        self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
+        super().__init__(first_window[-1], batching)
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        T, rank, world_size = self.batching.block_size, self.batching.rank, self.batching.world_size
+        T = self.batching.block_size
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
         if len(tokens) <= T:
             raise UserError(
                 f"{self.data_dir}: {len(tokens)} validation tokens at val_tokens = {max_tokens}, "
                 f"but one window takes {T + 1}"
             )
-        windows = sliding_window_view(tokens, T + 1)[::T][rank::world_size]
-        parts = (windows[at : at + batch_size] for at in range(0, len(windows), batch_size))
-        return (copy_to(self.device, *inputs_and_targets(part, self.device)) for part in parts)
+        windows = sliding_window_view(tokens, T + 1)[::T]
+        share = windows[self.batching.rank :: self.batching.world_size]
+        batches = split_rows(share, batch_size)
+        return (copy_to(self.device, *inputs_and_targets(rows, self.device)) for rows in batches)
 
-    def _locate(self, step: int) -> NDArray[np.int64]:
-        """Shard number and token offset of each sequence of this rank, [b, 2]."""
+    def _locate(self, step: int) -> Ints:
+        """Shard index and token offset of each sequence of this rank, [b, 2]."""
         window = self._windows(step)
         shard = np.searchsorted(self.first_window, window, side="right") - 1
         offset = (window - self.first_window[shard]) * self.batching.block_size
         return np.stack((shard, offset), axis=1)
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         length = self.batching.block_size + 1
         windows = read_windows(self._files, self._locate(step), length, self.vocab_size)
         return inputs_and_targets(windows, self.device)
 
 
-def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
-    """Entries begin to begin + count - 1 of epochs without end, each with 0..n-1 in its own order.
+def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:
+    """Entries begin to begin + count - 1 of a sequence of epochs without end.
 
-    `shuffled` gives the order of an epoch.
+    Each epoch has 0 to n - 1 once, in the order that `shuffled` gives it.
     """
     epoch, index = np.divmod(np.arange(begin, begin + count), n)
     order = np.empty_like(index)
@@ -158,64 +169,74 @@ def epoch_order(begin: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
     return order
 
 
-def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def shuffled(index: NDArray[np.integer], n: int, seed: int, epoch: int) -> Ints:
     """Entries `index` [k], each in 0..n-1, of the permutation of 0..n-1 that (seed, epoch) selects.
 
-    It takes constant memory: a Feistel network keyed by seed and epoch permutes the numbers that
+    It takes constant memory: a Feistel network keyed by seed and epoch permutes the integers that
     have no more bits than n - 1; a result of n or more goes through it again until it is below n
     ("cycle walking", less than two passes on average).
     """
     bits = (n - 1).bit_length()
-    low_bits = np.uint64((bits + 1) // 2)
-    low_mask = np.uint64((1 << int(low_bits)) - 1)
-    high_mask = np.uint64((1 << (bits - int(low_bits))) - 1)
+    low_bits = (bits + 1) // 2
+    shift = np.uint64(low_bits)
+    low_mask = np.uint64((1 << low_bits) - 1)
+    high_mask = np.uint64((1 << (bits - low_bits)) - 1)
     keys = SeedSequence([seed, epoch]).generate_state(2 * FEISTEL_ROUNDS, np.uint64)
 
     out = np.asarray(index).astype(np.uint64)
-    walking = np.arange(len(out))
+    walking = np.arange(len(out))  # places in `out` that are not below n yet
     while len(walking):
-        high, low = out[walking] >> low_bits, out[walking] & low_mask
+        high = out[walking] >> shift
+        low = out[walking] & low_mask
         for key_high, key_low in keys.reshape(-1, 2):
             high ^= _hash(low ^ key_high) & high_mask
             low ^= _hash(high ^ key_low) & low_mask
-        out[walking] = (high << low_bits) | low
+        out[walking] = (high << shift) | low
         walking = walking[out[walking] >= n]
     return out.astype(np.int64)
 
 
-def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) -> NDArray[np.uint16]:
-    """The first max_tokens + 1 validation tokens, or all if there are fewer, as one array [n].
+def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) -> Tokens:
+    """Read the first max_tokens + 1 validation tokens, or all if there are fewer, as an array [n].
 
-    The extra one is the last token's target. Shards are concatenated. Raises UserError where a
-    token is not below `vocab_size`.
+    The extra token is the last one's target. Shards are concatenated. Raises UserError if a token
+    is not below `vocab_size`.
     """
-    parts, wanted = [], max_tokens + 1
+    chunks = []
+    missing = max_tokens + 1
     for path in list_shards(data_dir, "val"):
-        if wanted:
-            parts.append(read_shard(path, wanted))
-            check_ids(path, parts[-1], vocab_size)
-            wanted -= len(parts[-1])
-    return np.concatenate(parts)
+        if missing:
+            tokens = read_shard(path, missing)
+            check_ids(path, tokens, vocab_size)
+            chunks.append(tokens)
+            missing -= len(tokens)
+    return np.concatenate(chunks)
 
 
-def copy_to(device: torch.device, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y on `device`; to CUDA they are copied from pinned memory while the process goes on."""
-    copied_later = device.type == "cuda"  # MPS would read memory that is free by then
-    return x.to(device, non_blocking=copied_later), y.to(device, non_blocking=copied_later)
+def split_rows(rows: NDArray, batch_size: int) -> Iterator[NDArray]:
+    """Cut an array into batches of rows; only the last batch may be smaller."""
+    for start in range(0, len(rows), batch_size):
+        yield rows[start : start + batch_size]
 
 
-def inputs_and_targets(windows: NDArray[np.uint16], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[b, T + 1, ...] -> x, y: int64 [b, T, ...], contiguous, pinned if they go to a GPU."""
+def copy_to(device: torch.device, x: Tensor, y: Tensor) -> Batch:
+    """Copy x and y to `device`; to CUDA from pinned memory, while the process goes on."""
+    non_blocking = device.type == "cuda"  # MPS would read memory that is free by then
+    return x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
+
+
+def inputs_and_targets(windows: Tokens, device: torch.device) -> Batch:
+    """Split windows [b, T + 1, ...] into x, y: int64 [b, T, ...], pinned if they go to a GPU."""
     b, t, *rest = windows.shape
     pinned = device.type == "cuda"
-    both = torch.empty((2, b, t - 1, *rest), dtype=torch.int64, pin_memory=pinned)
-    x, y = both
-    x.numpy()[:], y.numpy()[:] = windows[:, :-1], windows[:, 1:]
+    x, y = torch.empty((2, b, t - 1, *rest), dtype=torch.int64, pin_memory=pinned)
+    x.numpy()[:] = windows[:, :-1]
+    y.numpy()[:] = windows[:, 1:]
     return x, y
 
 
 def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64, a hash of each number."""
+    """The finaliser of SplitMix64, a hash of each integer."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,33 +1,34 @@
 """Simulated planets around a star.
 
-A system has 1 to 10 planets in a plane. Each goes round the star on an ellipse of Kepler's, and
-planets do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The
+A system has 1 to 10 planets in a plane. Each goes round the star on a Kepler ellipse, and planets
+do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The orbital
 elements are drawn from fits of the known exoplanets. Units are AU, years and solar masses, so that
-G = 4 pi^2. The vector from star to planet follows the ellipse. With one planet, both go round
-their centre of mass; with more, the star stands still.
+G = 4 pi^2. The vector from star to planet follows the ellipse. With one planet, both bodies go
+round their centre of mass; with more, the star stands still.
 
 A sequence of entries, pairs of tokens, is [time step, planet 1 .. planet k, star, planet 1 ..].
 A position's x and y are each one of `bins` equal bins over [-50, 50] AU, positions beyond being
 clipped; a time step is token `bins` or `bins` + 1, in both coordinates.
 
-Every system is a pure function of (seed, index), and making it takes less than training on it, so
+Every system is a pure function of (split, index), and making it takes less than training on it, so
 nothing is stored: OrbitLoader makes the systems of a batch while the previous one is trained on.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from data.loader import Batching, inputs_and_targets
-from data.simulated import Indices, SimulatedLoader, generator
+from data.loader import Batch, Batching, Ints, inputs_and_targets
+from data.shards import Tokens
+from data.simulated import SimulatedLoader, sequence_rng
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU
 TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
-PAIRS = 2  # the set of `draw_pair`, beside those of training and validation
+PAIRS = 2  # the split of `draw_pair`, beside TRAINING and VALIDATION
 # Systems with as many planets that are computed at once: their arrays fit a core's cache.
 TOGETHER = 16
 
@@ -51,7 +52,7 @@ class Elements:
 
 
 def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
-    """E of Kepler's equation mean = E - e sin E, to 1e-14 within the first turns.
+    """Solve Kepler's equation mean = E - e sin E for E, to 1e-14 within the first turns.
 
     Markley's solver (1995): a cubic's root and one correction of fifth order, without iterations.
     """
@@ -59,14 +60,20 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
     turns = 2 * np.pi * np.rint(mean / (2 * np.pi))
     M = mean - turns
     M2 = M * M
-    alpha = (3 * np.pi**2 + 1.6 / (1 + e) * (np.pi**2 - np.pi * np.abs(M))) / (np.pi**2 - 6)
+    to_edge = np.pi**2 - np.pi * np.abs(M)
+    alpha = (3 * np.pi**2 + 1.6 / (1 + e) * to_edge) / (np.pi**2 - 6)
     d = 3 * (1 - e) + alpha * e
     q = 2 * alpha * d * (1 - e) - M2
     r = (3 * alpha * d * (d - 1 + e) + M2) * M
-    w = np.square(np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r)))
-    E = (2 * r * w / (w * w + w * q + q * q) + M) / d
-    f2, f3 = e * np.sin(E), e * np.cos(E)
-    f0, f1 = E - f2 - M, 1 - f3
+    root = np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r))
+    w = np.square(root)
+    cubic = 2 * r * w / (w * w + w * q + q * q)
+    E = (cubic + M) / d
+    # derivatives of E - e sin E - M
+    f2 = e * np.sin(E)
+    f3 = e * np.cos(E)
+    f0 = E - f2 - M
+    f1 = 1 - f3
     step = -f0 / (f1 - 0.5 * f0 * f2 / f1)
     step = -f0 / (f1 + step * (f2 / 2 + step * f3 / 6))
     return turns + E - f0 / (f1 + step * (f2 / 2 + step * (f3 / 6 - step * f2 / 24)))
@@ -74,86 +81,103 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
 
 def positions(systems: Sequence[Elements], points: int) -> Floats:
     """Positions [systems, points, bodies, 2] of systems with the same number of planets."""
-    masses, a, e, tilt, phase, centre = (
-        np.stack([getattr(one, name) for one in systems])
-        for name in ("masses", "axes", "eccentricities", "tilts", "phases", "centre")
-    )
-    planets, star = masses[:, :-1], masses[:, -1:]
-    steps = np.array([one.time_step for one in systems])
-    motion = np.sqrt(G * (planets + star) / a**3)  # mean, in radians a year: Kepler's third law
-    times = steps[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
-    E = kepler(phase[:, None] + motion[:, None] * times, e[:, None])  # [systems, points, planets]
+    masses = _stack(systems, "masses")  # [systems, bodies]
+    planets = masses[:, :-1]
+    star = masses[:, -1:]
+    a = _stack(systems, "axes")  # [systems, planets]
+    e = _stack(systems, "eccentricities")
+    tilt = _stack(systems, "tilts")
+    phase = _stack(systems, "phases")
+    time_step = _stack(systems, "time_step")  # [systems]
+
+    times = time_step[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
+    motion = np.sqrt(G * (planets + star) / a**3)  # radians a year, by Kepler's third law
+    mean = phase[:, None] + motion[:, None] * times  # [systems, points, planets]
+    E = kepler(mean, e[:, None])
     along = a[:, None] * (np.cos(E) - e[:, None])
-    across = (a * np.sqrt(1 - e * e))[:, None] * np.sin(E)
-    cos, sin = np.cos(tilt)[:, None], np.sin(tilt)[:, None]
+    minor = a * np.sqrt(1 - e * e)  # semi-minor axes
+    across = minor[:, None] * np.sin(E)
+    cos = np.cos(tilt)[:, None]
+    sin = np.sin(tilt)[:, None]
     out = np.empty((len(systems), points, masses.shape[1], 2))
     vectors = out[:, :, :-1]  # from star to planet
-    vectors[..., 0], vectors[..., 1] = cos * along - sin * across, sin * along + cos * across
+    vectors[..., 0] = cos * along - sin * across
+    vectors[..., 1] = sin * along + cos * across
     # the star's own orbit around the centre of mass; with several planets, the point at which its
     # orbit with the first one begins
+    first = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
     lever = (planets / (planets + star))[:, :1, None]
-    own = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
-    out[:, :, -1] = centre[:, None] - lever * own
+    out[:, :, -1] = _stack(systems, "centre")[:, None] - lever * first
     vectors += out[:, :, -1:]
     return out
+
+
+def _stack(systems: Sequence[Elements], element: str) -> Floats:
+    return np.stack([getattr(system, element) for system in systems])
 
 
 # ---- systems ----
 
 
-def draw(seed: int, index: int, planets: int) -> Elements:
-    """A system of 1 to `planets` planets, all equally likely."""
-    rng = generator(seed, index)
+def draw(split: int, index: int, planets: int) -> Elements:
+    """Draw a system of 1 to `planets` planets, all numbers equally likely."""
+    rng = sequence_rng(split, index)
     count = int(rng.integers(1, planets + 1))
     # our fits of the exoplanet table of Vafa et al.: 4,460 planets and 4,956 stars
-    planet = 6.009815e-8 + rng.gamma(0.3202016, 1.105595e-3, count)
-    star = -0.6793606 + rng.lognormal(np.log(1.6271509), 0.2004501)
-    return _draw_orbits(rng, np.append(np.clip(planet, 1e-9, 1e-3), np.clip(star, 0.1, 5.0)), count)
+    planet_masses = 6.009815e-8 + rng.gamma(0.3202016, 1.105595e-3, count)
+    star_mass = -0.6793606 + rng.lognormal(np.log(1.6271509), 0.2004501)
+    planet_masses = np.clip(planet_masses, 1e-9, 1e-3)
+    star_mass = np.clip(star_mass, 0.1, 5.0)
+    return _draw_orbits(rng, np.append(planet_masses, star_mass))
 
 
-def draw_pair(seed: int, index: int) -> Elements:
-    """Two bodies of masses within [0.0001, 0.0101], the lighter one the planet."""
-    rng = generator(seed, index)
-    return _draw_orbits(rng, np.sort(rng.uniform(1e-4, 1.01e-2, 2)), 1)
+def draw_pair(split: int, index: int) -> Elements:
+    """Draw two bodies of masses within [0.0001, 0.0101], the lighter one the planet."""
+    rng = sequence_rng(split, index)
+    masses = np.sort(rng.uniform(1e-4, 1.01e-2, 2))
+    return _draw_orbits(rng, masses)
 
 
-def _draw_orbits(rng: np.random.Generator, masses: Floats, count: int) -> Elements:
+def _draw_orbits(rng: np.random.Generator, masses: Floats) -> Elements:
+    planets = len(masses) - 1
     return Elements(
-        masses,
-        axes=rng.uniform(0.3, 32, count),
-        eccentricities=rng.beta(0.867, 3.03, count),
-        tilts=rng.uniform(0, 2 * np.pi, count),
-        phases=rng.uniform(0, 2 * np.pi, count),
+        masses=masses,
+        axes=rng.uniform(0.3, 32, planets),
+        eccentricities=rng.beta(0.867, 3.03, planets),
+        tilts=rng.uniform(0, 2 * np.pi, planets),
+        phases=rng.uniform(0, 2 * np.pi, planets),
         centre=rng.standard_normal(2),
         time_step=TIME_STEPS[rng.integers(len(TIME_STEPS))],
     )
 
 
 def simulated(systems: Sequence[Elements], entries: int) -> Iterator[tuple[list[int], Floats]]:
-    """Positions [k, points, bodies, 2] of k systems, with their k places in the list.
+    """Yield groups of k systems: their indices in `systems`, and positions [k, points, bodies, 2].
 
-    The k systems have equally many planets; the groups together are all systems.
+    The systems of a group have equally many planets; the groups together are all systems.
     """
     by_planets: dict[int, list[int]] = {}
-    for place, one in enumerate(systems):
-        by_planets.setdefault(len(one.axes), []).append(place)
-    for planets, places in by_planets.items():
-        points = -(-(entries - 1) // (planets + 1))
-        for begin in range(0, len(places), TOGETHER):
-            group = places[begin : begin + TOGETHER]
-            yield group, positions([systems[place] for place in group], points)
+    for index, system in enumerate(systems):
+        by_planets.setdefault(len(system.axes), []).append(index)
+    for planets, indices in by_planets.items():
+        points = math.ceil((entries - 1) / (planets + 1))
+        for begin in range(0, len(indices), TOGETHER):
+            group = indices[begin : begin + TOGETHER]
+            yield group, positions([systems[index] for index in group], points)
 
 
 # ---- sequences ----
 
 
-def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> NDArray[np.uint16]:
+def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
     """The sequences [systems, entries, 2]; positions beyond +-50 AU are in the outermost bin."""
     tokens = np.empty((len(systems), entries, 2), dtype=np.uint16)
-    tokens[:, 0] = [[bins + TIME_STEPS.index(one.time_step)] for one in systems]
-    for places, at in simulated(systems, entries):
-        flat = at.reshape(len(places), -1, 2)[:, : entries - 1]
-        tokens[places, 1:] = np.clip((flat + EDGE) * (bins / (2 * EDGE)), 0, bins - 1)
+    for sequence, system in zip(tokens, systems, strict=True):
+        sequence[0] = bins + TIME_STEPS.index(system.time_step)
+    for group, at in simulated(systems, entries):
+        points = at.reshape(len(group), -1, 2)[:, : entries - 1]
+        bin_index = (points + EDGE) * (bins / (2 * EDGE))
+        tokens[group, 1:] = np.clip(bin_index, 0, bins - 1)
     return tokens
 
 
@@ -163,11 +187,13 @@ class OrbitLoader(SimulatedLoader):
     unit = "system"
 
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
-        of = "1 planet" if planets == 1 else f"1 to {planets} planets"
-        self.source = f"simulated orbits of {of}"
-        self.planets, self.bins, self.tokens = planets, bins, systems * batching.block_size
+        self.planets = planets
+        self.bins = bins
+        count = "1 planet" if planets == 1 else f"1 to {planets} planets"
+        self.source = f"simulated orbits of {count}"
+        self.tokens = systems * batching.block_size
         super().__init__(systems, batching)
 
-    def _make(self, seed: int, indices: Indices, length: int) -> tuple[Tensor, Tensor]:
-        systems = [draw(seed, int(index), self.planets) for index in indices]
+    def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
+        systems = [draw(split, int(index), self.planets) for index in indices]
         return inputs_and_targets(tokenise(systems, self.bins, length + 1), self.device)

@@ -1,4 +1,4 @@
-"""Recall: what was said must be found again, however far away it was said.
+"""Recall: find again what was said, however far away it was said.
 
 The loss on text is worth little as a test of a long context, as most of what predicts a token is
 near. Here an answer follows from one place, or from few, at any distance. Loss and accuracy are of
@@ -24,30 +24,28 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from config import RECALL_IDS
-from data.loader import Batching
-from data.simulated import Indices, SimulatedLoader, generator
+from data.loader import Batch, Batching, Ints
+from data.simulated import SimulatedLoader, sequence_rng
 from errors import UserError
 
-EVALUATION = 2  # the set of scripts.recall, beside those of training and validation
+EVALUATION = 2  # the split of scripts.recall, beside TRAINING and VALIDATION
 SEQUENCES = 2**32  # of an epoch: no run sees a sequence twice
 NO_ANSWER = -100  # the target that torch's cross-entropy ignores
 
 PAIRS = 4  # keys that are assigned and asked
 # lookup and latest: key * VALUES + value, then queries, then noise
-KEYS, VALUES = 12, 16
+KEYS = 12
+VALUES = 16
 QUERIES = KEYS * VALUES
 TIMES = 3  # that latest assigns each key
 SHORTEST = PAIRS * (TIMES + 1)  # length that fits any task
 # mqar: keys, then values, then noise
-MQAR_KEYS, MQAR_VALUES = 128, 64
+MQAR_KEYS = 128
+MQAR_VALUES = 64
 # sort: symbols, then the separator
 SYMBOLS = 32
-
-Ints = NDArray[np.int64]
 
 
 class Drawn(NamedTuple):
@@ -59,18 +57,24 @@ class Drawn(NamedTuple):
     sources: Ints  # of the positions that determine the answers
 
 
-def assigned(rng: np.random.Generator, length: int, pairs: int, times: int, back: int) -> Drawn:
-    """Keys with a value in the same token, `times` each; the last value but `back` - 1 is asked."""
-    keys, first_query = rng.permutation(KEYS)[:pairs], length - pairs
+def lookup(rng: np.random.Generator, length: int, pairs: int, times: int, back: int) -> Drawn:
+    """Assign keys `times` each, key and value in one token; ask for the last value but `back`."""
+    keys = rng.permutation(KEYS)[:pairs]
+    first_query = length - pairs
     tokens = rng.integers(QUERIES + KEYS, RECALL_IDS, length)
-    order = rng.permutation(keys.repeat(times))
-    values = rng.integers(VALUES, size=len(order))
-    at = np.sort(rng.choice(first_query, len(order), replace=False))
-    tokens[at] = order * VALUES + values
+    assigned = rng.permutation(keys.repeat(times))
+    values = rng.integers(VALUES, size=len(assigned))
+    places = np.sort(rng.choice(first_query, len(assigned), replace=False))
+    tokens[places] = assigned * VALUES + values
     asked = rng.permutation(keys)
     tokens[first_query:] = QUERIES + asked
-    wanted = [np.flatnonzero(order == key)[-back] for key in asked]
-    return Drawn(tokens, np.arange(first_query, length), values[wanted], at[wanted])
+    source = [np.flatnonzero(assigned == key)[-1 - back] for key in asked]
+    return Drawn(
+        tokens,
+        places=np.arange(first_query, length),
+        answers=values[source],
+        sources=places[source],
+    )
 
 
 def mqar(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
@@ -82,7 +86,7 @@ def mqar(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
     places = rng.choice(np.arange(2 * pairs, length), pairs, replace=False)
     tokens[places] = keys
     order = places.argsort()
-    return Drawn(tokens, places[order], values[order], 2 * order + 1)
+    return Drawn(tokens, places[order], answers=values[order], sources=2 * order + 1)
 
 
 def sort(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
@@ -90,23 +94,24 @@ def sort(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
     count = (length + 1) // 2
     symbols = rng.integers(SYMBOLS, size=count)
     sources = symbols.argsort(kind="stable")[: length - count]
-    tokens = np.concatenate([symbols, [SYMBOLS], symbols[sources][:-1]])
-    return Drawn(tokens, np.arange(count, length), symbols[sources], sources)
+    answers = symbols[sources]
+    tokens = np.concatenate([symbols, [SYMBOLS], answers[:-1]])
+    return Drawn(tokens, np.arange(count, length), answers, sources)
 
 
 # One entry for each value of the setting `recall`.
 TASKS: dict[str, Callable[[np.random.Generator, int, int], Drawn]] = {
-    "lookup": partial(assigned, times=1, back=1),
+    "lookup": partial(lookup, times=1, back=0),
     "mqar": mqar,
-    "latest": partial(assigned, times=TIMES, back=1),
-    "latest_2": partial(assigned, times=TIMES, back=2),
+    "latest": partial(lookup, times=TIMES, back=0),
+    "latest_2": partial(lookup, times=TIMES, back=1),
     "sort": sort,
 }
 
 
-def draw(task: str, seed: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
-    """A sequence of a set, a pure function of these arguments."""
-    return TASKS[task](generator(seed, index), length, pairs)
+def draw(task: str, split: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
+    """A sequence of a split, a pure function of these arguments."""
+    return TASKS[task](sequence_rng(split, index), length, pairs)
 
 
 def targets(drawn: Drawn) -> Ints:
@@ -120,7 +125,7 @@ class RecallLoader(SimulatedLoader):
     """Batches of one length each: of T, or in half of the steps of T / 4 to T.
 
     Every batch has as many sequences, so that a shorter batch has fewer tokens. `first_id` is added
-    to all token ids.
+    to all token ids. Raises UserError if T / 4 is too short for a task.
     """
 
     unit = "sequence"
@@ -131,17 +136,26 @@ class RecallLoader(SimulatedLoader):
                 f"block_size = {batching.block_size} must be at least {4 * SHORTEST}: recall "
                 f"trains on a quarter of it too, and its tasks take {SHORTEST} tokens"
             )
-        self.task, self.source, self.first_id = task, f"recall task {task}", first_id
+        self.task = task
+        self.first_id = first_id
+        self.source = f"recall task {task}"
         self.tokens = SEQUENCES * batching.block_size
         super().__init__(SEQUENCES, batching)
 
     def _length(self, step: int) -> int:
-        rng, longest = np.random.default_rng([self.batching.seed, step]), self.batching.block_size
-        return longest if rng.random() < 0.5 else int(rng.integers(longest // 4, longest + 1))
+        longest = self.batching.block_size
+        rng = np.random.default_rng([self.batching.seed, step])
+        if rng.random() < 0.5:
+            return longest
+        return int(rng.integers(longest // 4, longest + 1))
 
-    def _make(self, seed: int, indices: Indices, length: int) -> tuple[Tensor, Tensor]:
-        drawn = [draw(self.task, seed, int(index), length) for index in indices]
-        x = torch.from_numpy(np.stack([one.tokens for one in drawn]))
-        y = torch.from_numpy(np.stack([targets(one) for one in drawn]))
-        x, y = x + self.first_id, torch.where(y == NO_ANSWER, y, y + self.first_id)
-        return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+    def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
+        sequences = [draw(self.task, split, int(index), length) for index in indices]
+        tokens = np.stack([sequence.tokens for sequence in sequences])
+        answers = np.stack([targets(sequence) for sequence in sequences])
+        answers[answers != NO_ANSWER] += self.first_id
+        x = torch.from_numpy(tokens + self.first_id)
+        y = torch.from_numpy(answers)
+        if self.device.type == "cuda":
+            return x.pin_memory(), y.pin_memory()
+        return x, y

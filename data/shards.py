@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -31,10 +31,17 @@ TOKEN = np.dtype("<u2")
 
 META = "meta.json"
 
+Tokens = NDArray[np.uint16]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-# Where a shard starts: the number of the stream, a state of its reading, and a token from there.
-Place = tuple[Count, Any, Count]
+
+
+class Place(NamedTuple):
+    """Where a shard starts in the documents."""
+
+    stream: Count = 0  # its index
+    state: Any = None  # from which the stream is read
+    skip: Count = 0  # tokens from there to the shard
 
 
 class Entry(TypedDict):
@@ -50,18 +57,18 @@ class Meta(TypedDict):
 
     tokenizer: str  # see config.identify
     shard_size: int
-    documents: str  # a hash that changes when they do
-    source: str  # where they come from
+    documents: str  # a hash that changes when the documents do
+    source: str  # where the documents come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
 
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 
 
-def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
+def write_shard(path: str | Path, tokens: Tokens) -> None:
     """Write tokens [n], n >= 1, as one shard, whole or not at all."""
     header = np.zeros(HEADER_INTS, dtype=HEADER)
-    header[:3] = MAGIC, VERSION, len(tokens)
+    header[:3] = [MAGIC, VERSION, len(tokens)]
     # until it is complete its name is hidden and ends in .tmp, which no glob for shards matches
     with atomic_write(path) as file:
         file.write(header.data)
@@ -69,36 +76,43 @@ def write_shard(path: str | Path, tokens: NDArray[np.uint16]) -> None:
 
 
 def open_shard(path: str | Path) -> tuple[FileIO, int]:
-    """A shard's file, and its number of tokens by its header.
+    """Open a shard; returns its file, and its number of tokens by its header.
 
-    Raises UserError where the file is missing, is not a shard of this version, or does not have
+    Raises UserError if the file is missing, is not a shard of this version, or does not have
     exactly the size that follows from its header.
     """
     try:
         file = FileIO(path)
-        size, start = os.fstat(file.fileno()).st_size, np.fromfile(file, HEADER, 3).tolist()
+        size = os.fstat(file.fileno()).st_size
+        header = np.fromfile(file, HEADER, 3).tolist()
     except OSError as error:
         raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
-    if len(start) < 3 or start[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: not a shard: it starts with {start[:2]}, not {MAGIC}, {VERSION}")
-    expected = HEADER_BYTES + start[2] * TOKEN.itemsize
-    if start[2] < 1 or size != expected:
+    if len(header) < 3 or header[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path}: not a shard: it starts with {header[:2]}, not {MAGIC}, {VERSION}")
+    tokens = header[2]
+    expected = byte_offset(tokens)
+    if tokens < 1 or size != expected:
         raise UserError(
-            f"{path}: its header gives {start[2]} tokens, which take {expected} bytes, but the "
+            f"{path}: its header gives {tokens} tokens, which take {expected} bytes, but the "
             f"file has {size}; it is truncated or damaged: repeat the command that made it"
         )
-    return file, start[2]
+    return file, tokens
+
+
+def byte_offset(index: int) -> int:
+    """The offset of token `index` in a shard's file: with all tokens before it, the file's size."""
+    return HEADER_BYTES + index * TOKEN.itemsize
 
 
 def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
-    """`open_shard` of many: often a process may have 1,024 open files, and more if it asks."""
+    """Open shards as `open_shard` does, more than the 1,024 files that a process often may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
     return [open_shard(path) for path in paths]
 
 
-def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]:
-    """The first `count` tokens of a shard, or all, [n]. Raises UserError as `open_shard` does."""
+def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
+    """Read the first `count` tokens of a shard, or all, [n]; raises UserError as `open_shard`."""
     file, available = open_shard(path)
     with file:
         return np.fromfile(path, TOKEN, min(available, count), offset=HEADER_BYTES)
@@ -106,73 +120,74 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> NDArray[np.uint16]
 
 def read_windows(
     files: Sequence[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
-) -> NDArray[np.uint16]:
-    """The windows [n, length] at `places` [n, 2]: numbers of a file and of a token in it.
+) -> Tokens:
+    """Read the windows [n, length] at `places` [n, 2]: the index of a file, and of a token in it.
 
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
-    UserError where a file ends before, or a token is not below `vocab_size`.
+    UserError if a file ends before its window does, or a token is not below `vocab_size`.
     """
     windows = np.empty((len(places), length), dtype=TOKEN)
-    read = [(files[number], start) for number, start in places.tolist()]
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        for file, start in read:  # a disk that knows all windows reads many at the same time
-            at = HEADER_BYTES + start * TOKEN.itemsize
-            os.posix_fadvise(file.fileno(), at, windows[0].nbytes, os.POSIX_FADV_WILLNEED)
-    for window, (file, start) in zip(windows, read, strict=True):
-        at = HEADER_BYTES + start * TOKEN.itemsize
-        if os.preadv(file.fileno(), [window.data], at) < window.nbytes:
+        # a disk that knows all windows reads many at the same time
+        for index, start in places.tolist():
+            descriptor = files[index].fileno()
+            size = windows[0].nbytes
+            os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
+    for window, (index, start) in zip(windows, places.tolist(), strict=True):
+        file = files[index]
+        bytes_read = os.preadv(file.fileno(), [window.data], byte_offset(start))
+        if bytes_read < window.nbytes:
             raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
-    if windows.max() >= vocab_size:
-        for window, (file, start) in zip(windows, read, strict=True):
-            check_ids(file.name, window, vocab_size, start)
+        check_ids(file.name, window, vocab_size, start)
     return windows
 
 
 def is_whole(folder: Path, shard: Entry) -> bool:
-    """Whether a shard that meta.json lists is there, with its size."""
-    path, size = folder / shard["name"], HEADER_BYTES + shard["tokens"] * TOKEN.itemsize
-    return path.is_file() and path.stat().st_size == size
+    """Whether a shard that meta.json lists is in the folder, with its size."""
+    path = folder / shard["name"]
+    return path.is_file() and path.stat().st_size == byte_offset(shard["tokens"])
 
 
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
-    """Paths of a folder's shards of one split ("train" or "val"), sorted by name.
+    """List the paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError where the folder is unfinished, lacks a shard of the split that its meta.json
-    lists, or has none.
+    Raises UserError if the folder is unfinished, lacks a shard of the split that its meta.json
+    lists, or has no shard of the split.
     """
-    found = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
     meta = read_meta(data_dir)
     if meta and not meta["complete"]:
         raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
-    listed = {shard["name"] for shard in meta["shards"]} if meta else set()
-    for name in sorted(listed - {path.name for path in found}):
-        if f"_{split}_" in name:
+    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
+    for shard in meta["shards"] if meta else []:
+        name = shard["name"]
+        if f"_{split}_" in name and not Path(data_dir, name).exists():
             raise UserError(
                 f"{data_dir}: {name} is missing, which meta.json lists: copy it there, or repeat "
                 "the command that made the folder"
             )
-    if not found:
+    if not paths:
         raise UserError(
             f"{data_dir}: no *_{split}_*.bin there; `python -m data.text` or `data.fineweb` make "
             f"it, with --out_dir {data_dir} and the tokenizer of the run: docs/data.md"
         )
-    return found
+    return paths
 
 
-def check_ids(source: str | Path, tokens: np.ndarray, vocab_size: int, start: int = 0) -> None:
-    """Raise UserError unless all tokens [n], which begin at token `start` of `source`, are below
+def check_ids(source: str | Path, tokens: Tokens, vocab_size: int, start: int = 0) -> None:
+    """Raise UserError unless all tokens [n], the first of them token `start` of `source`, are below
     `vocab_size`."""
     if tokens.max() >= vocab_size:
-        at = int(np.argmax(tokens >= vocab_size))
+        first = int(np.argmax(tokens >= vocab_size))
         raise UserError(
-            f"{source}: token {start + at} is {tokens[at]}, but the vocabulary is 0 to "
+            f"{source}: token {start + first} is {tokens[first]}, but the vocabulary is 0 to "
             f"{vocab_size - 1}; the shard was made with another tokenizer"
         )
 
 
 def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
-    """Raise UserError where meta.json says that another tokenizer made these shards."""
-    identity, meta = identify(tokenizer), read_meta(data_dir)
+    """Raise UserError if meta.json says that another tokenizer made these shards."""
+    identity = identify(tokenizer)
+    meta = read_meta(data_dir)
     if meta and meta["tokenizer"] != identity:
         copy = Path(data_dir, TOKENIZER)
         hint = f"; give --tokenizer={copy}" if copy.exists() else ""
@@ -184,9 +199,9 @@ def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
 
 
 def read_meta(data_dir: str | Path) -> Meta | None:
-    """The meta.json of a folder of shards; published shards come without one.
+    """Read the meta.json of a folder of shards; None if it has none, as published shards do.
 
-    Raises UserError where the file is damaged.
+    Raises UserError if the file is damaged.
     """
     return read_json(Path(data_dir) / META, Meta)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from config import Config
-from data.loader import Batches, Batching, Loader, TokenLoader
+from data.loader import Batch, Batches, Batching, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
 from data.shards import check_tokenizer
@@ -30,7 +29,7 @@ class Task:
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
     """Open the batches of one rank; returns None in a dry run before the shards are made.
 
-    Raises UserError where the data do not fit the settings.
+    Raises UserError if the data do not fit the settings.
     """
     task = TASKS[config.task]
     if config.dry_run and task.reads_shards and not Path(config.data_dir).exists():
@@ -81,7 +80,7 @@ class AlternatingLoader(Loader):
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         return self.text.validation_batches(max_tokens, batch_size)
 
-    def _read(self, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, step: int) -> Batch:
         loader = self.recall if step % 2 else self.text
         return loader._read(step // 2)
 

@@ -12,6 +12,7 @@ followed by an excerpt of themselves, so that a small model learns to copy.
 """
 
 import argparse
+import bisect
 import hashlib
 import io
 import json
@@ -38,63 +39,76 @@ NAMED = 10  # files for training and for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
-ENDS = [re.compile(pattern) for pattern in (r"\n\s*\n", r"\n", r"\s")]
+ENDS = [
+    re.compile(r"\n\s*\n"),
+    re.compile(r"\n"),
+    re.compile(r"\s"),
+]
+
+Files = list[tuple[str, Path]]  # names and paths
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of documents, or a part of one."""
+    """A file of documents, or some of its documents, or a part of its only document."""
 
     path: Path
     name: str  # decides the order, and whether it is used for validation
     sha256: str  # of the file's content
     field: str  # of JSON, or column of parquet
-    documents: range  # their numbers in the file
-    characters: tuple[int, int | None] = (0, None)  # of its only document
+    documents: range  # their indices in the file
+    characters: tuple[int, int | None] = (0, None)  # of the only document
 
     def read(self, first: int = 0) -> Iterator[str]:
-        """The documents from number `first` of this source on."""
-        numbers = self.documents[first:]
-        for text in islice(read_file(self.path, self.field), numbers.start, numbers.stop):
-            yield text[slice(*self.characters)]
+        """Yield the documents from index `first` of this source on."""
+        wanted = self.documents[first:]
+        start, end = self.characters
+        for text in islice(read_file(self.path, self.field), wanted.start, wanted.stop):
+            yield text[start:end]
 
 
-def list_files(
-    paths: Iterable[str | Path], without: Collection[str] = ()
-) -> list[tuple[str, Path]]:
-    """(name, path) of all files with one of SUFFIXES in these files and folders, by name.
+def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
+    """List (name, path) of all files with one of SUFFIXES in these files and folders, by name.
 
     The name is relative to the folder in `paths`. Hidden files and folders are left out, and so
-    are folders whose name is in `without`. Raises UserError where a path is missing, or is a file
-    of another type.
+    are folders whose name is in `without`. Raises UserError if a path is missing, or is a file of
+    another type.
     """
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for folder, folders, files in os.walk(path):
-                folders[:] = [name for name in folders if name[0] != "." and name not in without]
-                for file in (Path(folder, name) for name in files if name[0] != "."):
-                    if file.name.endswith(SUFFIXES) and file.is_file():
-                        found[file.resolve()] = file.relative_to(path).as_posix()
+            for file in walk(path, without):
+                if file.name.endswith(SUFFIXES) and file.is_file():
+                    names[file.resolve()] = file.relative_to(path).as_posix()
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
         else:
-            found[path.resolve()] = path.name
-    return sorted((name, path) for path, name in found.items())
+            names[path.resolve()] = path.name
+    return sorted((name, path) for path, name in names.items())
 
 
-def list_stdlib() -> list[tuple[str, Path]]:
-    """The standard library's Python files, as `list_files` gives them."""
+def walk(folder: Path, without: Collection[str]) -> Iterator[Path]:
+    """Yield the files below a folder, but for hidden ones and subfolders in `without`."""
+    for parent, folders, files in os.walk(folder):
+        # os.walk enters the folders that stay in its list
+        folders[:] = [name for name in folders if name[0] != "." and name not in without]
+        for name in files:
+            if name[0] != ".":
+                yield Path(parent, name)
+
+
+def list_stdlib() -> Files:
+    """List the standard library's Python files, as `list_files` does."""
     files = list_files([sysconfig.get_path("stdlib")], without=NOT_STDLIB)
     return [(name, path) for name, path in files if path.suffix == ".py"]
 
 
 def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
-    """The documents of one file, without empty ones.
+    """Yield the documents of one file, without empty ones.
 
-    Raises UserError where the file cannot be read or parsed.
+    Raises UserError if the file cannot be read or parsed.
     """
     try:
         for text in read_values(path, field):
@@ -107,7 +121,7 @@ def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
 
 
 def read_values(path: Path, field: str) -> Iterator[Any]:
-    """The text of a plain file, or the field's value in each line or entry of another file."""
+    """Yield the text of a plain file, or a field's value in each line or entry of other files."""
     import pyarrow
     import pyarrow.parquet
 
@@ -130,15 +144,16 @@ def read_values(path: Path, field: str) -> Iterator[Any]:
                     yield value
 
 
-def inspect(files: list[tuple[str, Path]], field: str = COLUMN) -> list[Source]:
+def inspect(files: Files, field: str = COLUMN) -> list[Source]:
     """Read every (name, path) once and count its documents; files without any are left out.
 
-    Raises UserError where a file cannot be read or parsed.
+    Raises UserError if a file cannot be read or parsed.
     """
     sources = []
     for name, path in tqdm(files, desc="reading", unit="file", delay=2):
-        if documents := sum(1 for _ in read_file(path, field)):
-            sources.append(Source(path, name, sha256_of(path), field, range(documents)))
+        count = sum(1 for _ in read_file(path, field))
+        if count:
+            sources.append(Source(path, name, sha256_of(path), field, range(count)))
     return sources
 
 
@@ -146,25 +161,31 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     """Split one source into two, (train, val): val is the last tenth of its characters.
 
     It begins with the first document that begins in that tenth, or else with the last one. A single
-    document is divided before a paragraph, or else a line or a word. Raises UserError where it has
-    none there.
+    document is divided before a paragraph, or else a line or a word. Raises UserError if none of
+    them begins there.
     """
     if len(source.documents) > 1:
         starts = [0, *accumulate(map(len, source.read()))]
-        tenth = starts.pop() * 9 / 10
-        cut = next((i for i, start in enumerate(starts) if start >= tenth), len(starts) - 1)
-        train, val = source.documents[:cut], source.documents[cut:]
-        return [replace(source, documents=train)], [replace(source, documents=val)]
+        characters = starts.pop()
+        cut = bisect.bisect_left(starts, characters * 9 / 10)
+        cut = min(cut, len(starts) - 1)
+        train = replace(source, documents=source.documents[:cut])
+        val = replace(source, documents=source.documents[cut:])
+        return [train], [val]
     (text,) = source.read()
-    tenth, end = len(text) * 9 // 10, len(text.rstrip())
-    found = [match for pattern in ENDS if (match := pattern.search(text, max(tenth - 1, 1), end))]
-    if not found:
-        raise UserError(
-            f"{source.path}: no word begins in its last tenth, {text[tenth:][:20]!r}, to divide it "
-            "there for validation; give more text, or a file for validation with --val"
-        )
-    at = found[0].end()
-    return [replace(source, characters=(0, at))], [replace(source, characters=(at, None))]
+    tenth = len(text) * 9 // 10
+    start = max(tenth - 1, 1)
+    end = len(text.rstrip())
+    for pattern in ENDS:
+        match = pattern.search(text, start, end)
+        if match:
+            train = replace(source, characters=(0, match.end()))
+            val = replace(source, characters=(match.end(), None))
+            return [train], [val]
+    raise UserError(
+        f"{source.path}: no word begins in its last tenth, {text[tenth:][:20]!r}, to divide it "
+        "there for validation; give more text, or a file for validation with --val"
+    )
 
 
 def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
@@ -184,14 +205,15 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
 
 
 def reader(sources: list[Source]) -> Read:
-    """Reads the documents of these sources; a state is (number of a source, of its document)."""
+    """Return a Read of these sources; a state is (index of a source, index of its document)."""
 
     def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
-        at, first = state or (0, 0)
-        for index in range(at, len(sources)):
-            for number, text in enumerate(sources[index].read(first), first):
-                yield (index, number), [text]
-            first = 0
+        first_source, first_document = state or (0, 0)
+        for index in range(first_source, len(sources)):
+            documents = sources[index].read(first_document)
+            for document, text in enumerate(documents, first_document):
+                yield (index, document), [text]
+            first_document = 0
 
     return read
 
@@ -210,24 +232,46 @@ def main(argv: list[str] | None = None) -> None:
     add_options(parser, tokenizer="bytes")
     args = parser.parse_args(argv)
 
-    if not 0 <= args.repeat <= 1 or (args.within < 16 if args.repeat else args.within):
+    repeats = 0 < args.repeat <= 1 and args.within >= 16
+    neither = args.repeat == 0 and args.within == 0
+    if not (repeats or neither):
         raise UserError(
             f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16; or neither"
         )
     get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
-    source = " ".join(args.paths) or f"standard library of Python {platform.python_version()}"
-    files = list_files(args.paths) if args.paths else list_stdlib()
-    named = inspect(list_files(args.val), args.field) if args.val else None
-    train, val = split(inspect(files, args.field), named)
+    if args.paths:
+        source = " ".join(args.paths)
+        files = list_files(args.paths)
+    else:
+        source = f"standard library of Python {platform.python_version()}"
+        files = list_stdlib()
+    val = None
+    if args.val:
+        val = inspect(list_files(args.val), args.field)
+    train, val = split(inspect(files, args.field), val)
     if not train or not val:
         raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
-    for name, part in ("training", train), ("validation", val):
-        more = f", and {len(part) - NAMED} more" * (len(part) > NAMED)
-        print(f"{name}: {len(part)} files: {', '.join(s.name for s in part[:NAMED])}{more}")
-    identity = [[(source.name, source.sha256) for source in part] for part in (val, train)]
-    name = f"text_{Path(args.tokenizer).stem}" + "_repeat" * bool(args.repeat)
-    out_dir = args.out_dir or Path("data", name)
-    build(out_dir, "text", [reader(val), reader(train)], args, source, [args.field, identity])
+    print_names("training", train)
+    print_names("validation", val)
+    if args.out_dir is None:
+        folder = f"text_{Path(args.tokenizer).stem}"
+        if repeats:
+            folder += "_repeat"
+        args.out_dir = Path("data", folder)
+    streams = [reader(val), reader(train)]
+    documents = [args.field, [checksums(val), checksums(train)]]
+    build(args.out_dir, "text", streams, args, source, documents)
+
+
+def checksums(sources: list[Source]) -> list[tuple[str, str]]:
+    return [(source.name, source.sha256) for source in sources]
+
+
+def print_names(split: str, sources: list[Source]) -> None:
+    names = [source.name for source in sources[:NAMED]]
+    if len(sources) > NAMED:
+        names.append(f"and {len(sources) - NAMED} more")
+    print(f"{split}: {len(sources)} files: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from runtime.files import atomic_write
 
 END_OF_TEXT = "<|endoftext|>"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
-# GPT-2's pre-tokeniser, as tiktoken writes it: merges never cross the pieces that it matches.
+# GPT-2's pre-tokeniser in tiktoken's notation: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 MAX_IDS = 1 << 16
-# Names of the end of a text in tokenizer.json files; the first that a file has is taken.
+# End-of-text tokens of tokenizer.json files; the first one that a file has is used.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
@@ -32,13 +32,13 @@ SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
 class Tokenizer:
     """Text to ids and back.
 
-    Nothing is added to a text, and the mark of a special token within a text is ordinary text.
-    Characters that UTF-8 cannot encode, lone surrogates, become U+FFFD.
+    Encoding adds no tokens, and a special token's name within a text is ordinary text. Characters
+    that UTF-8 cannot encode, lone surrogates, become U+FFFD.
     """
 
     n_vocab: int
-    eot: int  # the id of the end of a text
-    mark: str  # and its text
+    eot: int  # the id of end-of-text
+    mark: str  # the text of end-of-text
     to_ids: Callable[[str], NDArray[np.integer]]
     to_text: Callable[[list[int]], str]
 
@@ -47,12 +47,12 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> NDArray[np.uint16]:
         """The ids as an array [tokens]."""
-        # pairs of surrogates, as JSON escapes them, are joined
+        # join pairs of surrogates, which come from JSON escapes
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self.to_ids(text).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """`eot` becomes its mark, invalid UTF-8 U+FFFD; ids that are no token are left out."""
+        """The text of ids: `eot` becomes `mark`, invalid UTF-8 U+FFFD; unknown ids are skipped."""
         return self.to_text([int(i) for i in ids if i < self.n_vocab])
 
 
@@ -77,8 +77,10 @@ def open_bytes() -> Tokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(ids: list[int]) -> str:
-        parts = [END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids]
-        return b"".join(parts).decode("utf-8", errors="replace")
+        text = bytearray()
+        for i in ids:
+            text += END_OF_TEXT.encode() if i == 256 else bytes([i])
+        return text.decode(errors="replace")
 
     return Tokenizer(257, 256, END_OF_TEXT, encode, decode)
 
@@ -86,8 +88,8 @@ def open_bytes() -> Tokenizer:
 def open_file(path: str) -> Tokenizer:
     """A tokenizer.json of Hugging Face's tokenizers.
 
-    Raises UserError where the file cannot be read, has more ids than fit uint16, or has no token
-    for the end of a text.
+    Raises UserError if the file cannot be read, has more ids than fit uint16, or has no end-of-text
+    token.
     """
     file = str(tokenizer_file(path))
     try:
@@ -108,7 +110,7 @@ def open_file(path: str) -> Tokenizer:
         raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
 
     def encode(text: str) -> NDArray[np.integer]:
-        # only a batch is encoded without Python's lock
+        # encoding a batch releases Python's lock, encoding a single text does not
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint16)
 
@@ -118,13 +120,15 @@ def open_file(path: str) -> Tokenizer:
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer "gpt2" or "bytes", or a tokenizer.json at the path `name`.
+    """Open the tokenizer "gpt2" or "bytes", or a tokenizer.json at the path `name`.
 
-    Raises UserError where it is neither, or the tokenizer's file is damaged.
+    Raises UserError if it is neither, or the file is damaged.
     """
     if name == "gpt2":
         return open_gpt2()
-    return open_bytes() if name == "bytes" else open_file(name)
+    if name == "bytes":
+        return open_bytes()
+    return open_file(name)
 
 
 def copy_tokenizer(tokenizer: str, folder: Path) -> None:
@@ -135,7 +139,7 @@ def copy_tokenizer(tokenizer: str, folder: Path) -> None:
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Cut a text into parts of about `size` characters whose ids, joined, are those of the text.
+    """Cut a text into pieces of about `size` characters whose ids, joined, are the text's ids.
 
     Cuts are made only before a space or a line break that follows a non-whitespace character.
     GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
@@ -159,15 +163,26 @@ def byte_symbols() -> dict[int, str]:
 
     Printable Latin-1 stands for itself; the other bytes become the characters from 256 on.
     """
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    symbols = {}
+    others = []
+    for byte in range(256):
+        if chr(byte).isprintable() and chr(byte) != " ":
+            symbols[byte] = chr(byte)
+        else:
+            others.append(byte)
+    for i, byte in enumerate(others):
+        symbols[byte] = chr(256 + i)
+    return symbols
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """GPT-2's token ranks {bytes: id}: 256 single bytes, then one token for each merge."""
-    byte_of = {symbol: b for b, symbol in byte_symbols().items()}
-    ranks = {bytes([b]): rank for rank, b in enumerate(byte_symbols())}
+    byte_of = {}
+    ranks = {}
+    for rank, (byte, symbol) in enumerate(byte_symbols().items()):
+        byte_of[symbol] = byte
+        ranks[bytes([byte])] = rank
     for merge in path.read_text(encoding="utf-8").splitlines()[1:]:  # the first is a version
-        ranks[bytes(byte_of[c] for c in merge if c != " ")] = len(ranks)
+        token = bytes(byte_of[symbol] for symbol in merge.replace(" ", ""))
+        ranks[token] = len(ranks)
     return ranks
