@@ -40,6 +40,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, load_config
+from data.tasks import TASKS
 from errors import UserError, command
 from generation import next_logits
 from layers.cache import KVCache
@@ -146,7 +147,7 @@ def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dic
                     raise UserError(f"two models are called {name}: rename {path}")
             if config.dry_run:
                 raise UserError("benchmark takes no --dry_run: it writes no run")
-            if config.task == "orbits":
+            if TASKS[config.task].tokens_per_position > 1:
                 raise UserError(
                     f"benchmark measures models of one token a position, not task = {config.task}"
                 )
