@@ -9,7 +9,7 @@ python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15
 
 The columns are the columns of the LSSAR paper's Table A7, whose figures are printed below each
 variant. The paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`:
-the path `reference` without torch.compile, and all logits at once. `plain` in place of a config is
+the path `reference` without torch.compile, and all logits at once. `plain` instead of a config is
 a GPT-2 of torch's own modules, as one would write it without this repository. Each model is
 measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
@@ -20,13 +20,13 @@ backward, and `attention_eval` is ten calls without gradients.
 
 import argparse
 import contextlib
-import itertools
 import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, load_config
+from data.tasks import TASKS
 from errors import UserError, command
 from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
 from layers.selfcheck import check_kernels
-from model import compile_model
+from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
@@ -58,13 +59,47 @@ PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 # Calls of attention in a step: the host prepares one while the GPU computes another.
 CALLS = 10
 UNFUSED = ("--attention_impl=reference", "--compile=False")
-PLAIN = "plain"  # in place of a config file: PlainGPT
+PLAIN = "plain"  # stands where a config file does: PlainGPT
+
+Say = Callable[[str], None]
+Step = Callable[[], None]
+Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
 
 
 @command
 def main() -> None:
-    epilog = "--setting=value sets a setting of all models"
-    parser = Parser(description=__doc__.split("\n\n")[0], epilog=epilog, allow_abbrev=False)
+    arguments, settings = parse_arguments()
+    models = parse_models(arguments.configs, arguments.impls.split(","), settings)
+    figures = measure(models, arguments.rounds, arguments.phases)
+    config = next(iter(models.values()))
+    facts = environment(config.device)
+    dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
+    print(
+        f"\n{config.n_layer} layers, {config.n_embd} wide, "
+        f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {facts['machine']}; "
+        f"median of {arguments.rounds} rounds; in parentheses over the first model"
+    )
+    print_figures(figures, models)
+    if arguments.out:
+        settings_used = config.as_dict() | {"dtype": dtype, "rounds": arguments.rounds}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(
+            arguments.out,
+            {"environment": facts, "settings": settings_used, "rows": figures},
+        )
+        print(f"written: {arguments.out}")
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line; returns its arguments, and the settings of all models.
+
+    Raises UserError for invalid arguments.
+    """
+    parser = Parser(
+        description=__doc__.split("\n\n")[0],
+        epilog="--setting=value sets a setting of all models",
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
     add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
@@ -72,45 +107,52 @@ def main() -> None:
     add("--rounds", type=int, default=5, help="(%(default)s)")
     add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
     arguments, settings = parser.parse_known_args()
-    allowed = ("train",) if PLAIN in arguments.configs else PHASES
-    phases = arguments.phases.split(",") if arguments.phases else [*allowed[:2]]
     if arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
-    if not set(phases) <= set(allowed):
-        raise UserError(f"--phases {arguments.phases}: each must be one of {', '.join(allowed)}")
+    beside_plain = PLAIN in arguments.configs
+    allowed = ["train"] if beside_plain else list(PHASES)
+    if arguments.phases is None:
+        arguments.phases = allowed[:2]
+    else:
+        phases = arguments.phases.split(",")
+        if not set(phases) <= set(allowed):
+            names = ", ".join(allowed)
+            raise UserError(f"--phases {arguments.phases}: each must be one of {names}")
+        arguments.phases = phases
     if arguments.out:
         check_writable(arguments.out.parent)
-    models = parse_models(arguments, settings)
-    figures = measure(models, arguments.rounds, phases)
-    config = next(iter(models.values()))
-    made = environment(config.device)
-    dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
-    shape = f"{config.n_layer} layers, {config.n_embd} wide, "
-    shape += f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {made['machine']}"
-    print(f"\n{shape}; median of {arguments.rounds} rounds; in parentheses over the first model")
-    print_figures(figures, models)
-    if arguments.out:
-        used = config.as_dict() | {"dtype": dtype, "rounds": arguments.rounds}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.out, {"environment": made, "settings": used, "rows": figures})
-        print(f"written: {arguments.out}")
+    return arguments, settings
 
 
-def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Config]:
-    """The Config of every model, by its name in the table."""
-    impls, models = arguments.impls.split(","), {}
-    for path, impl in itertools.product(arguments.configs, impls):
-        chosen = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-        files = [] if path == PLAIN else [path]
-        name = Path(path).stem + (f" {impl}" if impls[1:] and path != PLAIN else "")
-        config = load_config([*files, "--batch_size=4", *settings, *chosen])
-        if files and (name in models or name == PLAIN):
-            raise UserError(f"two models are called {name}: rename {path}")
-        if path == PLAIN and config.optimizer != "adamw":
-            raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
-        if config.task == "orbits" or config.dry_run:
-            raise UserError("benchmark takes neither task = orbits nor --dry_run")
-        models[name] = config
+def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dict[str, Config]:
+    """The Config of every model, by its name in the table.
+
+    Raises UserError for settings that cannot be measured, and for two models of one name.
+    """
+    models: dict[str, Config] = {}
+    for path in paths:
+        for impl in impls:
+            impl_settings = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+            all_settings = ["--batch_size=4", *settings, *impl_settings]
+            if path == PLAIN:
+                name = PLAIN
+                config = load_config(all_settings)
+                if config.optimizer != "adamw":
+                    raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+            else:
+                name = Path(path).stem
+                if len(impls) > 1:
+                    name += f" {impl}"
+                config = load_config([path, *all_settings])
+                if name in models or name == PLAIN:
+                    raise UserError(f"two models are called {name}: rename {path}")
+            if config.dry_run:
+                raise UserError("benchmark takes no --dry_run: it writes no run")
+            if TASKS[config.task].tokens_per_position > 1:
+                raise UserError(
+                    f"benchmark measures models of one token a position, not task = {config.task}"
+                )
+            models[name] = config
     return models
 
 
@@ -119,132 +161,183 @@ def parse_models(arguments: argparse.Namespace, settings: list[str]) -> dict[str
 
 def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> dict[str, dict]:
     """Milliseconds and MB of a step of every model and phase; they take turns, round by round."""
+    figures: dict[str, dict] = {name: {"attention_path": None} for name in models}
     context = multiprocessing.get_context("spawn")
+    workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
+    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with contextlib.ExitStack() as stack:
-        workers = {
-            key: stack.enter_context(ProcessPoolExecutor(1, context))
-            for key in itertools.product(models, phases)
-        }
-        paths: dict[str, str] = {}  # of attention
-        for (name, phase), worker in workers.items():
-            for line in worker.submit(prepare, models[name], phase, name == PLAIN).result():
-                print(f"{name}, {phase}: {line}", flush=True)
-                paths[name] = line.removeprefix("attention path: ")
-        taken: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in workers}
+        for name, config in models.items():
+            for phase in phases:
+                worker = stack.enter_context(ProcessPoolExecutor(1, context))
+                line = worker.submit(prepare, config, phase, name == PLAIN).result()
+                if line is not None:
+                    print(f"{name}, {phase}: {line}", flush=True)
+                    figures[name]["attention_path"] = line.removeprefix("attention path: ")
+                workers[name, phase] = worker
+                measured[name, phase] = []
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
-                taken[key].append(worker.submit(timed_step).result())
-    figures: dict[str, dict] = {name: {"attention_path": paths.get(name)} for name in models}
-    for (name, phase), steps in taken.items():
-        ms, peaks = zip(*steps, strict=True)
+                measured[key].append(worker.submit(timed_step).result())
+    for (name, phase), steps in measured.items():
+        ms, peak_mb = zip(*steps, strict=True)
         figures[name][f"{phase}_ms"] = statistics.median(ms)
         figures[name][f"{phase}_ms_spread"] = [min(ms), max(ms)]
-        figures[name][f"{phase}_mb"] = max(peaks)
+        figures[name][f"{phase}_mb"] = max(peak_mb)
     return figures
 
 
 # The step that a process measures, and its device.
-_step: Callable[[], None]
+_step: Step
 _device: torch.device
 
 
-def prepare(config: Config, phase: str, plain: bool) -> list[str]:
+def prepare(config: Config, phase: str, plain: bool) -> str | None:
     """Build the step of a process, and take it twice: it allocates, compiles, fills caches.
 
-    Returns what check_kernels says.
+    Returns a line on the path of attention; None for PlainGPT.
     """
     global _step, _device
     _device = open_device(config.device)
     if phase == "decode":  # as in generation, all tokens share the weights that autocast has cast
         autocast(_device, pick_dtype(config.dtype, _device)).__enter__()
-    said: list[str] = []
-    _step = build_step(config, phase, _device, plain, said.append)
+    lines: list[str] = []
+    _step = build_step(config, phase, _device, plain, lines.append)
     timed_step()
     if _device.type == "cuda":  # the first step's autotuning and compilation take memory too
         torch.cuda.reset_peak_memory_stats()
     timed_step()
-    return said
+    return lines[0] if lines else None
 
 
 def timed_step() -> tuple[float, float]:
     """Milliseconds of a step, and the peak memory so far in MB."""
-    wait = torch.cuda.synchronize if _device.type == "cuda" else lambda: None
-    wait()
+    synchronize()
     started = time.perf_counter()
     _step()
-    wait()
+    synchronize()
     return 1000 * (time.perf_counter() - started), memory_mb(_device)
+
+
+def synchronize() -> None:
+    if _device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- the steps ----
 
 
 class PlainGPT(nn.Module):
     """A GPT-2 of torch's own modules: SDPA, learned positions, tied embeddings."""
 
-    def __init__(self, c: Config) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(c.n_vocab, c.n_embd), nn.Embedding(c.block_size, c.n_embd)
-        sizes = (c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu")
-        block = nn.TransformerEncoderLayer(*sizes, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, c.n_layer, nn.LayerNorm(c.n_embd), False)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(c.block_size))
+        n_embd = config.n_embd
+        self.wte = nn.Embedding(config.n_vocab, n_embd)
+        self.wpe = nn.Embedding(config.block_size, n_embd)
+        block = nn.TransformerEncoderLayer(
+            n_embd,
+            config.n_head,
+            dim_feedforward=4 * n_embd,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, config.n_layer, nn.LayerNorm(n_embd), enable_nested_tensor=False
+        )
+        mask = nn.Transformer.generate_square_subsequent_mask(config.block_size)
+        self.register_buffer("mask", mask)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.blocks(self.wte(x) + self.wpe.weight, self.mask, is_causal=True)
-        return F.cross_entropy((h @ self.wte.weight.T).flatten(0, 1), y.flatten())
+        logits = h @ self.wte.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def build_step(
-    config: Config, phase: str, device: torch.device, plain: bool, say: Callable[[str], None]
-) -> Callable[[], None]:
-    """A function that takes one step of a phase with the config's model, or with PlainGPT.
+def build_step(config: Config, phase: str, device: torch.device, plain: bool, say: Say) -> Step:
+    """Build a function that takes one step of a phase with the config's model, or with PlainGPT.
 
     `say` is given the path of the model's attention, whose kernels are checked first.
     """
     torch.manual_seed(config.seed)
-    if phase.startswith("attention"):
-        return attention_step(config, phase == "attention", device, say)
-    x, y = torch.randint(config.n_vocab, (2, config.batch_size, config.block_size), device=device)
-    model: Any = (PlainGPT if plain else build_model)(config).to(device).train(phase == "train")
-    dtype = pick_dtype(config.dtype, device)
-    if not plain:
-        check_kernels(model, config, dtype, say=say)
-    compiled = model
-    if phase != "decode" and pick_compile(config.compile, device):  # generation is not compiled
-        compiled = torch.compile(model) if plain else compile_model(model)
-    unfused = not plain and config.attention_impl == "reference" and config.compile is False
-    optimizers, cache = build_optimizers(model, config), KVCache(config.block_size)
+    if phase in ("attention", "attention_eval"):
+        return attention_step(config, device, phase == "attention", say)
+    shape = (2, config.batch_size, config.block_size)
+    x, y = torch.randint(config.n_vocab, shape, device=device)
+    compiles = pick_compile(config.compile, device)
+    if plain:
+        plain_model = PlainGPT(config).to(device)
+        loss_fn = torch.compile(plain_model) if compiles else plain_model
+        return training_step(plain_model, loss_fn, config, x, y)
 
-    def loss_of_all_logits() -> Tensor:
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    model = build_model(config).to(device)
+    check_kernels(model, config, pick_dtype(config.dtype, device), say=say)
+    if phase == "decode":  # generation is not compiled
+        return decoding_step(model.eval(), config, x)
+    if compiles:
+        compile_model(model, TASKS[config.task].varied_lengths)
+    unfused = config.attention_impl == "reference" and config.compile is False
+    if phase == "train":
+        loss_fn = partial(loss_of_all_logits, model) if unfused else model
+        return training_step(model, loss_fn, config, x, y)
+    model.eval()
+    losses_fn = partial(loss_of_all_logits, model) if unfused else model.token_losses
+    return evaluation_step(losses_fn, config, x, y)
 
-    def train() -> None:
-        with autocast(device, dtype):
-            loss = loss_of_all_logits() if unfused else compiled(x, y)
+
+def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
+    """A step that updates the weights of a model: GPT or PlainGPT."""
+    dtype = pick_dtype(config.dtype, x.device)
+    optimizers = build_optimizers(model, config)
+
+    def step() -> None:
+        with autocast(x.device, dtype):
+            loss = loss_fn(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
-    def evaluate() -> None:
-        with autocast(device, dtype):
-            loss_of_all_logits() if unfused else model.token_losses(x, y)
+    return step
+
+
+def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
+    """A step that computes the losses of all tokens."""
+    dtype = pick_dtype(config.dtype, x.device)
 
     @torch.no_grad()
-    def decode() -> None:
-        if not cache.layers:
-            next_logits(model, x[:, :1], cache)
-            for stored in sum(cache.layers.values(), []):
-                stored.normal_()
+    def step() -> None:
+        with autocast(x.device, dtype):
+            losses_fn(x, y)
+
+    return step
+
+
+def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
+    """A step that generates the token after block_size - 1 cached ones."""
+    cache = KVCache(config.block_size)
+    token = x[:, :1]
+
+    @torch.no_grad()
+    def step() -> None:
+        if not cache.layers:  # the first call allocates them
+            next_logits(model, token, cache)
+            for tensors in cache.layers.values():
+                for tensor in tensors:
+                    tensor.normal_()
         cache.length = config.block_size - 1
-        next_logits(model, x[:, :1], cache)
+        next_logits(model, token, cache)
 
-    return {"train": train, "eval": evaluate, "decode": decode}[phase]
+    return step
 
 
-def attention_step(
-    config: Config, training: bool, device: torch.device, say: Callable[[str], None]
-) -> Callable[[], None]:
+def attention_step(config: Config, device: torch.device, training: bool, say: Say) -> Step:
     """The attention of one layer: forward and backward, or forward without gradients."""
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
@@ -256,10 +349,11 @@ def attention_step(
     attention: Any = model.attention_layers()[0].attention
     if pick_compile(config.compile, device):
         attention = torch.compile(attention, dynamic=False)
-    shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
     # q, k, v as in the model, slices of one projection, and a gradient of the output
+    shape = (config.batch_size, config.block_size, 4, config.n_head, config.d_head)
     packed = torch.randn(shape, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
-    *qkv, gradient = (x.detach().requires_grad_(training) for x in packed)
+    qkv = [x.detach().requires_grad_(training) for x in packed[:3]]  # each [B, H, L, d]
+    gradient = packed[3]
 
     def step() -> None:
         for _ in range(CALLS):
@@ -276,20 +370,27 @@ def attention_step(
 
 def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     """Print the figures of `measure`, and below each model the paper's for the same variant."""
-    columns = [c for c in next(iter(figures.values())) if c.endswith(("_ms", "_mb"))]
-    ours = {name: [steps[c] for c in columns] for name, steps in figures.items()}
-    papers = {
-        name: PAPER["rows"].get(config.variant_name)
-        for name, config in models.items()
-        if columns == PAPER["columns"] and config.projections == "linear"
-    }
-    table, first = [["", *columns]], next(iter(models))
+    baseline = next(iter(models))
+    columns = [name for name in figures[baseline] if name.endswith(("_ms", "_mb"))]
+    paper_rows = {}
+    if columns == PAPER["columns"]:
+        for name, config in models.items():
+            if config.projections == "linear":
+                paper_rows[name] = PAPER["rows"].get(config.variant_name)
+    lines = [["", *columns]]
     for name in models:
-        for label, values in ((name, ours), ("  paper, A100", papers)):
-            if values.get(name) and values.get(first):
-                pairs = zip(values[name], values[first], strict=True)
-                table.append([label, *(f"{x:.1f} ({x / base:.2f})" for x, base in pairs)])
-    print_table(table, width=18)
+        values = [figures[name][column] for column in columns]
+        baseline_values = [figures[baseline][column] for column in columns]
+        lines.append([name, *with_ratios(values, baseline_values)])
+        if paper_rows.get(name) and paper_rows.get(baseline):
+            ratios = with_ratios(paper_rows[name], paper_rows[baseline])
+            lines.append(["  paper, A100", *ratios])
+    print_table(lines, width=18)
+
+
+def with_ratios(values: list[float], baseline: list[float]) -> list[str]:
+    """Each value, and in parentheses its ratio to the baseline's."""
+    return [f"{x:.1f} ({x / base:.2f})" for x, base in zip(values, baseline, strict=True)]
 
 
 if __name__ == "__main__":

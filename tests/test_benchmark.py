@@ -14,7 +14,7 @@ TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes", "--devi
 SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
 
 
-def step(name, phase, *settings, plain=False):
+def build_step(name, phase, *settings, plain=False):
     """One step of a phase with the model of a config file."""
     config = load_config([f"configs/{name}.py", *settings])
     return benchmark.build_step(config, phase, torch.device("cpu"), plain, print)
@@ -26,19 +26,21 @@ def table(call, capsys, monkeypatch):
 
     Returns the models, by name, and the lines printed.
     """
-    asked = {}
+    measured_models = {}
 
     def measure(models, rounds, phases):
-        asked.update(models)
-        columns = [f"{phase}_{unit}" for phase in phases for unit in ("ms", "ms_spread", "mb")]
+        measured_models.update(models)
+        columns = []
+        for phase in phases:
+            columns += [f"{phase}_ms", f"{phase}_ms_spread", f"{phase}_mb"]
         return {name: dict.fromkeys(columns, n) for n, name in enumerate(models, 1)}
 
     monkeypatch.setattr(benchmark, "measure", measure)
 
     def run(*arguments):
-        asked.clear()
+        measured_models.clear()
         call(benchmark, *arguments)
-        return asked, capsys.readouterr().out.splitlines()
+        return measured_models, capsys.readouterr().out.splitlines()
 
     return run
 
@@ -46,21 +48,33 @@ def table(call, capsys, monkeypatch):
 def test_the_papers_figures_stand_beside_every_path(table):
     configs = [f"configs/{name}.py" for name in ("softmax", "lssar_p15", "relu_li")]
     _, lines = table(*configs, "--impls=auto,reference")
-    after = [lines[i + 1].strip() for i, line in enumerate(lines) if line.startswith("lssar_p15")]
-    assert all(line.startswith("paper, A100") and "250.3 (2.08)" in line for line in after)
+    for i, line in enumerate(lines):
+        if line.startswith("lssar_p15"):
+            assert lines[i + 1].startswith("  paper, A100")
+            assert "250.3 (2.08)" in lines[i + 1]
+    assert sum(line.startswith("lssar_p15") for line in lines) == 2
     assert sum("paper, A100" in line for line in lines) == 4
     # the paper has no figures of other phases, nor of T6
     models, lines = table("configs/softmax.py", "configs/t6.py", "--phases=decode", "--p=3")
-    assert lines[-1].startswith("t6 ") and "2.0 (2.00)" in lines[-1]
+    assert lines[-1].startswith("t6 ")
+    assert "2.0 (2.00)" in lines[-1]
     assert models["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
 def test_a_model_of_every_path_and_one_plain_model(table):
-    more = ("--impls=auto,unfused", "--block_size=32", "--batch_size=2", "--phases=train")
-    models, _ = table("plain", "configs/lssar_p3.py", *more)
+    models, _ = table(
+        "plain",
+        "configs/lssar_p3.py",
+        "--impls=auto,unfused",
+        "--block_size=32",
+        "--batch_size=2",
+        "--phases=train",
+    )
     assert [*models] == ["plain", "lssar_p3 auto", "lssar_p3 unfused"]
     config = models["lssar_p3 unfused"]
-    assert (config.block_size, config.batch_size, config.compile) == (32, 2, False)
+    assert config.block_size == 32
+    assert config.batch_size == 2
+    assert config.compile is False
 
 
 @pytest.mark.parametrize(
@@ -68,8 +82,11 @@ def test_a_model_of_every_path_and_one_plain_model(table):
     [
         (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
-        (["configs/softmax.py", "--dry_run"], "neither task = orbits nor --dry_run"),
+        (["configs/softmax.py", "--dry_run"], "no --dry_run"),
+        (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
+        (["plain", "--phases=eval"], "--phases eval: each must be one of train"),
+        (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
@@ -82,62 +99,91 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
     context.set_forkserver_preload(["scripts.benchmark"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     out = tmp_path / "new/b.json"
-    more = ("--rounds=3", "--block_size=16", "--phases=eval,attention", "--out", out)
-    call(benchmark, "configs/lssar_p3.py", *TINY, *more)
-    saved = read_json(out)
-    figures = saved["rows"]["lssar_p3"]
-    assert saved["settings"]["rounds"] == 3 and "blocked" in figures["attention_path"]
+    call(
+        benchmark,
+        "configs/lssar_p3.py",
+        *TINY,
+        "--rounds=3",
+        "--block_size=16",
+        "--phases=eval,attention",
+        f"--out={out}",
+    )
+    written = read_json(out)
+    assert written["settings"]["rounds"] == 3
+    figures = written["rows"]["lssar_p3"]
+    assert figures["attention_path"].startswith("blocked")
     for phase in ("eval", "attention"):
         low, high = figures[f"{phase}_ms_spread"]
-        assert 0 < low <= figures[f"{phase}_ms"] <= high and figures[f"{phase}_mb"] > 50
+        assert 0 < low <= figures[f"{phase}_ms"] <= high
+        assert figures[f"{phase}_mb"] > 50
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
 def test_unfused_holds_all_logits(monkeypatch, phase):
     """The paper's setting; otherwise the losses are computed in chunks."""
-    seen, logits = [], GPT.logits
-    monkeypatch.setattr(
-        GPT, "logits", lambda self, x: seen.append(x.shape[:-1].numel()) or logits(self, x)
-    )
+    positions = []
+    logits = GPT.logits
+
+    def counting_logits(self, x):
+        positions.append(x.shape[:-1].numel())
+        return logits(self, x)
+
+    monkeypatch.setattr(GPT, "logits", counting_logits)
     small = [*TINY, "--block_size=512", "--batch_size=2", "--total_batch_size=1024"]
-    for options, expected in ((benchmark.UNFUSED, [1024]), ([], [])):
-        step("lssar_p15", phase, *small, *options)()
-        assert seen == expected
-        seen.clear()
+    build_step("lssar_p15", phase, *small, *benchmark.UNFUSED)()
+    assert positions == [1024]
+    positions.clear()
+    build_step("lssar_p15", phase, *small)()
+    assert positions == []
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_training_step_changes_the_weights(monkeypatch, plain):
-    models, build = [], benchmark.build_optimizers
-    monkeypatch.setattr(
-        benchmark, "build_optimizers", lambda model, c: models.append(model) or build(model, c)
-    )
-    train = step("softmax", "train", *SHORT, "--positions=learned", plain=plain)
-    weight, blocks = models[0].wte.weight, models[0].blocks if plain else models[0].trunk
+    models = []
+    build_optimizers = benchmark.build_optimizers
+
+    def noting_build(model, config):
+        models.append(model)
+        return build_optimizers(model, config)
+
+    monkeypatch.setattr(benchmark, "build_optimizers", noting_build)
+    train = build_step("softmax", "train", *SHORT, "--positions=learned", plain=plain)
+    (model,) = models
+    assert model.training
+    weight = model.wte.weight
     before = weight.detach().clone()
     train()
-    assert not torch.equal(weight, before) and weight.grad is None
-    parameters = sum(p.numel() for p in blocks.parameters())
-    assert parameters == 3280 + 32 + (0 if plain else 8 * 16)  # one block, LayerNorm, positions
+    assert not torch.equal(weight, before)
+    assert weight.grad is None
+    if plain:
+        parameters = sum(p.numel() for p in model.blocks.parameters())
+        assert parameters == 3280 + 32  # one block, the last LayerNorm
+    else:
+        parameters = sum(p.numel() for p in model.trunk.parameters())
+        assert parameters == 3280 + 32 + 8 * 16  # and positions
 
 
 def test_the_plain_model_is_causal():
     model = benchmark.PlainGPT(load_config([*SHORT, "--block_size=4"]))
-    x, y = torch.arange(4)[None], torch.tensor([[5, -100, -100, -100]])
+    x = torch.arange(4)[None]
     changed = torch.tensor([[0, 7, 8, 9]])
-    torch.testing.assert_close(model(x, y), model(changed, y))
-    assert not torch.isclose(model(x, y.flip(1)), model(changed, y.flip(1)))
+    first = torch.tensor([[5, -100, -100, -100]])
+    last = first.flip(1)
+    torch.testing.assert_close(model(x, first), model(changed, first))
+    assert not torch.isclose(model(x, last), model(changed, last))
 
 
 def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
-    seen, forward = [], Trunk.forward
+    calls = []
+    forward = Trunk.forward
 
-    def noted(self, x, cache):
-        seen.append((x.shape[:2], cache.length, cache.size))
+    def noting_forward(self, x, cache):
+        calls.append((x.shape[:2], cache.length, cache.size))
+        assert not self.training
         return forward(self, x, cache)
 
-    monkeypatch.setattr(Trunk, "forward", noted)
-    decode = step("lssar_p3", "decode", *SHORT, "--projections=tpa")
+    monkeypatch.setattr(Trunk, "forward", noting_forward)
+    decode = build_step("lssar_p3", "decode", *SHORT, "--projections=tpa")
     decode()
     decode()
-    assert seen == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
+    assert calls == [((2, 1), 0, 8), ((2, 1), 7, 8), ((2, 1), 7, 8)]
