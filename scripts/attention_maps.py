@@ -79,12 +79,12 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import attention_weights, head_windows
-from runtime import checkpoint
+from scripts.common.options import option
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
-from scripts.common.runner import Results, Run, as_command, load_run, option
+from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, load_run
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, OnText, stretches, windows
+from scripts.common.validation import LengthOptions, TextOptions, stretches, windows
 
 TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
@@ -99,10 +99,10 @@ COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionMaps(AtLengths, OnText):
+class MapOptions(LengthOptions, TextOptions):
     """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
 
-    name, multiples = "attention_maps", (1, 8)
+    multiples = (1, 8)
 
     layer: int = option(-1, "0 is the first, -1 the last")
     text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
@@ -116,11 +116,6 @@ class AttentionMaps(AtLengths, OnText):
             raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
 
-    def for_runs(self, paths: Sequence[str]) -> "AttentionMaps":
-        if len({len(self.parts(checkpoint.read_config(path))) for path in paths}) > 1:
-            raise UserError("learned positions end before a default length: give --lengths")
-        return self
-
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         return super().lengths_of(*configs) if self.tokens else ()
 
@@ -128,40 +123,51 @@ class AttentionMaps(AtLengths, OnText):
         lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
         return stretches(lengths, self.tokens, config)
 
-    def facts(self, config: Config) -> dict:
-        last = config.n_layer - 1
-        if not -config.n_layer <= self.layer <= last:
-            raise UserError(f"--layer {self.layer}: this model has layers 0 to {last}")
-        self.ids(config)
-        facts = {"layer": self.layer % config.n_layer, "head_windows": head_windows(config)}
-        if not (self.tokens or self.distances):
-            return facts | {"data_dir": None, "val_sha256": None, "tokens": 0}
-        if min(self.lengths_of(config), default=2) < 2:
-            raise UserError("--lengths must be at least 2: a single key leaves no choice")
-        return facts | super().facts(config) | {"tokens": self.validation(config)[:, 1:].size}
 
-    def parts(self, config: Config) -> list[str]:
-        names = [f"text: {self.text}"] if self.text else []
-        names += [f"{length} tokens" for length in self.lengths_of(config)]
-        return names + ([BY_DISTANCE] if self.distances else [])
+@dataclass(frozen=True)
+class Chunk:
+    """What is measured at once: the text, or the windows of a length by keys or by distance."""
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        layer = self.layer % run.config.n_layer
-        if name.startswith("text: "):
-            return row_statistics(run, layer, [torch.tensor([self.ids(run.config)])])
-        length = run.config.block_size if name == BY_DISTANCE else int(name.split()[0])
-        validation = windows(self.validation(run.config), length, run.device)
-        one_by_one = (idx for x, _ in validation for idx in x.split(1))
-        if name == BY_DISTANCE:
-            return distance_statistics(run, length, one_by_one)
-        return row_statistics(run, layer, one_by_one)
+    length: int | None  # of a window; None: the text
+    by_distance: bool = False
 
-    def picture(self, path: str | Path, measurement: dict) -> Figure | None:
-        if not self.text:
-            return None
-        run, layer = load_run(path, self), measurement["layer"]
-        ids = self.ids(run.config)
-        return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
+
+def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
+    if len({len(chunks(options, config)) for config in configs}) > 1:
+        raise UserError("learned positions end before a default length: give --lengths")
+    return options
+
+
+def identify(options: MapOptions, config: Config) -> dict:
+    last = config.n_layer - 1
+    if not -config.n_layer <= options.layer <= last:
+        raise UserError(f"--layer {options.layer}: this model has layers 0 to {last}")
+    options.ids(config)
+    facts = {"layer": options.layer % config.n_layer, "head_windows": head_windows(config)}
+    if not (options.tokens or options.distances):
+        return facts | NO_TEXT | {"tokens": 0}
+    if min(options.lengths_of(config), default=2) < 2:
+        raise UserError("--lengths must be at least 2: a single key leaves no choice")
+    return facts | {"tokens": options.validation(config)[:, 1:].size}
+
+
+def chunks(options: MapOptions, config: Config) -> dict[str, Chunk]:
+    found = {f"text: {options.text}": Chunk(None)} if options.text else {}
+    found |= {f"{length} tokens": Chunk(length) for length in options.lengths_of(config)}
+    if options.distances:
+        found[BY_DISTANCE] = Chunk(config.block_size, by_distance=True)
+    return found
+
+
+def measure(options: MapOptions, run: Run, chunk: Chunk) -> dict:
+    layer = options.layer % run.config.n_layer
+    if chunk.length is None:
+        return row_statistics(run, layer, [torch.tensor([options.ids(run.config)])])
+    validation = windows(options.validation(run.config), chunk.length, run.device)
+    one_by_one = (idx for x, _ in validation for idx in x.split(1))
+    if chunk.by_distance:
+        return distance_statistics(run, chunk.length, one_by_one)
+    return row_statistics(run, layer, one_by_one)
 
 
 # ---- groups of positions or distances ----
@@ -325,13 +331,13 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
 # ---- the tables and the pictures ----
 
 
-def show(evaluation: AttentionMaps, results: Results) -> dict[str, Figure]:
+def show(options: MapOptions, results: Results) -> dict[str, Figure]:
     """Print a table of every part, with a line for every run; draw the distances."""
     # the lengths of runs with other training lengths differ
     for names in zip(*(result["parts"] for result in results.values()), strict=True):
         if names[0] == BY_DISTANCE:
             return {"weights_by_distance": show_distances(results)}
-        print(f"\nlayer {evaluation.layer}, {ascii(names[0][:46])}; means over heads and rows")
+        print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
         for (run, result), name in zip(results.items(), names, strict=True):
             part = result["parts"][name]
@@ -352,6 +358,14 @@ def show_distances(results: Results) -> Figure:
     curves = [Curve(name, *positive_curve(result)) for name, result in results.items()]
     x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
     return draw_curves({"": curves}, x, y, "x")
+
+
+def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure | None:
+    if not options.text:
+        return None
+    run, layer = load_run(path, options), measurement["layer"]
+    ids = options.ids(run.config)
+    return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
 
 
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
@@ -375,7 +389,17 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     return figure
 
 
-main = as_command(AttentionMaps, show)
+ATTENTION_MAPS = Evaluation(
+    name="attention_maps",
+    options=MapOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    align=align,
+    draw_run=draw_run,
+)
+main = as_command(ATTENTION_MAPS)
 
 if __name__ == "__main__":
     main()

@@ -50,8 +50,8 @@ from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
+from scripts.common.options import Parser
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Parser
 from scripts.common.tables import print_table
 
 PAPER = LSSAR["table_a7"]

@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
 from layers.heads import check_attention
-from scripts.common.runner import lengths_of, shortened, shown
+from scripts.common.labels import shortened, shown
+from scripts.common.options import lengths_of
 from scripts.reproduce import metrics, pictures, tables
 from scripts.reproduce.entries import FILES, FREE, VIEWS, Entry, Scale, find_entry, open_scale
 from scripts.reproduce.measure import Experiment
@@ -125,7 +126,9 @@ def compared(
             instead = f"not the scale's {wanted!r}: set it in --scale FILE.py"
             raise UserError(f"{name} cannot be compared: it has {key} = {value!r}, {instead}")
     title, trained = f"Compared with {entries[0]}", configs[entries[0]].block_size
-    multiples: tuple[float, ...] = tables.LENGTHS if task == "language" else tables.Recall.multiples
+    multiples: tuple[float, ...] = tables.LENGTHS
+    if task != "language":
+        multiples = tables.RecallOptions.multiples
     if lengths:
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
     elif any(config.positions == "learned" for config in configs.values()):

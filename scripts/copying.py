@@ -48,10 +48,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
+from scripts.common.labels import title_of
+from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Results, Run, as_command, batches, option, title_of, with_controls
+from scripts.common.runner import Evaluation, Results, Run, as_command, batches, with_controls
 from scripts.common.tables import print_table
-from scripts.common.validation import Controlled, check_lengths, checked_tokens, default_lengths
+from scripts.common.validation import (
+    ControlOptions,
+    check_lengths,
+    checked_tokens,
+    default_lengths,
+    sliding_window,
+)
 
 PASSAGE = 1 / 4  # of the training length
 WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
@@ -59,10 +67,8 @@ UNIT = "worth of the first copy (nats per token)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copying(Controlled):
+class CopyingOptions(ControlOptions):
     """What a passage is worth to a model that meets it again, by the distance in tokens."""
-
-    name = "copying"
 
     lags: tuple[int, ...] | None = option(
         None, "in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
@@ -73,29 +79,38 @@ class Copying(Controlled):
         beyond = default_lengths([config], BEYOND) if self.lags is None else self.lags
         return tuple(sorted({*default_lengths([config], WITHIN), *beyond}))
 
-    def longest(self, config: Config) -> int:
-        return self.lags_of(config)[-1] + passage_of(config)
 
-    def facts(self, config: Config) -> dict:
-        size, (shortest, *_, longest) = passage_of(config), self.lags_of(config)
-        check_lengths(config, [self.longest(config)])
-        if shortest < size:
-            raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
-        available, needed = len(checked_tokens(config)), max(longest, self.passages * size)
-        if available < needed:
-            asked = f"{self.passages} passages of {size} tokens and a lag of {longest}"
-            found = f"{config.data_dir}: {available} validation tokens"
-            raise UserError(f"{found}, but {asked} take {needed}")
-        return super().facts(config) | {"passages": self.passages, "passage_tokens": size}
+def longest_window(options: CopyingOptions, config: Config) -> int:
+    return options.lags_of(config)[-1] + passage_of(config)
 
-    def parts(self, config: Config) -> list[str]:
-        return [str(lag) for lag in self.lags_of(config)]
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        lag, tokens = int(name), checked_tokens(run.config)
-        pair = copies(tokens, self.passages, lag, passage_of(run.config))
-        copied, other = (copy_losses(run, windows, lag) for windows in pair)
-        return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
+def identify(options: CopyingOptions, config: Config) -> dict:
+    size, (shortest, *_, longest) = passage_of(config), options.lags_of(config)
+    check_lengths(config, [longest_window(options, config)])
+    if shortest < size:
+        raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
+    available, needed = len(checked_tokens(config)), max(longest, options.passages * size)
+    if available < needed:
+        asked = f"{options.passages} passages of {size} tokens and a lag of {longest}"
+        found = f"{config.data_dir}: {available} validation tokens"
+        raise UserError(f"{found}, but {asked} take {needed}")
+    return {"passages": options.passages, "passage_tokens": size}
+
+
+def chunks(options: CopyingOptions, config: Config) -> dict[str, int]:
+    """The lags."""
+    return {str(lag): lag for lag in options.lags_of(config)}
+
+
+def measure(options: CopyingOptions, run: Run, lag: int) -> dict:
+    tokens = checked_tokens(run.config)
+    pair = copies(tokens, options.passages, lag, passage_of(run.config))
+    copied, other = (copy_losses(run, windows, lag) for windows in pair)
+    return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
+
+
+def control(options: CopyingOptions, config: Config) -> CopyingOptions | None:
+    return sliding_window(options, config, longest_window(options, config))
 
 
 def passage_of(config: Config) -> int:
@@ -155,7 +170,7 @@ def shares_kept(result: dict) -> dict[int, float | str]:
     return {lag: share(lag) for lag in lags if lag >= trained}
 
 
-def show(evaluation: Copying, results: Results) -> dict[str, Figure]:
+def show(options: CopyingOptions, results: Results) -> dict[str, Figure]:
     """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
     title, curves = title_of(results.values()), []
     print("\n" + ", ".join(filter(None, (UNIT, title))))
@@ -177,7 +192,16 @@ def show(evaluation: Copying, results: Results) -> dict[str, Figure]:
     return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
 
 
-main = as_command(Copying, show)
+COPYING = Evaluation(
+    name="copying",
+    options=CopyingOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    control=control,
+)
+main = as_command(COPYING)
 
 if __name__ == "__main__":
     main()

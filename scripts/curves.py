@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 from errors import UserError, command
 from runtime import checkpoint
 from runtime.log import read_metrics
+from scripts.common.labels import picture_path, run_names
+from scripts.common.options import option, parse
 from scripts.common.plots import Curve, draw_curves, save_picture
-from scripts.common.runner import option, parse, picture_path, run_names
 
 PANELS = {
     "loss": "training loss (nats per token)",

@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError, first_line
+from scripts.common.options import EvaluationOptions, option
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
+from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
@@ -47,10 +48,8 @@ BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Downstream(Evaluation):
+class DownstreamOptions(EvaluationOptions):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
-
-    name = "downstream"
 
     tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
     max_length: int | None = option(None, "most tokens at once (default: 2x training)", at_least=1)
@@ -60,37 +59,42 @@ class Downstream(Evaluation):
     def names(self) -> tuple[str, ...]:
         return PAPER_TASKS if self.tasks == "paper" else tuple(self.tasks.split(","))
 
-    def facts(self, config: Config) -> dict:
-        length = self.max_length or max(default_lengths([config], (1, 2)))
-        check_lengths(config, [length])
-        return {"max_length": length, "limit": self.limit}
 
-    def check(self, config: Config) -> None:
-        """Raise UserError, before a run is trained, for tasks that could not be measured."""
-        super().check(config)
-        load_tasks(self.names)
+def longest(options: DownstreamOptions, config: Config) -> int:
+    """The most tokens at once."""
+    return options.max_length or max(default_lengths([config], (1, 2)))
 
-    def parts(self, config: Config) -> list[str]:
-        return list(self.names)
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        manager, tasks = load_tasks(self.names)
-        import lm_eval
+def identify(options: DownstreamOptions, config: Config) -> dict:
+    length = longest(options, config)
+    check_lengths(config, [length])
+    load_tasks(options.names)  # before a run is trained, for tasks that cannot be measured
+    return NO_TEXT | {"max_length": length, "limit": options.limit}
 
-        model = harness_model(run, self.facts(run.config)["max_length"])
-        try:
-            results = lm_eval.simple_evaluate(
-                model, tasks=tasks[name], task_manager=manager, limit=self.limit, **HARNESS
-            )
-        except (AssertionError, ValueError) as error:  # the harness's own checks
-            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
-            raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-        return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        found = super().select(measurement, config)
-        versions = {part["lm_eval"] for part in found["parts"].values()} if found else ()
-        return found and found | {"lm_eval": ", ".join(sorted(versions))}
+def chunks(options: DownstreamOptions, config: Config) -> dict[str, str]:
+    """The tasks."""
+    return {name: name for name in options.names}
+
+
+def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
+    manager, tasks = load_tasks(options.names)
+    import lm_eval
+
+    model = harness_model(run, longest(options, run.config))
+    try:
+        results = lm_eval.simple_evaluate(
+            model, tasks=tasks[name], task_manager=manager, limit=options.limit, **HARNESS
+        )
+    except (AssertionError, ValueError) as error:  # the harness's own checks
+        reason = str(error) or f"an answer has no or over {model.max_length} tokens"
+        raise UserError(f"task {name} cannot be evaluated: {reason}") from error
+    return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
+
+
+def summarise(chunks: dict[str, dict]) -> dict:
+    """The versions of the harness."""
+    return {"lm_eval": ", ".join(sorted({chunk["lm_eval"] for chunk in chunks.values()}))}
 
 
 # ---- the harness ----
@@ -176,7 +180,7 @@ def readable(results: dict) -> dict:
     return tables
 
 
-def show(evaluation: Downstream, results: Results) -> dict[str, Figure]:
+def show(options: DownstreamOptions, results: Results) -> dict[str, Figure]:
     """Print all scores; there is no picture."""
     for name, result in results.items():
         how = (f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval"))
@@ -196,7 +200,16 @@ def show(evaluation: Downstream, results: Results) -> dict[str, Figure]:
     return {}
 
 
-main = as_command(Downstream, show)
+DOWNSTREAM = Evaluation(
+    name="downstream",
+    options=DownstreamOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    summarise=summarise,
+)
+main = as_command(DOWNSTREAM)
 
 if __name__ == "__main__":
     main()

@@ -43,6 +43,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -54,11 +55,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint
+from scripts.common.labels import title_of
+from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Results, Run, as_command, option, title_of, with_controls
+from scripts.common.runner import Evaluation, Results, Run, as_command, with_controls
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, Controlled, stretches, windows
+from scripts.common.validation import (
+    ControlOptions,
+    LengthOptions,
+    sliding_window,
+    stretches,
+    windows,
+)
 
 # The smoothed loss at position i is the mean over positions i (1 - 1/16) to i (1 + 1/16).
 SMOOTHING = 16
@@ -69,61 +77,81 @@ MEANING = "gain: of context beyond the training length, at the longest length; b
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossByLength(AtLengths, Controlled):
+class LossOptions(LengthOptions, ControlOptions):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
-
-    name = "eval_length"
 
     tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
     per_position: bool = option(False, "also the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
 
-    def longest(self, config: Config) -> int:
-        return max(self.lengths_of(config))
 
-    def text(self, config: Config) -> NDArray:
-        lengths = self.lengths_of(config)
-        wanted = self.tokens or default_tokens(config, lengths)
-        return stretches(lengths, wanted, config, self.whole_documents)
+@dataclass(frozen=True)
+class Chunk:
+    """The windows of one length."""
 
-    def facts(self, config: Config) -> dict:
-        return super().facts(config) | {"tokens": self.text(config)[:, 1:].size}
+    length: int
+    by_position: bool = False  # also the loss at each position
 
-    def parts(self, config: Config) -> list[str]:
-        lengths = self.lengths_of(config)
-        # stretches of other lengths are in other documents
-        of = f" in {math.lcm(*lengths)} of whole documents" if self.whole_documents else ""
-        names = [f"{length} tokens{of}" for length in lengths]
-        names[-1] += " by position" if self.per_position else ""
-        return names
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        length = int(name.split()[0])
-        means = position_losses(run, windows(self.text(run.config), length, run.device))
-        loss = {"length": length, "loss": means.mean().item()}
-        return loss | ({"loss_by_position": means.tolist()} if "position" in name else {})
+def text_of(options: LossOptions, config: Config) -> NDArray:
+    lengths = options.lengths_of(config)
+    tokens = options.tokens or default_tokens(config, lengths)
+    return stretches(lengths, tokens, config, options.whole_documents)
 
-    def select(self, measurement: dict, config: Config) -> dict | None:
-        """The measurement with two lists more, its lengths and the losses there."""
-        if found := super().select(measurement, config):
-            parts = found["parts"].values()
-            found["lengths"] = [part["length"] for part in parts]
-            found["loss"] = [part["loss"] for part in parts]
-        return found
 
-    def for_runs(self, paths: Sequence[str]) -> "LossByLength":
-        """The evaluation of all runs at the same lengths, on the same tokens.
+def identify(options: LossOptions, config: Config) -> dict:
+    return {"tokens": text_of(options, config)[:, 1:].size}
 
-        Raises UserError where the runs would be measured on different text.
-        """
-        configs = [checkpoint.read_config(path) for path in paths]
-        texts = {str(Path(self.data_dir or config.data_dir).resolve()) for config in configs}
-        if len(texts) > 1:
-            where = f"the runs were trained on {' and '.join(sorted(texts))}"
-            raise UserError(f"{where}: --data_dir DIR measures all of them on one text")
-        lengths = self.lengths_of(*configs)
-        tokens = self.tokens or min(default_tokens(config, lengths) for config in configs)
-        return replace(self, lengths=lengths, tokens=tokens)
+
+def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
+    lengths = options.lengths_of(config)
+    found = {}
+    for length in lengths:
+        name = f"{length} tokens"
+        if options.whole_documents:  # stretches of other lengths are in other documents
+            name += f" in {math.lcm(*lengths)} of whole documents"
+        by_position = options.per_position and length == lengths[-1]
+        if by_position:
+            name += " by position"
+        found[name] = Chunk(length, by_position)
+    return found
+
+
+def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
+    text = text_of(options, run.config)
+    means = position_losses(run, windows(text, chunk.length, run.device))
+    values: dict[str, Any] = {"length": chunk.length, "loss": means.mean().item()}
+    if chunk.by_position:
+        values["loss_by_position"] = means.tolist()
+    return values
+
+
+def control(options: LossOptions, config: Config) -> LossOptions | None:
+    return sliding_window(options, config, max(options.lengths_of(config)))
+
+
+def summarise(chunks: dict[str, dict]) -> dict:
+    """The lengths, and the losses there."""
+    return {
+        "lengths": [chunk["length"] for chunk in chunks.values()],
+        "loss": [chunk["loss"] for chunk in chunks.values()],
+    }
+
+
+def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
+    """All runs at the same lengths, on the same tokens.
+
+    Raises UserError where the runs would be measured on different text.
+    """
+    texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
+    if len(texts) > 1:
+        raise UserError(
+            f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures all "
+            "of them on one text"
+        )
+    lengths = options.lengths_of(*configs)
+    tokens = options.tokens or min(default_tokens(config, lengths) for config in configs)
+    return replace(options, lengths=lengths, tokens=tokens)
 
 
 def default_tokens(config: Config, lengths: Sequence[int]) -> int:
@@ -164,7 +192,7 @@ def gain(result: dict) -> float | None:
 # ---- the table and the pictures ----
 
 
-def show(evaluation: LossByLength, results: Results) -> dict[str, Figure]:
+def show(options: LossOptions, results: Results) -> dict[str, Figure]:
     """Print the losses, the controls and the gains, and draw them."""
     first, *_ = results.values()
     table = [["tokens", *map(str, first["lengths"]), "gain"]]
@@ -174,12 +202,12 @@ def show(evaluation: LossByLength, results: Results) -> dict[str, Figure]:
         losses = [f"{loss:.4f}" for loss in result["loss"]]
         table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
     title, count = title_of(results.values()), first["tokens"] // math.lcm(*first["lengths"])
-    inside = f"{count} stretches of whole documents" if evaluation.whole_documents else ""
+    inside = f"{count} stretches of whole documents" if options.whole_documents else ""
     print("\n" + ", ".join(filter(None, (UNIT, title, inside))))
     print_table(table, width=9)
     if any(line[-1] for line in table[1:]):
         print(MEANING)
-    by_position = evaluation.per_position
+    by_position = options.per_position
     picture = "loss_by_position" if by_position else "loss_by_length"
     return {picture: plot(results, title, by_position)}
 
@@ -208,7 +236,18 @@ def smoothed(losses: list[float]) -> list[float]:
     return curve
 
 
-main = as_command(LossByLength, show)
+EVAL_LENGTH = Evaluation(
+    name="eval_length",
+    options=LossOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    align=align,
+    control=control,
+    summarise=summarise,
+)
+main = as_command(EVAL_LENGTH)
 
 if __name__ == "__main__":
     main()

@@ -30,7 +30,8 @@ from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, copy_tokenize
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
-from scripts.common.runner import RUN, Options, Run, load_run, option, parse, require
+from scripts.common.options import RUN, Options, option, parse
+from scripts.common.runner import Run, load_run, require
 
 # Where transformers finds its classes in the exported folder.
 CODE = "hf_modeling.SharpAttention"
@@ -49,7 +50,7 @@ class Export(Options):
 @command
 def main() -> None:
     new = {"metavar": "DIR", "type": Path, "help": "new folder to write"}
-    options, arguments = parse(Export, others={"run": RUN, "dir": new})
+    options, arguments = parse(Export, arguments={"run": RUN, "dir": new})
     folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")

@@ -52,8 +52,8 @@ from runtime.device import open_device, pick_dtype, usage
 from runtime.distributed import EXIT_STOPPED, stop_signals
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
+from scripts.common.options import RUN, Options, option, parse
 from scripts.common.retrieval import ASK
-from scripts.common.runner import RUN, Options, option, parse
 from train import Batch, is_finite_step, stop_diverged, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
@@ -92,7 +92,7 @@ class FineTuning:
 
 @command
 def main() -> None:
-    options, arguments = parse(FineTuning, others={"run": RUN})
+    options, arguments = parse(FineTuning, arguments={"run": RUN})
     out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
         checkpoint.resumes(out, options.resume)

@@ -41,10 +41,21 @@ from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import attention_weights
+from scripts.common.labels import title_of
+from scripts.common.options import option
 from scripts.common.plots import Curve, draw_curves, heat_map
-from scripts.common.retrieval import ANSWER_TOKENS, ASK, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Results, Run, as_command, option, title_of
-from scripts.common.validation import OnText, accuracies, checked_tokens
+from scripts.common.retrieval import (
+    ANSWER_TOKENS,
+    ASK,
+    RetrievalOptions,
+    Trial,
+    answered,
+    check_prompts,
+    first_number,
+    print_accuracies,
+)
+from scripts.common.runner import Evaluation, Results, Run, as_command
+from scripts.common.validation import TextOptions, accuracies, checked_tokens
 
 CITIES = (
     "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
@@ -55,7 +66,7 @@ CITIES = (
     "Osaka", "Oslo", "Paris", "Prague", "Rome", "San Francisco", "Santiago", "Seoul", "Singapore",
     "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw",
 )  # fmt: skip
-NEEDLE = "\nThe special magic {city} number is:"  # and the scored span: " 8106422."
+STATEMENT = "\nThe special magic {city} number is:"  # and the scored span: " 8106422."
 QUESTION = "What is the special magic {city} number?"
 # A length that fits any needle, its question and the answer, at a token a character: 136 of them.
 SHORTEST = 160
@@ -82,7 +93,7 @@ class Haystack:
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
         asked = ASK.format(question=QUESTION.format(city=city))
-        texts = (NEEDLE.format(city=city), f" {number}.", "\n", asked)
+        texts = (STATEMENT.format(city=city), f" {number}.", "\n", asked)
         needle, span, end, question = map(self.tokenizer.encode, texts)
         bare, eot = 1 + sum(map(len, (needle, span, end, question))), self.tokenizer.eot
         room = length - bare - ANSWER_TOKENS
@@ -105,57 +116,57 @@ class Haystack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needles(Retrieval, OnText):
+class NeedleOptions(RetrievalOptions, TextOptions):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
-
-    name, what = "needle", "needles"
 
     samples: int = option(1000, "per length and depth", at_least=1)
     score_length: int = option(8000, "length for the needle scores", at_least=1)
     score_trials: int = option(100, "needles to score", at_least=1)
 
-    def haystack(self, config: Config) -> Haystack:
-        return Haystack(checked_tokens(config), get_tokenizer(config.tokenizer))
-
     @property
     def scores(self) -> str:
-        """The name of the part with the needle scores."""
+        """The name of the chunk with the needle scores."""
         return f"scores of {self.score_trials} needles in {self.score_length} tokens"
 
-    def facts(self, config: Config) -> dict:
-        lengths = (*self.lengths_of(config), self.score_length)
-        self.check_lengths(config, lengths, SHORTEST)
-        available, longest = len(checked_tokens(config)), max(lengths)
-        if longest > available:
-            found = f"{config.data_dir}: {available} validation tokens"
-            raise UserError(f"{found}, but a haystack of {longest}")
-        return super().facts(config) | {"samples": self.samples, "sample_seed": self.seed}
 
-    def parts(self, config: Config) -> list[str]:
-        return [*super().parts(config), self.scores]
+def haystack_of(config: Config) -> Haystack:
+    return Haystack(checked_tokens(config), get_tokenizer(config.tokenizer))
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        haystack = self.haystack(run.config)
-        if name == self.scores:
-            return score(run, self, haystack)
-        length, shares = int(name), []
-        for depth in DEPTHS:
-            rng = random.Random(f"needle {self.seed} {length} {depth}")
-            needles = haystack.draws(self.samples, rng, length, depth)
-            answers = answered(run, needles, length, never=haystack.tokenizer.eot)
-            grades = [grade(needle, text) for needle, text in answers]
-            shares.append({name: grades.count(name) / len(grades) for name in GRADES})
-        by_depth = [share["correct"] for share in shares]
-        accuracy = {"accuracy": statistics.mean(by_depth), "accuracy_by_depth": by_depth}
-        return accuracy | {"grades_by_depth": shares}
 
-    def picture(self, path: str | Path, measurement: dict) -> Figure:
-        """Fig. 6: the share of needles found at each length and depth."""
-        lengths, parts = list(accuracies(measurement)), measurement["parts"]
-        by_depth = zip(*(parts[str(n)]["accuracy_by_depth"] for n in lengths), strict=True)
-        shares = dict(zip(map("{:.0%}".format, DEPTHS), by_depth, strict=True))
-        title = f"{measurement['variant']}, {title_of([measurement])}"
-        return heat_map(title, shares, [f"{n:,}" for n in lengths], "needles found (%)")
+def identify(options: NeedleOptions, config: Config) -> dict:
+    lengths = (*options.lengths_of(config), options.score_length)
+    check_prompts(config, lengths, SHORTEST)
+    available, longest = len(checked_tokens(config)), max(lengths)
+    if longest > available:
+        raise UserError(
+            f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
+        )
+    return {"samples": options.samples, "sample_seed": options.seed}
+
+
+def chunks(options: NeedleOptions, config: Config) -> dict[str, int | None]:
+    """The lengths; the chunk with the needle scores has None instead."""
+    lengths: dict[str, int | None] = {str(n): n for n in options.lengths_of(config)}
+    return lengths | {options.scores: None}
+
+
+def measure(options: NeedleOptions, run: Run, length: int | None) -> dict:
+    haystack = haystack_of(run.config)
+    if length is None:
+        return score(run, options, haystack)
+    shares = []
+    for depth in DEPTHS:
+        rng = random.Random(f"needle {options.seed} {length} {depth}")
+        needles = haystack.draws(options.samples, rng, length, depth)
+        answers = answered(run, needles, length, never=haystack.tokenizer.eot)
+        grades = [grade(needle, text) for needle, text in answers]
+        shares.append({name: grades.count(name) / len(grades) for name in GRADES})
+    by_depth = [share["correct"] for share in shares]
+    return {
+        "accuracy": statistics.mean(by_depth),
+        "accuracy_by_depth": by_depth,
+        "grades_by_depth": shares,
+    }
 
 
 def grade(needle: Needle, text: str) -> str:
@@ -177,12 +188,12 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
-def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
+def score(run: Run, options: NeedleOptions, haystack: Haystack) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
-    length, eot = evaluation.score_length, haystack.tokenizer.eot
-    rng = random.Random(f"needle scores {evaluation.seed} {length}")
+    length, eot = options.score_length, haystack.tokenizer.eot
+    rng = random.Random(f"needle scores {options.seed} {length}")
     fixed = haystack.hide(*FIXED, length, rng.random())
-    needles = chain([fixed], haystack.draws(evaluation.score_trials, rng, length))
+    needles = chain([fixed], haystack.draws(options.score_trials, rng, length))
     (first, scores), *others = (
         ({"city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
           "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
@@ -195,12 +206,21 @@ def score(run: Run, evaluation: Needles, haystack: Haystack) -> dict:
     return {"length": length, "one needle": first | {"heads": best}, "trials": trials}
 
 
-def show(evaluation: Needles, results: Results) -> dict[str, Figure]:
+def draw_run(options: NeedleOptions, path: str | Path, measurement: dict) -> Figure:
+    """Fig. 6: the share of needles found at each length and depth."""
+    lengths, chunks = list(accuracies(measurement)), measurement["parts"]
+    by_depth = zip(*(chunks[str(n)]["accuracy_by_depth"] for n in lengths), strict=True)
+    shares = dict(zip(map("{:.0%}".format, DEPTHS), by_depth, strict=True))
+    title = f"{measurement['variant']}, {title_of([measurement])}"
+    return heat_map(title, shares, [f"{n:,}" for n in lengths], "needles found (%)")
+
+
+def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; draw Figs. 7 and 8."""
     heads, tops = [], []
     for name, result in results.items():
-        evaluation.print_found(result)
-        scores = result["parts"][evaluation.scores]
+        print_accuracies(result, "needles")
+        scores = result["parts"][options.scores]
         best = [head["score"] for head in scores["one needle"]["heads"]]
         label = f"{name}, {scores['one needle']['grade']}"
         heads.append(Curve(label, range(1, len(best) + 1), best))
@@ -208,15 +228,24 @@ def show(evaluation: Needles, results: Results) -> dict[str, Figure]:
         for kind in GRADES:
             points = [(i, t["top_score"]) for i, t in enumerate(trials, 1) if t["grade"] == kind]
             tops += [Curve(f"{name}, {kind}", *zip(*points, strict=True))] if points else []
-    one = f"one needle, {FIXED[2]:.0%} deep in {evaluation.score_length:,} tokens"
-    many = f"needles at random depths of {evaluation.score_length:,} tokens"
+    one = f"one needle, {FIXED[2]:.0%} deep in {options.score_length:,} tokens"
+    many = f"needles at random depths of {options.score_length:,} tokens"
     return {
         "needle_heads": draw_curves({one: heads}, "attention head, by score", "needle score"),
         "needle_scores": draw_curves({many: tops}, "trial, by top score", "top needle score"),
     }
 
 
-main = as_command(Needles, show)
+NEEDLE = Evaluation(
+    name="needle",
+    options=NeedleOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    draw_run=draw_run,
+)
+main = as_command(NEEDLE)
 
 if __name__ == "__main__":
     main()

@@ -27,9 +27,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
+from scripts.common.labels import title_of
+from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.retrieval import ANSWER_TOKENS, Retrieval, Trial, answered, first_number
-from scripts.common.runner import Results, Run, as_command, option, title_of
+from scripts.common.retrieval import (
+    ANSWER_TOKENS,
+    RetrievalOptions,
+    Trial,
+    answered,
+    check_prompts,
+    first_number,
+    print_accuracies,
+)
+from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command
 from scripts.common.validation import accuracies
 
 TASK = (
@@ -43,22 +53,29 @@ LARGEST_KEY = 50000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passkeys(Retrieval):
+class PasskeyOptions(RetrievalOptions):
     """Passkey retrieval: a number stated once in a long, dull text and asked for at its end."""
 
-    name, what, multiples = "passkey", "passkeys", (1, 1.5, 2, 4, 8)
+    multiples = (1, 1.5, 2, 4, 8)
 
     trials: int = option(100, "per length", at_least=1)
 
-    def facts(self, config: Config) -> dict:
-        shortest_prompt = shortest(get_tokenizer(config.tokenizer))
-        self.check_lengths(config, self.lengths_of(config), shortest_prompt)
-        return {"trials": self.trials, "trial_seed": self.seed}
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        tokenizer = get_tokenizer(run.config.tokenizer)
-        trials = make_trials(tokenizer, int(name), self.trials, self.seed)
-        return judge(list(answered(run, trials, int(name))))
+def identify(options: PasskeyOptions, config: Config) -> dict:
+    shortest_prompt = shortest(get_tokenizer(config.tokenizer))
+    check_prompts(config, options.lengths_of(config), shortest_prompt)
+    return NO_TEXT | {"trials": options.trials, "trial_seed": options.seed}
+
+
+def chunks(options: PasskeyOptions, config: Config) -> dict[str, int]:
+    """The lengths."""
+    return {str(length): length for length in options.lengths_of(config)}
+
+
+def measure(options: PasskeyOptions, run: Run, length: int) -> dict:
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    trials = make_trials(tokenizer, length, options.trials, options.seed)
+    return judge(list(answered(run, trials, length)))
 
 
 @functools.cache
@@ -98,18 +115,27 @@ def judge(answers: list[tuple[Trial, str]]) -> dict:
     return {"accuracy": sum(correct) / len(correct), "trials": trials}
 
 
-def show(evaluation: Passkeys, results: Results) -> dict[str, Figure]:
+def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
-    curves, measurements = [], results.values()
+    curves = []
     for name, result in results.items():
-        evaluation.print_found(result)
-        found = accuracies(result)
-        curves.append(Curve(name, list(found), list(found.values())))
-    title, y = title_of(measurements), "passkeys found (%)"
-    return {"passkey": draw_by_length(measurements, title, curves, "length", y)}
+        print_accuracies(result, "passkeys")
+        shares = accuracies(result)
+        curves.append(Curve(name, list(shares), list(shares.values())))
+    measurements = results.values()
+    title = title_of(measurements)
+    return {"passkey": draw_by_length(measurements, title, curves, "length", "passkeys found (%)")}
 
 
-main = as_command(Passkeys, show)
+PASSKEY = Evaluation(
+    name="passkey",
+    options=PasskeyOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+)
+main = as_command(PASSKEY)
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ the labels. An interrupted fine-tuning begins anew.
 import copy
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +45,9 @@ from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simul
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
+from scripts.common.options import EvaluationOptions, option
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Results, Run, as_command, option, require
+from scripts.common.runner import Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table
 from train import Batch, is_finite_step, train_step
 
@@ -69,25 +70,24 @@ OFFSET = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Physics(Evaluation):
+class PhysicsOptions(EvaluationOptions):
     """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
 
-    name, task = "physics", "orbits"
+    task = "orbits"
 
     steps: int = option(10_000, "of each fine-tuning", at_least=1)
     batch: int = option(64, "sequences of a step", at_least=1)
     pairs: int = option(10_000, "two-body systems; one of ten is judged", at_least=10)
     oracle: bool = option(False, "the nearest labels, not the model")
 
-    def facts(self, config: Config) -> dict:
-        require("physics", "sklearn", "pyoperon")
-        return {name: getattr(self, name) for name in ("steps", "batch", "pairs", "oracle")}
 
-    def parts(self, config: Config) -> list[str]:
-        return list(PROBES)
+def identify(options: PhysicsOptions, config: Config) -> dict:
+    require("physics", "sklearn", "pyoperon")
+    return {name: getattr(options, name) for name in ("steps", "batch", "pairs", "oracle")}
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        return PROBES[name](run, self)
+
+def measure(options: PhysicsOptions, run: Run, probe: Callable[..., dict]) -> dict:
+    return probe(run, options)
 
 
 # ---- the labels ----
@@ -169,7 +169,7 @@ def magnitude_task(config: Config, pairs: int) -> Task:
 # ---- the probes ----
 
 
-def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
+def predict(run: Run, physics: PhysicsOptions, probe: str, task: Task) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
     if not physics.oracle:
         return finetune(run, physics, probe, task) * task.scale
@@ -181,7 +181,7 @@ def predict(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     return predicted.reshape(task.forces.shape) * task.scale
 
 
-def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
+def finetune(run: Run, physics: PhysicsOptions, probe: str, task: Task) -> Floats:
     """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
 
     Raises RuntimeError where the loss or the gradient norm is not finite.
@@ -221,7 +221,7 @@ def finetune(run: Run, physics: Physics, probe: str, task: Task) -> Floats:
     return torch.cat(predicted).double().numpy()
 
 
-def probe_vectors(run: Run, physics: Physics) -> dict:
+def probe_vectors(run: Run, physics: PhysicsOptions) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task = vector_task(run.config)
     predicted = predict(run, physics, "vectors", task)
@@ -244,7 +244,7 @@ def probe_vectors(run: Run, physics: Physics) -> dict:
     return means | {"planets": planets}
 
 
-def probe_magnitudes(run: Run, physics: Physics) -> dict:
+def probe_magnitudes(run: Run, physics: PhysicsOptions) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from scipy.stats import spearmanr
     from sklearn.neighbors import NearestNeighbors
@@ -356,7 +356,7 @@ PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
 # ---- the numbers and the picture ----
 
 
-def show(physics: Physics, results: Results) -> dict[str, Figure]:
+def show(physics: PhysicsOptions, results: Results) -> dict[str, Figure]:
     """Print the numbers of every run, and draw the forces of all."""
     columns = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
     table = [["", *(column.replace("_", " ") for column in columns), *VARIABLES]]
@@ -395,7 +395,15 @@ def plot_forces(results: Results) -> Figure:
     return figure
 
 
-main = as_command(Physics, show)
+PHYSICS = Evaluation(
+    name="physics",
+    options=PhysicsOptions,
+    identify=identify,
+    chunks=lambda options, config: PROBES,
+    measure=measure,
+    show=show,
+)
+main = as_command(PHYSICS)
 
 if __name__ == "__main__":
     main()

@@ -33,11 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
 from errors import UserError
-from runtime import checkpoint
+from scripts.common.labels import title_of
+from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Results, Run, as_command, batches, option, title_of
+from scripts.common.runner import Evaluation, Results, Run, as_command, batches
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, accuracies, check_lengths, default_lengths
+from scripts.common.validation import LengthOptions, accuracies, check_lengths, default_lengths
 
 PERCENT = "answers that are right (%)"
 FEWEST = 30  # answers of a distance that is drawn
@@ -45,11 +46,11 @@ LEARNED = 99  # percent, at the training length; below it, what a length costs s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall(AtLengths):
+class RecallOptions(LengthOptions):
     """Recall: whether a model finds an earlier value again, by length and by distance."""
 
     task = "recall"
-    name, multiples = "recall", (1, 2, 4, 8, 16, 32, 64)
+    multiples = (1, 2, 4, 8, 16, 32, 64)
 
     answers: int = option(512, "at least so many per length", at_least=1)
     proportional: bool = option(False, "mqar: pairs in proportion to the length")
@@ -58,38 +59,50 @@ class Recall(AtLengths):
         """How many keys a sequence of this length asks."""
         return PAIRS * length // config.block_size if self.proportional else PAIRS
 
-    def for_runs(self, paths: Sequence[str]) -> "Recall":
-        """The evaluation of all runs at the same lengths, which include the training lengths."""
-        configs = [checkpoint.read_config(path) for path in paths]
-        multiples = [m for m in self.multiples if not self.proportional or PAIRS * m <= MQAR_KEYS]
-        lengths = self.lengths or default_lengths(configs, multiples)
-        trained = {config.block_size for config in configs}
-        return replace(self, lengths=tuple(sorted(trained.union(lengths))))
-
-    def facts(self, config: Config) -> dict:
-        lengths = self.lengths_of(config)
-        check_lengths(config, lengths)
-        if lengths[0] < SHORTEST:
-            raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
-        if self.proportional and config.recall != "mqar":
-            raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
-        if not 0 < self.pairs(config, lengths[0]) <= self.pairs(config, lengths[-1]) <= MQAR_KEYS:
-            each = f"{PAIRS} in every {config.block_size} tokens"
-            raise UserError(f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {each}")
-        return {"answers": self.answers, "proportional": self.proportional, "recall": config.recall}
-
     def sequences(self, config: Config, length: int) -> int:
         """How many sequences have enough answers; at least 64, as answers of one are alike."""
         one = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
         return max(64, -(-self.answers // len(one.answers)))
 
-    def measure_part(self, run: Run, name: str) -> dict:
-        task, length = run.config.recall, int(name)
-        pairs, drawn, found = self.pairs(run.config, length), [], []
-        for batch in batches(range(self.sequences(run.config, length)), length):
-            drawn += (these := [draw(task, EVALUATION, i, length, pairs) for i in batch])
-            found += list(answer(run, these))
-        return judge(drawn, found)
+
+def align(options: RecallOptions, configs: Sequence[Config]) -> RecallOptions:
+    """All runs at the same lengths, which include the training lengths."""
+    multiples = [m for m in options.multiples if not options.proportional or PAIRS * m <= MQAR_KEYS]
+    lengths = options.lengths or default_lengths(configs, multiples)
+    trained = {config.block_size for config in configs}
+    return replace(options, lengths=tuple(sorted(trained.union(lengths))))
+
+
+def identify(options: RecallOptions, config: Config) -> dict:
+    lengths = options.lengths_of(config)
+    check_lengths(config, lengths)
+    if lengths[0] < SHORTEST:
+        raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
+    if options.proportional and config.recall != "mqar":
+        raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
+    fewest, most = options.pairs(config, lengths[0]), options.pairs(config, lengths[-1])
+    if not 0 < fewest <= most <= MQAR_KEYS:
+        each = f"{PAIRS} in every {config.block_size} tokens"
+        raise UserError(f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {each}")
+    return {
+        "answers": options.answers,
+        "proportional": options.proportional,
+        "recall": config.recall,
+    }
+
+
+def chunks(options: RecallOptions, config: Config) -> dict[str, int]:
+    """The lengths."""
+    return {str(length): length for length in options.lengths_of(config)}
+
+
+def measure(options: RecallOptions, run: Run, length: int) -> dict:
+    task = run.config.recall
+    pairs, drawn, found = options.pairs(run.config, length), [], []
+    for batch in batches(range(options.sequences(run.config, length)), length):
+        drawn += (these := [draw(task, EVALUATION, i, length, pairs) for i in batch])
+        found += list(answer(run, these))
+    return judge(drawn, found)
 
 
 @torch.no_grad()
@@ -120,7 +133,7 @@ def learned(result: dict) -> bool:
     return accuracies(result)[result["trained_length"]] >= LEARNED
 
 
-def show(e: Recall, results: Results) -> dict[str, Figure]:
+def show(e: RecallOptions, results: Results) -> dict[str, Figure]:
     """Print and draw the accuracy of runs that have learned, by length and by distance."""
     measurements = list(results.values())
     tasks = dict.fromkeys(result["recall"] for result in measurements)
@@ -152,7 +165,16 @@ def show(e: Recall, results: Results) -> dict[str, Figure]:
     }
 
 
-main = as_command(Recall, show)
+RECALL = Evaluation(
+    name="recall",
+    options=RecallOptions,
+    identify=identify,
+    chunks=chunks,
+    measure=measure,
+    show=show,
+    align=align,
+)
+main = as_command(RECALL)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tokenizer import get_tokenizer
 from errors import command
 from generation import generate
-from scripts.common.runner import RUNS, Options, load_run, option, parse
+from scripts.common.options import RUNS, Options, option, parse
+from scripts.common.runner import load_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Sampling(Options):
 
 @command
 def main() -> None:
-    options, arguments = parse(Sampling, others={"runs": RUNS["runs"]})
+    options, arguments = parse(Sampling, arguments={"runs": RUNS["runs"]})
     for run in (load_run(path, options) for path in arguments.runs):
         tokenizer = get_tokenizer(run.config.tokenizer)
         # every document of the training data begins with end-of-text

@@ -12,7 +12,6 @@ from data.shards import read_shard, write_shard
 from layers.build import build_model
 from runtime import checkpoint
 from scripts import copying
-from scripts.common.runner import Store
 from tests.helpers import not_blank, read_table, saved_run, small_config, stub_run
 
 
@@ -58,15 +57,16 @@ def noise(tmp_path_factory):
 def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, worths, shares):
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))
-    evaluation = copying.Copying(data_dir=str(noise), lags=(32, 64), passages=8)
-    run = replace(run, config=evaluation.applied(run.config))
-    store = Store(tmp_path / "copying.json", run.facts | evaluation.facts(run.config))
-    evaluation.measure(run, store)
-    assert list(store.parts) == ["4", "8", "12", "32", "64"]
+    options = copying.CopyingOptions(data_dir=str(noise), lags=(32, 64), passages=8)
+    run = replace(run, config=options.applied(run.config))
+    chunks = copying.chunks(options, run.config)
+    assert list(chunks) == ["4", "8", "12", "32", "64"]
+    parts = {name: copying.measure(options, run, lag) for name, lag in chunks.items()}
+    result = run.facts | {"parts": parts}
     full = 2 / 3 * np.log(257)  # two of the three tokens after the first
-    found = [copying.worth_at(store.values, [lag])[0] for lag in (4, 8, 12, 32, 64)]
+    found = [copying.worth_at(result, [lag])[0] for lag in (4, 8, 12, 32, 64)]
     assert found == pytest.approx([full * worth for worth in worths], abs=0.02)
-    kept = copying.shares_kept(store.values).values()
+    kept = copying.shares_kept(result).values()
     assert list(kept) == (pytest.approx(shares, abs=0.02) if window else shares)
 
 

@@ -12,7 +12,8 @@ from data.shards import read_shard, write_shard
 from layers.build import build_model
 from runtime import checkpoint
 from scripts import eval_length
-from scripts.common.validation import checked_tokens, stretches, validation_id
+from scripts.common.runner import validation_id
+from scripts.common.validation import checked_tokens, stretches
 from tests.helpers import measured_losses, not_blank, saved_run, small_config
 
 

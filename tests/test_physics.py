@@ -12,7 +12,7 @@ from layers.build import build_model
 from runtime import checkpoint
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
-from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
+from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude_task, vector_task
 from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 
 ORBITS = [
@@ -100,17 +100,17 @@ def finetuned(path, request, task):
 
 
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
-    request, task = Physics(steps=2, batch=8), vector_task(config)
+    request, task = PhysicsOptions(steps=2, batch=8), vector_task(config)
     predicted = finetuned(orbit_run, request, task)
     task.forces[~task.labelled] = 1e6
     assert np.array_equal(finetuned(orbit_run, request, task), predicted)
     task.forces[:] = [0.5, -0.25] * task.scale  # and what is seen is learned
-    learned = finetuned(orbit_run, Physics(steps=60, batch=8), task)
+    learned = finetuned(orbit_run, PhysicsOptions(steps=60, batch=8), task)
     assert np.abs(learned - [0.5, -0.25]).mean() < 0.1
 
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
-    request = Physics(pairs=400, oracle=True)
+    request = PhysicsOptions(pairs=400, oracle=True)
     measured = physics.probe_magnitudes(load_run(orbit_run, request), request)
     assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)

@@ -161,7 +161,7 @@ def test_whole_sequences_of_sort(capsys):
     run = {"recall": "sort", "variant": "lssa", "trained_length": 64, "step": 6}
 
     def shown(**options):
-        recall.show(recall.Recall(**options), {"run": run | opened | {"parts": parts}})
+        recall.show(recall.RecallOptions(**options), {"run": run | opened | {"parts": parts}})
         return [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[-2:]]
 
     assert shown() == [["99.5", "50.0"], ["25.0", "25.0"]]
@@ -169,17 +169,18 @@ def test_whole_sequences_of_sort(capsys):
     assert shown()[1] == ["6", "steps"] and shown(window=8) == [["30.0", "50.0"], ["25.0", "25.0"]]
 
 
-def test_refusals_and_pairs_in_proportion(tmp_path):
+def test_refusals_and_pairs_in_proportion():
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
-    grown = recall.Recall(lengths=(64, 512), answers=512, proportional=True)
+    grown = recall.RecallOptions(lengths=(64, 512), answers=512, proportional=True)
     assert [grown.sequences(config, length) for length in (64, 512)] == [128, 64]
-    run = saved_run(tmp_path / "run", build_model(config))
-    assert max(recall.Recall(proportional=True).for_runs([run]).lengths) == 2048  # 128 pairs
+    aligned = recall.align(recall.RecallOptions(proportional=True), [config])
+    assert max(aligned.lengths) == 2048  # 128 pairs
     latest = config.replace(recall="latest")
+    short = recall.RecallOptions(lengths=(8,))
     for call, message in (
-        (lambda: grown.facts(latest), "--proportional is for mqar, but"),
-        (lambda: recall.Recall(lengths=(8,)).facts(latest), "length 8 must be at least 16"),
-        (lambda: eval_length.LossByLength().applied(latest), "task = 'recall', but this command"),
+        (lambda: recall.identify(grown, latest), "--proportional is for mqar, but"),
+        (lambda: recall.identify(short, latest), "length 8 must be at least 16"),
+        (lambda: eval_length.LossOptions().applied(latest), "task = 'recall', but this command"),
         (lambda: RecallLoader("mqar", Batching(32, 8, 1)), "block_size = 32 must be at least 64"),
     ):
         with pytest.raises(UserError, match=message):

@@ -79,7 +79,8 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
 
 def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, monkeypatch, undrawn):
     """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
-    monkeypatch.setattr(tables, "Passkeys", functools.partial(tables.Passkeys, trials=2))
+    few = functools.partial(tables.PasskeyOptions, trials=2)
+    monkeypatch.setattr(tables, "PasskeyOptions", few)
     table = read_table(reproduced("passkey", "--only=softmax"))
     (measured,) = json.loads((folder_of(tmp_path) / "passkey.json").read_text())
     assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]

@@ -12,7 +12,7 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from scripts import needle, passkey
 from scripts.common import retrieval
-from scripts.common.runner import Store, load_run
+from scripts.common.runner import load_run
 from tests.helpers import Reader, small_config, small_model, stub_run
 
 SCORES = "scores of 2 needles in 240 tokens"
@@ -20,23 +20,22 @@ SCORES = "scores of 2 needles in 240 tokens"
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
-    """Measure with a Reader as the model; returns it and the parts."""
+    """Measure with a Reader as the model; returns it and the chunks."""
 
-    def measure(evaluation, name, pattern, change):
+    def measure(evaluation, options, name, pattern, change):
         reader = Reader(get_tokenizer(name), pattern, change)
         monkeypatch.setattr(retrieval, "generate", reader)
-        store = Store(tmp_path / "results.json", {"number": len(list(tmp_path.iterdir()))})
-        store.path.unlink(missing_ok=True)
         run = stub_run(tmp_path, name)
-        evaluation.measure(replace(run, config=evaluation.applied(run.config)), store)
-        return reader, store.parts
+        run = replace(run, config=options.applied(run.config))
+        chunks = evaluation.chunks(options, run.config)
+        return reader, {k: evaluation.measure(options, run, chunk) for k, chunk in chunks.items()}
 
     return measure
 
 
 def haystack_of(text, name):
     config = small_config(f"softmax.py --tokenizer={name} --data_dir={text[name]}")
-    return needle.Needles().haystack(config)
+    return needle.haystack_of(config)
 
 
 # ---- passkeys ----
@@ -44,10 +43,10 @@ def haystack_of(text, name):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
-    evaluation = passkey.Passkeys(rope="none", lengths=(320, 400), trials=10, seed=1)
+    options = passkey.PasskeyOptions(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for change, accuracy in ((str, 1), (lambda key: key + "0", 0), (lambda key: "no idea", 0)):
-        reader, parts = answers(evaluation, name, pattern, change)
+        reader, parts = answers(passkey.PASSKEY, options, name, pattern, change)
         # prompt and answer together have the length
         assert reader.lengths == {320 - 16, 400 - 16} and reader.never == {None}
         for part in parts.values():
@@ -115,7 +114,7 @@ def test_needle_prompts(text, name):
 
 def test_needle_tells_readers_apart(text, monkeypatch, answers):
     pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
-    evaluation = needle.Needles(
+    options = needle.NeedleOptions(
         rope="none", lengths=(200, 300), samples=6, score_length=250, score_trials=7, seed=1,
         data_dir=str(text["gpt2"]),
     )  # fmt: skip
@@ -125,7 +124,7 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
         (lambda number: number[:6], "first digit"),
         (lambda number: f"{10 - int(number[0]) if number[0] != '5' else 1}{number[1:]}", "wrong"),
     ):
-        reader, parts = answers(evaluation, "gpt2", pattern, change)
+        reader, parts = answers(needle.NEEDLE, options, "gpt2", pattern, change)
         assert reader.never == {get_tokenizer("gpt2").eot} and reader.lengths == {184, 284, 234}
         for length in ("200", "300"):
             assert [grades[grade] for grades in parts[length]["grades_by_depth"]] == [1] * 5

@@ -17,8 +17,9 @@ from layers.heads import formulas_hash
 from runtime import checkpoint
 from scripts import eval_length
 from scripts.common import runner
+from scripts.common.labels import picture_path, run_names
+from scripts.common.options import Options, parse
 from scripts.common.planned import PlannedRun
-from scripts.common.runner import Options, Store, parse, picture_path, run_names
 from tests.helpers import measured_losses, saved_run, small_config
 from tests.runs import ROOT
 
@@ -26,22 +27,22 @@ from tests.runs import ROOT
 
 
 def test_every_option_comes_from_the_command_line():
-    evaluation = eval_length.LossByLength(
+    options = eval_length.LossOptions(
         lengths=(16, 32), tokens=64, data_dir="here", per_position=True,
         whole_documents=True, no_control=True,
         rope="yarn", rope_factor=2.5, rope_theta=500000.0, checkpoint="best", attention="lssa",
         window=7, p=2.0, again=True, attention_impl="reference", device="cpu", dtype="bfloat16",
     )  # fmt: skip
     argv = ["out/run", "--out=a/b.pdf"]
-    for one in fields(evaluation):
-        value = getattr(evaluation, one.name)
+    for one in fields(options):
+        value = getattr(options, one.name)
         assert value != one.default, one.name
         # in any order: lengths are sorted
         text = ",".join(map(str, value[::-1])) if isinstance(value, tuple) else value
         argv.append(f"--{one.name}" if value is True else f"--{one.name}={text}")
-    parsed, given = parse(type(evaluation), argv)
-    assert parsed == evaluation and (given.runs, given.out) == (["out/run"], Path("a/b.pdf"))
-    assert parse(type(evaluation), ["out/run"])[0] == type(evaluation)()
+    parsed, given = parse(type(options), argv)
+    assert parsed == options and (given.runs, given.out) == (["out/run"], Path("a/b.pdf"))
+    assert parse(type(options), ["out/run"])[0] == type(options)()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_every_option_comes_from_the_command_line():
 )  # fmt: skip
 def test_options_are_refused_in_a_sentence(option, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parse(eval_length.LossByLength, ["run", option])
+        parse(eval_length.LossOptions, ["run", option])
 
 
 @pytest.mark.parametrize(
@@ -81,37 +82,43 @@ def test_the_documented_way_to_measure_something_else(trained, tmp_path, monkeyp
 # ---- stored measurements ----
 
 
+def add(file, facts, name):
+    runner.store(file, facts, name, {"value": name}, "code", {})
+
+
+def chunks_of(file, facts):
+    return runner.find_measurement(file, facts).get("parts")
+
+
 def test_measurements_of_other_facts_stay(tmp_path):
-    first, second, third = (Store(tmp_path / "results.json", {"step": step}) for step in (1, 2, 3))
-    for store, part in ((first, "a"), (second, "a"), (first, "b")):
-        store.add(part, {"value": part})
-    assert first.parts == {"a": {"value": "a"}, "b": {"value": "b"}}
-    assert second.parts == {"a": {"value": "a"}} and third.values == {}
+    file = tmp_path / "results.json"
+    first, second, third = ({"step": step} for step in (1, 2, 3))
+    for facts, name in ((first, "a"), (second, "a"), (first, "b")):
+        add(file, facts, name)
+    assert chunks_of(file, first) == {"a": {"value": "a"}, "b": {"value": "b"}}
+    assert chunks_of(file, second) == {"a": {"value": "a"}} and chunks_of(file, third) is None
 
 
-def test_a_run_that_saves_while_it_is_measured(tmp_path, shards, monkeypatch):
+def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
     """A run and its control are measured with the weights that were the newest at the beginning."""
     run = saved_run(
         tmp_path / "run", build_model(small_config("softmax.py", f"--data_dir={shards}"))
     )
-    measure = eval_length.LossByLength.measure_part
 
-    def save_too(self, opened, name):
+    def save_too(options, opened, chunk):
         torch.save(torch.load(run / "step_000007.pt") | {"step": 9}, run / "step_000009.pt")
-        return measure(self, opened, name)
+        return eval_length.measure(options, opened, chunk)
 
-    monkeypatch.setattr(eval_length.LossByLength, "measure_part", save_too)
-    found = runner.measured(eval_length.LossByLength(lengths=(32,), tokens=64), run)
+    evaluation = replace(eval_length.EVAL_LENGTH, measure=save_too)
+    found = runner.measured(evaluation, eval_length.LossOptions(lengths=(32,), tokens=64), run)
     assert found["step"] == found["control"]["step"] == 7
 
 
 def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):
-    def add(i):
-        Store(tmp_path / "results.json", {"step": 7}).add(str(i), {"value": i})
-
+    file = tmp_path / "results.json"
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(add, range(40)))
-    assert len(Store(tmp_path / "results.json", {"step": 7}).parts) == 40
+        list(threads.map(lambda i: add(file, {"step": 7}, str(i)), range(40)))
+    assert len(chunks_of(file, {"step": 7})) == 40
 
 
 @pytest.fixture

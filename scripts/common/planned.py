@@ -19,7 +19,7 @@ from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
-from scripts.common.runner import LEARNED
+from scripts.common.labels import LEARNED
 
 POLL_SECONDS = 0.5
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -11,9 +11,11 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
-from scripts.common.runner import Run, batches, option, title_of
+from scripts.common.labels import title_of
+from scripts.common.options import option
+from scripts.common.runner import Run, batches
 from scripts.common.tables import print_table
-from scripts.common.validation import AtLengths, accuracies, check_lengths
+from scripts.common.validation import LengthOptions, accuracies, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
@@ -34,26 +36,28 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieval(AtLengths):
-    """Numbers hidden in long texts, and asked for at the end; a part has the entry "accuracy"."""
-
-    what: ClassVar[str]  # is hidden, in the plural
+class RetrievalOptions(LengthOptions):
+    """Options of an evaluation that hides numbers in long texts and asks for them at the end."""
 
     seed: int = option(1337, "of the numbers, their texts and their depths")
 
-    def check_lengths(self, config: Config, lengths: Sequence[int], shortest: int) -> None:
-        """Raise UserError where a length is too long for the model or too short for a prompt."""
-        check_lengths(config, lengths)
-        if min(lengths) < shortest:
-            needed = f"a prompt and its answer take up to {shortest} tokens"
-            larger = f"--lengths {shortest},{2 * shortest},{4 * shortest} are long enough"
-            raise UserError(f"length {min(lengths)} is too short: {needed}; {larger}")
 
-    def print_found(self, measurement: dict) -> None:
-        found = accuracies(measurement)
-        print(f"\n{measurement['variant']}: {self.what} found (%), {title_of([measurement])}")
-        shares = [f"{share:.1f}" for share in found.values()]
-        print_table([["length", *map(str, found)], ["found", *shares]])
+def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:
+    """Raise UserError where a length is too long for the model or too short for a prompt."""
+    check_lengths(config, lengths)
+    if min(lengths) < shortest:
+        raise UserError(
+            f"length {min(lengths)} is too short: a prompt and its answer take up to {shortest} "
+            f"tokens; --lengths {shortest},{2 * shortest},{4 * shortest} are long enough"
+        )
+
+
+def print_accuracies(measurement: dict, hidden: str) -> None:
+    """Print which share was found at each length of what was hidden, "needles"."""
+    shares = accuracies(measurement)
+    print(f"\n{measurement['variant']}: {hidden} found (%), {title_of([measurement])}")
+    lengths = [str(length) for length in shares]
+    print_table([["length", *lengths], ["found", *(f"{share:.1f}" for share in shares.values())]])
 
 
 def answered(

@@ -1,13 +1,12 @@
 """The lengths at which runs are evaluated, and the validation tokens that are measured there."""
 
 import functools
-import hashlib
 import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -16,19 +15,18 @@ from numpy.typing import NDArray
 
 from config import Config, find_data
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
-from data.shards import check_tokenizer, list_shards
+from data.shards import check_tokenizer
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from runtime.files import sha256_of
-from scripts.common.runner import Evaluation, batches, option
+from scripts.common.options import EvaluationOptions, option
+from scripts.common.runner import batches
+
+AnyControlOptions = TypeVar("AnyControlOptions", bound="ControlOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtLengths(Evaluation):
-    """An evaluation at several lengths; the default is multiples of the training length.
-
-    The part of a length has its name, such as "1024".
-    """
+class LengthOptions(EvaluationOptions):
+    """Options of an evaluation at several lengths, by default multiples of the training length."""
 
     multiples: ClassVar[tuple[float, ...]] = (1, 2, 4, 8, 16)
 
@@ -39,13 +37,10 @@ class AtLengths(Evaluation):
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         return default_lengths(configs, self.multiples) if self.lengths is None else self.lengths
 
-    def parts(self, config: Config) -> list[str]:
-        return [str(length) for length in self.lengths_of(config)]
-
 
 @dataclass(frozen=True, kw_only=True)
-class OnText(Evaluation):
-    """An evaluation on validation tokens."""
+class TextOptions(EvaluationOptions):
+    """Options of an evaluation on validation tokens."""
 
     data_dir: str | None = option(None, "shards to use instead of the run's own")
 
@@ -53,28 +48,29 @@ class OnText(Evaluation):
         config = super().applied(config)
         return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
-    def facts(self, config: Config) -> dict:
-        return {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Controlled(OnText):
-    """An evaluation beside its control: the same weights with plain RoPE, each query seeing the
-    last T keys only, T being the training length."""
+class ControlOptions(TextOptions):
+    """Options of an evaluation that measures every run beside its `sliding_window`."""
 
     no_control: bool = option(False, "without the window of the training length beside each run")
 
-    def longest(self, config: Config) -> int:
-        """The greatest number of tokens that the last token could attend to."""
-        raise NotImplementedError
 
-    def control(self, config: Config) -> Self | None:
-        """None where the window hides nothing, or where this evaluation is its own control."""
-        window = min(config.block_size, config.window or config.block_size)
-        control = replace(self, window=window, rope="none", rope_factor=None, rope_theta=None)
-        longest = min(self.longest(config), self.window or self.longest(config))
-        same = self.no_control or control == self or longest <= window
-        return None if same else control
+def sliding_window(
+    options: AnyControlOptions, config: Config, longest: int
+) -> AnyControlOptions | None:
+    """The control of a run: the same weights with plain RoPE, each query seeing the last T keys
+    only, T being the training length.
+
+    `longest` is the greatest number of tokens that the last token could attend to. None where the
+    window hides nothing, and where the run is its own control.
+    """
+    window = min(config.block_size, config.window or config.block_size)
+    control = replace(options, window=window, rope="none", rope_factor=None, rope_theta=None)
+    visible = min(longest, options.window or longest)
+    if options.no_control or control == options or visible <= window:
+        return None
+    return control
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
@@ -140,10 +136,3 @@ def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.uint
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)
-
-
-@functools.cache
-def validation_id(data_dir: str) -> str:
-    """Hash of the validation shards, so that other data in the same folder is measured anew."""
-    shards = list_shards(data_dir, "val")
-    return hashlib.sha256("".join(map(sha256_of, shards)).encode()).hexdigest()

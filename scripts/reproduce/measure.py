@@ -10,6 +10,7 @@ from config import Config
 from errors import UserError, first_line
 from runtime.device import environment
 from scripts.common import runner
+from scripts.common.options import EvaluationOptions
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import Evaluation
 from scripts.reproduce.entries import Scale, view_options
@@ -44,7 +45,8 @@ class Experiment:
     columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
     # the columns of a run's measurement, at the scale with this config
     values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
-    evaluation: Callable[[Config], Evaluation] | None = None
+    evaluation: Evaluation | None = None
+    options: Callable[[Config], EvaluationOptions] | None = None  # of the evaluation, at a scale
     read: Callable[..., Values] | None = None  # of a run, and of the runs that it needs
     compute: Callable[[str], Values] | None = None  # from formulas, for an entry's name
     needs: tuple[str, ...] = ()  # entries whose runs are trained too
@@ -78,28 +80,37 @@ class Work:
         entries = dict.fromkeys([*self.experiment.needs, *self.chosen])
         return [self.scale.run(name, seed) for seed in self.seeds for name in entries]
 
-    def evaluations(self) -> list[tuple[PlannedRun, Evaluation]]:
-        """The runs to evaluate, each with its evaluation."""
-        return [(run, self.evaluation(run)) for run in self.runs() if self.experiment.evaluation]
+    def evaluated(self) -> list[PlannedRun]:
+        """The runs to evaluate."""
+        return self.runs() if self.experiment.evaluation else []
 
-    def evaluation(self, run: PlannedRun) -> Evaluation:
-        """The evaluation with the options of the run's view."""
-        assert self.experiment.evaluation is not None
+    def options(self, run: PlannedRun) -> EvaluationOptions:
+        """The options of the evaluation, with those of the run's view."""
+        assert self.experiment.options is not None
         config = self.scale.config
         how: dict[str, Any] = {"device": config.device, "dtype": config.dtype, "again": self.again}
-        return replace(self.experiment.evaluation(config), **how, **view_options(run.view))
+        return replace(self.experiment.options(config), **how, **view_options(run.view))
+
+    def check(self, run: PlannedRun) -> None:
+        """Raise UserError, before a run is trained, if it cannot be measured."""
+        assert self.experiment.evaluation is not None
+        runner.check(self.experiment.evaluation, self.options(run), run.config)
 
     def stored(self, run: PlannedRun) -> dict | None:
         """The measurement of a finished run; None if missing."""
-        return runner.stored(self.evaluation(run), run.folder) if run.finished else None
+        assert self.experiment.evaluation is not None
+        if not run.finished:
+            return None
+        return runner.stored(self.experiment.evaluation, self.options(run), run.folder)
 
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
         failures = []
-        for run, evaluation in self.evaluations():
+        for run in self.evaluated():
+            assert self.experiment.evaluation is not None
             try:
                 if run.finished:
-                    runner.measured(evaluation, run.folder)
+                    runner.measured(self.experiment.evaluation, self.options(run), run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from matplotlib.figure import Figure
 
 from scripts import eval_length
-from scripts.attention_maps import AttentionMaps
+from scripts.attention_maps import MapOptions, draw_run
 from scripts.common.plots import THIN, Curve, draw_curves, heat_map
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
@@ -156,8 +156,8 @@ def maps(table: dict) -> Pictures:
     pictures: dict[str, Figure] = {}
     for name, (run, *_) in ((name, entry["runs"]) for name, entry in table["rows"].items()):
         measured = run["evaluation"]
-        evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
-        if figure := evaluation.picture(run["run"], measured):
+        options = MapOptions(rope=measured["rope"], dtype=measured["dtype"])
+        if figure := draw_run(options, run["run"], measured):
             pictures[f"{name}.png"] = figure
     return pictures
 

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 
 from errors import UserError
 from runtime.files import check_writable
+from scripts.common.options import Parser
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
-from scripts.common.runner import Parser
 from scripts.common.tables import paired, spread, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.measure import Experiment, Work, at
@@ -62,10 +62,10 @@ def carry_out(
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     folder = Path(options.results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
-    runs, evaluations = work.runs(), work.evaluations()
+    runs, evaluated = work.runs(), work.evaluated()
     check(with_bases(runs))
-    for run, evaluation in evaluations if not options.plan else ():  # a plan needs no data
-        evaluation.check(run.config)
+    for run in evaluated if not options.plan else ():  # a plan needs no data
+        work.check(run)
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
@@ -74,7 +74,7 @@ def carry_out(
     if options.plan:
         print(price(runs))
         return
-    left = sum(work.again or not work.stored(run) for run, _ in evaluations)
+    left = sum(work.again or not work.stored(run) for run in evaluated)
     print(f"to evaluate: {left} runs" if runs else "it takes no runs", flush=True)
     stop_on_signals()
     failures = train(runs) + work.measure()

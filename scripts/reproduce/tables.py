@@ -13,16 +13,30 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from layers.rope import Rope
 from scripts import passkey
-from scripts.attention_maps import AttentionMaps, mean_over_heads, mean_shares, positive_curve
+from scripts.attention_maps import (
+    ATTENTION_MAPS,
+    MapOptions,
+    mean_over_heads,
+    mean_shares,
+    positive_curve,
+)
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
-from scripts.copying import BEYOND, UNIT, WITHIN, Copying, shares_kept, worth_at
-from scripts.downstream import Downstream
-from scripts.eval_length import LossByLength, gain, smoothed
-from scripts.passkey import Passkeys
-from scripts.physics import Physics
-from scripts.recall import LEARNED, PERCENT, Recall, learned
+from scripts.copying import (
+    BEYOND,
+    COPYING,
+    UNIT,
+    WITHIN,
+    CopyingOptions,
+    shares_kept,
+    worth_at,
+)
+from scripts.downstream import DOWNSTREAM, DownstreamOptions
+from scripts.eval_length import EVAL_LENGTH, LossOptions, gain, smoothed
+from scripts.passkey import PASSKEY, PasskeyOptions
+from scripts.physics import PHYSICS, PhysicsOptions
+from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import NORMALISERS
 from scripts.reproduce.measure import Experiment, at, lengths
@@ -49,7 +63,8 @@ def loss(
     controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if longer else ()
     return Experiment(
         title, LOSS, entries, (*multiples, *controlled), values,
-        evaluation=lambda config: LossByLength(
+        EVAL_LENGTH,
+        lambda config: LossOptions(
             lengths=lengths(multiples, config), tokens=config.val_tokens
         ),
         better=("lower",) * len(multiples) + ("lower", "higher") * longer,
@@ -73,17 +88,18 @@ def loss_by_position(
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 
-    def evaluation(config: Config) -> LossByLength:
+    def options(config: Config) -> LossOptions:
         length = at(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
-        return LossByLength(lengths=(length,), tokens=tokens, per_position=True, **opened)
+        return LossOptions(lengths=(length,), tokens=tokens, per_position=True, **opened)
 
     def values(measured: dict, config: Config) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
         return [curve[at(position, config) - 1] for position in shown]
 
     return Experiment(
-        title, "validation loss around a position (nats)", entries, shown, values, evaluation,
+        title, "validation loss around a position (nats)", entries, shown, values,
+        EVAL_LENGTH, options,
         better="lower", draw=pictures.positions, note=note,
     )  # fmt: skip
 
@@ -104,7 +120,7 @@ def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
     return Experiment(
         title, "passkeys found (%)", entries, columns,
         lambda measured, config: list(accuracies(measured).values()),
-        lambda config: Passkeys(lengths=lengths(columns(config), config)),
+        PASSKEY, lambda config: PasskeyOptions(lengths=lengths(columns(config), config)),
         better="higher", digits=1, paper=LSSAR["passkey"], note=(
             "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
             "are multiples of the training length, or of its least multiple that fits a prompt."
@@ -127,7 +143,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
 
     return Experiment(
         title, "zero-shot scores", TWO, columns, values,
-        evaluation=lambda config: Downstream(tasks=",".join(tasks)),
+        DOWNSTREAM, lambda config: DownstreamOptions(tasks=",".join(tasks)),
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
         digits=2, paper=paper, paper_scale=scale,
     )  # fmt: skip
@@ -156,7 +172,7 @@ def entropy_by_keys(measured: dict, config: Config) -> list[float]:
 # ---- orbits ----
 
 # The columns of Table 3, and what is better.
-PHYSICS = {
+TABLE3 = {
     "cosine": "higher", "error": "lower", "rank correlation": "higher", "median error": "lower",
     "above 0": "higher", "exponent of r": None, "of m1": None, "of m2": None,
     "m1 m2 / r^2 found": "higher", "m1 / r^2 found": None,
@@ -164,8 +180,8 @@ PHYSICS = {
 LAWS = ([-2.0, 1.0, 1.0], [-2.0, 1.0, 0.0])  # powers of r, m1 and m2
 
 
-def physics(config: Config) -> Physics:
-    return Physics(
+def physics(config: Config) -> PhysicsOptions:
+    return PhysicsOptions(
         # the published numbers, or less for fewer systems
         steps=min(10_000, -(-config.systems // 40)),
         pairs=min(10_000, -(-config.systems // 10)),
@@ -210,7 +226,7 @@ def recall(
     """Recall by length, in percent."""
     return Experiment(
         title, PERCENT, entries, multiples, values,
-        lambda config: Recall(lengths=lengths(multiples, config)),
+        RECALL, lambda config: RecallOptions(lengths=lengths(multiples, config)),
         digits=1, **({"task": "recall"} | more),
     )  # fmt: skip
 
@@ -402,7 +418,7 @@ EXPERIMENTS = {
     "loss_by_position": loss_by_position("Loss by position, to 16 training lengths", TWO, 16),
     "passkey": passkeys("LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together),
     "recall": recall(
-        "Recall of what lies far away", RECALL_ENTRIES, Recall.multiples,
+        "Recall of what lies far away", RECALL_ENTRIES, RecallOptions.multiples,
         draw=pictures.recall, remarks=accuracy_by_seed, note=(
             "A guess has 6.2 in lookup and latest, 1.6 in mqar; in sort, repeating the last answer "
             "has 36, 57, 75, 88, 94, 97, 98 at 1x to 64x. Of 512 answers, 50 has a standard error "
@@ -422,7 +438,7 @@ EXPERIMENTS = {
     ),
     "copying": Experiment(
         "Worth of an earlier copy of a passage, by lag", UNIT, COPIES,
-        (*WITHIN, *BEYOND, "share kept at 16x"), copied, lambda config: Copying(),
+        (*WITHIN, *BEYOND, "share kept at 16x"), copied, COPYING, lambda config: CopyingOptions(),
         better="higher", digits=3, draw=pictures.together,
         remarks=lambda table: [f"Share kept, by seed: {each_seed(table, -1, table['rows'])}."],
         note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
@@ -434,14 +450,14 @@ EXPERIMENTS = {
         "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
         tuple(MAPPED.values()),
         lambda measured, config: [mean_over_heads(only_part(measured), name) for name in MAPPED],
-        lambda config: AttentionMaps(tokens=0), draw=pictures.maps,
+        ATTENTION_MAPS, lambda config: MapOptions(tokens=0), draw=pictures.maps,
     ),
     "table3": Experiment(
         "LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
         "forces at positions without a label",
         ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
-        tuple(PHYSICS), newton, physics,
-        better=tuple(PHYSICS.values()), digits=2, task="orbits", remarks=equations,
+        tuple(TABLE3), newton, PHYSICS, physics,
+        better=tuple(TABLE3.values()), digits=2, task="orbits", remarks=equations,
         draw=pictures.forces, note=(
             "docs/physics.md explains the entries and the columns, and has the paper's laws. "
             "Arrows: the true forces, then the predictions of the first seed."
@@ -457,7 +473,7 @@ EXPERIMENTS = {
     "entropy": Experiment(
         "LSSAR Sect. 2.1.2, entropy by the number of keys", "entropy of a row's weights (nats)",
         ("softmax", "ssmax", "lssa", "lssar_p15"), (*ENTROPY_AT, "slope"), entropy_by_keys,
-        lambda config: AttentionMaps(text="", lengths=(at(16, config),)),
+        ATTENTION_MAPS, lambda config: MapOptions(text="", lengths=(at(16, config),)),
         curves=lambda measured: {"": entropies(measured)},
         draw=lines("keys n of a row, up to", "entropy of the weights (nats)", "x", True),
         note=(
@@ -493,7 +509,7 @@ EXPERIMENTS = {
         ("relu_wortsman", "relu_li", "relu_shen", "phi_relu2", "phi_relu6", "lssar_p3",
          "lssar_p15"), DEAD,
         lambda measured, config: [mean_shares(measured)[name] for name in DEAD],
-        lambda config: AttentionMaps(text="", lengths=(), distances=True, rope="none"),
+        ATTENTION_MAPS, lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
         curves=lambda measured: {"": positive_curve(measured)},
         draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", "x"),
         note=(

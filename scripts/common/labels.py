@@ -1,0 +1,78 @@
+"""What runs are called in tables and pictures, and where pictures of them go."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from config import names
+from runtime import checkpoint
+
+# The longest label of a run, and the longest file name of a picture, in characters.
+LONGEST_LABEL = 40
+LONGEST_NAME = 59
+# The settings that decide what a run learns.
+LEARNED = names("attention", "model", "data", "optimisation")
+
+
+def run_names(paths: Sequence[str | Path]) -> list[str]:
+    """Labels for tables and pictures: the settings in which the runs differ, or their paths."""
+    configs = [checkpoint.read_config(path) for path in paths]
+    differing = [k for k in LEARNED if len({getattr(config, k) for config in configs}) > 1]
+    settings = [key for key in differing if key not in ("attention", "p")]
+    same_variant = bool(settings) and settings == differing
+    labels = []
+    for config in configs:
+        words = [] if same_variant else [config.variant_name]
+        words += [f"{key} {shown(getattr(config, key))}" for key in settings]
+        labels.append(", ".join(words))
+    if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
+        return labels
+    folders = [Path(path).resolve() for path in paths]
+    return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+
+
+def shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def title_of(measurements: Iterable[dict]) -> str:
+    """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
+    runs = [m | {"as": m["variant"].partition(" as ")[2] or None} for m in measurements]
+    words = []
+    for key in ("as", "rope", "rope_factor", "rope_theta", "window", "p"):
+        value = runs[0][key]
+        if value is not None and all(run[key] == value for run in runs):
+            words.append(f"{key} {value}")
+    return ", ".join(words)
+
+
+def common_folder(paths: Sequence[str | Path]) -> Path:
+    """Where a picture of these runs goes: the run's folder, or the common parent of several."""
+    if len(paths) == 1:
+        return checkpoint.folder_of(Path(paths[0]).resolve())
+    return Path(os.path.commonpath([Path(path).resolve().parent for path in paths]))
+
+
+def picture_path(paths: Sequence[str | Path], name: str) -> Path:
+    """The file of a picture of these runs, in `common_folder`.
+
+    The name of a picture of several runs, or of a checkpoint's file, contains their paths, so that
+    other runs have other pictures.
+    """
+    folder = common_folder(paths)
+    words = [name]
+    for path in paths:
+        inside = Path(path).resolve().relative_to(folder)  # empty for a single run
+        if inside.parts:
+            words.append("-".join(inside.parts).removesuffix(".pt"))
+    return folder / f"{shortened('_'.join(words))}.png"
+
+
+def shortened(name: str) -> str:
+    """A file name that fits with its suffix: of a longer one its beginning, and a hash."""
+    if len(name) <= LONGEST_NAME - len(".png"):
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - len('_.png') - len(digest)]}_{digest}"
