@@ -151,7 +151,7 @@ def vector_task(config: Config) -> Task:
 
     A planet begins at its perihelion. A sequence's scale is the largest component of its forces.
     """
-    systems = []
+    systems: list[Elements] = []
     for mass, axis, eccentricity in SOLAR_SYSTEM.values():
         inner = len(systems) < INNER_PLANETS
         planet = Elements(
