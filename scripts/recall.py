@@ -72,9 +72,9 @@ def align(options: RecallOptions, configs: Sequence[Config]) -> RecallOptions:
     """All runs at the same lengths, which include the training lengths."""
     lengths = options.lengths
     if lengths is None:
-        multiples = options.multiples
+        multiples = list(options.multiples)
         if options.proportional:
-            multiples = tuple(n for n in multiples if PAIRS * n <= MQAR_KEYS)
+            multiples = [n for n in multiples if PAIRS * n <= MQAR_KEYS]
         lengths = default_lengths(configs, multiples)
     trained = {config.block_size for config in configs}
     return replace(options, lengths=tuple(sorted(trained.union(lengths))))
