@@ -94,7 +94,7 @@ MAP_TOKENS, WORDS = 2048, 48
 BY_DISTANCE = "by distance"
 # A distance is near below this share of the length, and far from half of it.
 NEAR = 1 / 16
-NUMBERS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
+STATISTICS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
@@ -162,12 +162,12 @@ def chunks(options: MapOptions, config: Config) -> dict[str, Chunk]:
 def measure(options: MapOptions, run: Run, chunk: Chunk) -> dict:
     layer = options.layer % run.config.n_layer
     if chunk.length is None:
-        return row_statistics(run, layer, [torch.tensor([options.ids(run.config)])])
+        return measure_rows(run, layer, [torch.tensor([options.ids(run.config)])])
     validation = windows(options.validation(run.config), chunk.length, run.device)
     one_by_one = (idx for x, _ in validation for idx in x.split(1))
     if chunk.by_distance:
-        return distance_statistics(run, chunk.length, one_by_one)
-    return row_statistics(run, layer, one_by_one)
+        return measure_distances(run, one_by_one)
+    return measure_rows(run, layer, one_by_one)
 
 
 # ---- groups of positions or distances ----
@@ -175,91 +175,109 @@ def measure(options: MapOptions, run: Run, chunk: Chunk) -> dict:
 
 def distances(length: int) -> list[int]:
     """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
-    return [min(length, 2**i) - 1 for i in range((length - 1).bit_length() + 1)]
+    groups = (length - 1).bit_length() + 1
+    return [min(length, 2**i) - 1 for i in range(groups)]
 
 
 def grouped(values: Tensor) -> Tensor:
-    """Sums over each group of `distances`, [..., groups], of values at each distance, [..., L]."""
+    """Sum values at each distance, [..., L], over each group of `distances`: [..., groups]."""
     sizes = np.diff(distances(values.shape[-1]), prepend=-1).tolist()
-    return torch.stack([group.sum(-1) for group in values.split(sizes, -1)], dim=-1)
+    sums = [group.sum(-1) for group in values.split(sizes, -1)]
+    return torch.stack(sums, dim=-1)
 
 
 def without_nan(values: Tensor) -> list:
-    """Nested lists with None in place of NaN, which JSON lacks."""
+    """Nested lists with None instead of NaN, which JSON lacks."""
     array = values.numpy()
     return np.where(np.isnan(array), np.array(None), array).tolist()
 
 
 def with_nan(values: list) -> Tensor:
-    """Nested lists as a tensor, with NaN in place of None."""
+    """Nested lists as a tensor, with NaN instead of None."""
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 # ---- rows, by the number of keys ----
 
 
-def row_statistics(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
-    """The values of a part, over windows [1, L] of one length."""
-    sums = torch.zeros(())
+def measure_rows(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
+    """Means over the rows of a layer's weights, of windows [1, L] of one length."""
+    sums: dict[str, Tensor] = {}
     for idx in windows:
-        numbers = weights(run, layer, idx, row_numbers).double()
-        sums = sums + group_sums(numbers, keys_seen(run.config, layer, idx.shape[1]))
-    return summary(sums, idx.shape[1])
+        length = idx.shape[1]
+        statistics = weights(run, layer, idx, row_statistics).double()
+        keys = visible_keys(run.config, layer, length)
+        for name, values in group_sums(statistics, keys).items():
+            sums[name] = sums.get(name, 0) + values
+    return summary(sums, length)
 
 
 def weights(
     run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor] = lambda A: A
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
-    one = slice(layer, layer + 1)
+    layers = slice(layer, layer + 1)
     with run.autocast():
-        (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, one)
+        (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, layers)
     return A[0].cpu()
 
 
-def keys_seen(config: Config, layer: int, length: int) -> Tensor:
-    """How many keys the rows of each head see, [H, length]."""
-    most = [length if window is None else window for window in head_windows(config)[layer]]
-    return torch.arange(1, length + 1).minimum(torch.tensor(most)[:, None])
+def visible_keys(config: Config, layer: int, length: int) -> Tensor:
+    """The number of keys that each row of each head sees, [H, length]."""
+    before = torch.arange(1, length + 1)  # the keys up to a row's own
+    limits = torch.tensor([window or length for window in head_windows(config)[layer]])
+    return before.minimum(limits[:, None])
 
 
-def row_numbers(A: Tensor) -> Tensor:
+def row_statistics(A: Tensor) -> Tensor:
     """For rows of A [..., rows, keys]: first token's share, entropy, nonzero weights, sum |A|."""
     size = A.abs()
     total = size.sum(-1)
     share = size / total.clamp_min(DEAD)[..., None]
     entropy = torch.special.entr(share).sum(-1)
-    return torch.stack((share[..., 0], entropy, (A != 0).sum(-1).to(A.dtype), total), dim=-1)
+    nonzero = (A != 0).sum(-1).to(A.dtype)
+    return torch.stack((share[..., 0], entropy, nonzero, total), dim=-1)
 
 
-def group_sums(numbers: Tensor, seen: Tensor) -> Tensor:
-    """`row_numbers` [H, L, 4] of rows that see `seen` keys [H, L], summed: [H, 2 + 5, groups].
+def group_sums(statistics: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """Sums [H, groups] over the rows of each group: their number, the dead ones, and STATISTICS.
 
-    These are the number of rows, of dead rows, and NUMBERS summed over the others.
+    `statistics` [H, L, 4] are `row_statistics` of rows that see `keys` [H, L]. STATISTICS are
+    summed over the rows that are not dead.
     """
-    n = seen.to(numbers.dtype)
-    first, entropy, nonzero, total = numbers.unbind(-1)
-    alive = (total > DEAD).to(numbers.dtype)
-    share = torch.where(n > 1, entropy / n.log(), 1)
-    means = torch.stack((first, entropy, share, 1 - nonzero / n, total), dim=1) * alive[:, None]
-    counts = torch.stack((torch.ones_like(alive), 1 - alive), dim=1)
-    return grouped(torch.cat((counts, means), dim=1))[..., 1:]  # without the first query
+    first_token, entropy, nonzero, total = statistics.unbind(-1)
+    n = keys.to(statistics.dtype)
+    alive = (total > DEAD).to(statistics.dtype)
+    values = {
+        "rows": torch.ones_like(alive),
+        "dead": 1 - alive,
+        "first_token": first_token * alive,
+        "entropy": entropy * alive,
+        "entropy_share": torch.where(n > 1, entropy / n.log(), 1) * alive,
+        "zeros": (1 - nonzero / n) * alive,
+        "sum": total * alive,
+    }
+    # without the first query
+    return {name: grouped(value)[..., 1:] for name, value in values.items()}
 
 
-def summary(sums: Tensor, length: int) -> dict:
-    """The values of a part, from the sums [H, 2 + 5, groups] over its windows.
+def summary(sums: dict[str, Tensor], length: int) -> dict:
+    """The measurement of a length, from the sums [H, groups] over its windows."""
+    return {
+        "length": length,
+        "keys": [distance + 1 for distance in distances(length)[1:]],
+        "groups": means(sums),
+        "heads": means({name: groups.sum(-1) for name, groups in sums.items()}),
+    }
 
-    They are the share of dead rows, and each of NUMBERS as a mean over the others.
-    """
 
-    def means(sums: Tensor) -> dict[str, list]:
-        rows, dead, *others = sums.unbind(1)
-        alive = (total / (rows - dead) for total in others)
-        columns = zip(("dead", *NUMBERS), (dead / rows, *alive), strict=True)
-        return {name: without_nan(values) for name, values in columns}
-
-    keys = [distance + 1 for distance in distances(length)[1:]]
-    return {"length": length, "keys": keys, "groups": means(sums), "heads": means(sums.sum(-1))}
+def means(sums: dict[str, Tensor]) -> dict[str, list]:
+    """The share of dead rows, and each of STATISTICS as a mean over the others."""
+    alive = sums["rows"] - sums["dead"]
+    result = {"dead": without_nan(sums["dead"] / sums["rows"])}
+    for name in STATISTICS:
+        result[name] = without_nan(sums[name] / alive)
+    return result
 
 
 def mean_over_heads(part: dict, name: str) -> float:
@@ -270,39 +288,56 @@ def mean_over_heads(part: dict, name: str) -> float:
 # ---- weights, by distance ----
 
 
-def distance_statistics(run: Run, length: int, windows: Iterable[Tensor]) -> dict:
-    """The values of the part of --distances, over windows [1, length]."""
-    pairs, found = visible_pairs(length, head_windows(run.config)), []  # [layers, H, groups]
+def measure_distances(run: Run, windows: Iterable[Tensor]) -> dict:
+    """The shares of --distances, means over windows [1, block_size]."""
+    length = run.config.block_size
+    pairs = visible_pairs(length, head_windows(run.config))  # [layers, H, groups]
+    by_window = []
     for idx in windows:
         with run.autocast():
             # the signs of weights, in a byte each
             signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
-        layers = zip(signs, pairs, strict=True)
-        found.append(torch.stack([shares(A[0], seen) for A, seen in layers]))
-    positive, dead_rows, dead_keys = torch.stack(found).mean(0).split((pairs.shape[-1], 1, 1), -1)
+        by_layer = []
+        for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
+            by_layer.append(shares(layer_signs[0], layer_pairs))
+        by_window.append(torch.stack(by_layer))
+    mean = torch.stack(by_window).mean(0)  # [layers, H, groups + 2]
     return {
-        "length": length, "distances": distances(length), "positive": without_nan(positive),
-        "dead_rows": dead_rows[..., 0].tolist(), "dead_keys": dead_keys[..., 0].tolist(),
-    }  # fmt: skip
+        "length": length,
+        "distances": distances(length),
+        "positive": without_nan(mean[..., :-2]),
+        "dead_rows": mean[..., -2].tolist(),
+        "dead_keys": mean[..., -1].tolist(),
+    }
 
 
 def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:
-    """How many pairs of query and key heads see in groups of distances, [layers, H, groups]."""
+    """The number of pairs of query and key that heads see, [layers, H, groups of distances]."""
     distance = torch.arange(length)
-    most = torch.tensor([[window or length for window in heads] for heads in windows])
-    return grouped((length - distance) * (distance < most[..., None])).double()
+    limits = torch.tensor([[window or length for window in heads] for heads in windows])
+    visible = distance < limits[..., None]
+    pairs = (length - distance) * visible  # [layers, H, L]
+    return grouped(pairs).double()
 
 
 def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     """The shares of one window, [H, groups + 2], from the signs of its weights [H, L, L].
 
-    `pairs` are its `visible_pairs`; where there are none, the share is NaN.
+    These are positive weights by distance, NaN where `visible_pairs` are 0; dead rows; dead keys.
     """
-    length, used = sign.shape[-1], sign != 0
-    positive = [(sign.diagonal(-d, -2, -1) > 0).sum(-1) for d in range(length)]
-    dead = (~used.any(-1), ~used.tril(-1).any(-2)[:, : length // 2])
-    dead_shares = torch.stack([x.double().mean(-1).cpu() for x in dead], dim=-1)
-    return torch.cat((grouped(torch.stack(positive, dim=-1)).cpu() / pairs, dead_shares), dim=-1)
+    length = sign.shape[-1]
+    positive = []
+    for distance in range(length):
+        diagonal = sign.diagonal(-distance, -2, -1)
+        positive.append((diagonal > 0).sum(-1))
+    positive_shares = grouped(torch.stack(positive, dim=-1)).cpu() / pairs
+    used = sign != 0
+    used_rows = used.any(-1)
+    used_keys = used.tril(-1).any(-2)[:, : length // 2]
+    dead_shares = []
+    for live in (used_rows, used_keys):
+        dead_shares.append((~live).double().mean(-1, keepdim=True).cpu())
+    return torch.cat((positive_shares, *dead_shares), dim=-1)
 
 
 def mean_shares(result: dict) -> dict[str, float]:
@@ -311,21 +346,31 @@ def mean_shares(result: dict) -> dict[str, float]:
     NaN where there is no such pair.
     """
     part = result["parts"][BY_DISTANCE]
-    length, last = part["length"], torch.tensor(part["distances"])  # of each group
-    pairs = visible_pairs(length, result["head_windows"])
-    positive = with_nan(part["positive"]).nan_to_num() * pairs
-    first = last.roll(1).add(1).index_fill(0, torch.tensor(0), 0)
-    of = {"near": last < max(1, NEAR * length), "far": first >= length / 2, "all": last >= 0}
-    means = {k: (positive[..., at].sum() / pairs[..., at].sum()).item() for k, at in of.items()}
-    dead = {k: torch.tensor(part[k.replace(" ", "_")]) for k in ("dead rows", "dead keys")}
-    return means | {k: shares.mean().item() for k, shares in dead.items()}
+    length = part["length"]
+    pairs = visible_pairs(length, result["head_windows"])  # [layers, H, groups]
+    positive = with_nan(part["positive"]).nan_to_num() * pairs  # as many have a positive weight
+    last = torch.tensor(part["distances"])  # of each group
+    first = torch.cat((torch.tensor([0]), last[:-1] + 1))
+    groups = {
+        "near": last < max(1, NEAR * length),
+        "far": first >= length / 2,
+        "all": last >= 0,
+    }
+    means = {}
+    for name, group in groups.items():
+        share = positive[..., group].sum() / pairs[..., group].sum()
+        means[name] = share.item()
+    means["dead rows"] = torch.tensor(part["dead_rows"]).mean().item()
+    means["dead keys"] = torch.tensor(part["dead_keys"]).mean().item()
+    return means
 
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
-    """The distances + 1, and the share of positive weights: over the heads that see, and layers."""
+    """The distances + 1, and the mean share of positive weights over the heads that see so far."""
     part = result["parts"][BY_DISTANCE]
-    shares = with_nan(part["positive"]).flatten(0, 1).nanmean(0).tolist()
-    return [distance + 1 for distance in part["distances"]], shares
+    by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
+    distances = [distance + 1 for distance in part["distances"]]
+    return distances, by_head.nanmean(0).tolist()
 
 
 # ---- the tables and the pictures ----
@@ -348,16 +393,21 @@ def show(options: MapOptions, results: Results) -> dict[str, Figure]:
 
 
 def show_distances(results: Results) -> Figure:
-    """A line and a curve for every run."""
+    """Print a line and draw a curve for every run."""
+    curves = []
+    table: list[list[str]] = []
+    for name, result in results.items():
+        curves.append(Curve(name, *positive_curve(result)))
+        shares = mean_shares(result)
+        if not table:
+            table.append(["", *shares])
+        table.append([name, *(f"{share:.4f}" for share in shares.values())])
     length = next(iter(results.values()))["parts"][BY_DISTANCE]["length"]
     print(f"\nshare of positive weights, validation tokens in windows of {length}")
-    means = {name: mean_shares(result) for name, result in results.items()}
-    table = [["", *next(iter(means.values()))]]
-    table += [[name, *(f"{share:.4f}" for share in of.values())] for name, of in means.items()]
     print_table(table, width=11)
-    curves = [Curve(name, *positive_curve(result)) for name, result in results.items()]
-    x, y = "distance from the diagonal + 1, up to", "share of weights above 0"
-    return draw_curves({"": curves}, x, y, "x")
+    return draw_curves(
+        {"": curves}, "distance from the diagonal + 1, up to", "share of weights above 0", log="x"
+    )
 
 
 def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure | None:
@@ -370,23 +420,34 @@ def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure
 
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
-    H, L, _ = A.shape
-    tokenizer = get_tokenizer(run.config.tokenizer)
-    words = [ascii(tokenizer.decode([i]))[1:-1].replace("$", r"\$") for i in ids]
-    low, colours = (-CLAMP, "RdBu_r") if A.min() < 0 else (0.0, "viridis")
-    distance = torch.arange(L)[:, None] - torch.arange(L)
-    unseen = (distance < 0) | (distance >= keys_seen(run.config, layer, L)[..., None])
-    figure, all_axes = panels(H)
-    for axes, head in zip(all_axes, A.masked_fill(unseen, math.nan).numpy(), strict=True):
-        image = axes.imshow(head, vmin=low, vmax=CLAMP, cmap=colours)
-        axes.set_title(f"head {all_axes.index(axes)}", fontsize="small")
-        if L <= WORDS:
-            axes.set_xticks(range(L), words, rotation=90, fontsize=5)
-            axes.set_yticks(range(L), words, fontsize=5)
+    heads, length, _ = A.shape
+    low = 0.0
+    colours = "viridis"
+    if A.min() < 0:
+        low = -CLAMP
+        colours = "RdBu_r"
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    keys = visible_keys(run.config, layer, length)
+    hidden = (distance < 0) | (distance >= keys[..., None])
+    maps = A.masked_fill(hidden, math.nan).numpy()
+    figure, all_axes = panels(heads)
+    for head, axes in enumerate(all_axes):
+        image = axes.imshow(maps[head], vmin=low, vmax=CLAMP, cmap=colours)
+        axes.set_title(f"head {head}", fontsize="small")
+        if length <= WORDS:
+            words = [printable(run.config.tokenizer, token) for token in ids]
+            axes.set_xticks(range(length), words, rotation=90, fontsize=5)
+            axes.set_yticks(range(length), words, fontsize=5)
     clamped = f"weights clamped to [{low:g}, {CLAMP:g}]; rows are queries"
     figure.suptitle(f"{run.config.variant_name}, layer {layer}: {clamped}", fontsize="medium")
     figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
+
+
+def printable(tokenizer: str, token: int) -> str:
+    """The text of a token in ASCII; matplotlib would read $ as the start of a formula."""
+    text = get_tokenizer(tokenizer).decode([token])
+    return ascii(text)[1:-1].replace("$", r"\$")
 
 
 ATTENTION_MAPS = Evaluation(

@@ -61,8 +61,10 @@ from scripts.common.validation import (
     sliding_window,
 )
 
-PASSAGE = 1 / 4  # of the training length
-WITHIN, BEYOND = (0.25, 0.5, 0.75), (2, 4, 8, 16)  # training lengths
+# In training lengths.
+PASSAGE = 1 / 4
+WITHIN = (0.25, 0.5, 0.75)
+BEYOND = (2, 4, 8, 16)
 UNIT = "worth of the first copy (nats per token)"
 
 
@@ -75,25 +77,37 @@ class CopyingOptions(ControlOptions):
     )
     passages: int = option(64, "to copy", at_least=2)
 
-    def lags_of(self, config: Config) -> tuple[int, ...]:
-        beyond = default_lengths([config], BEYOND) if self.lags is None else self.lags
-        return tuple(sorted({*default_lengths([config], WITHIN), *beyond}))
+    def lags_of(self, config: Config) -> list[int]:
+        """The lags in ascending order, in tokens."""
+        lags = self.lags
+        if lags is None:
+            lags = default_lengths([config], BEYOND)
+        return sorted({*default_lengths([config], WITHIN), *lags})
+
+
+def passage_of(config: Config) -> int:
+    """The tokens of a passage."""
+    return int(PASSAGE * config.block_size)
 
 
 def longest_window(options: CopyingOptions, config: Config) -> int:
+    """The tokens of the window with the longest lag."""
     return options.lags_of(config)[-1] + passage_of(config)
 
 
 def identify(options: CopyingOptions, config: Config) -> dict:
-    size, (shortest, *_, longest) = passage_of(config), options.lags_of(config)
+    size = passage_of(config)
+    lags = options.lags_of(config)
     check_lengths(config, [longest_window(options, config)])
-    if shortest < size:
-        raise UserError(f"lag {shortest} is shorter than a passage, which has {size} tokens")
-    available, needed = len(checked_tokens(config)), max(longest, options.passages * size)
+    if lags[0] < size:
+        raise UserError(f"lag {lags[0]} is shorter than a passage, which has {size} tokens")
+    available = len(checked_tokens(config))
+    needed = max(lags[-1], options.passages * size)
     if available < needed:
-        asked = f"{options.passages} passages of {size} tokens and a lag of {longest}"
-        found = f"{config.data_dir}: {available} validation tokens"
-        raise UserError(f"{found}, but {asked} take {needed}")
+        raise UserError(
+            f"{config.data_dir}: {available} validation tokens, but {options.passages} passages of "
+            f"{size} tokens and a lag of {lags[-1]} take {needed}"
+        )
     return {"passages": options.passages, "passage_tokens": size}
 
 
@@ -104,18 +118,14 @@ def chunks(options: CopyingOptions, config: Config) -> dict[str, int]:
 
 def measure(options: CopyingOptions, run: Run, lag: int) -> dict:
     tokens = checked_tokens(run.config)
-    pair = copies(tokens, options.passages, lag, passage_of(run.config))
-    copied, other = (copy_losses(run, windows, lag) for windows in pair)
-    return {"lag": lag, "loss": copied.mean().item(), "worth": (other - copied).tolist()}
+    copied, other = copies(tokens, options.passages, lag, passage_of(run.config))
+    loss = copy_losses(run, copied, lag)
+    loss_without = copy_losses(run, other, lag)
+    return {"lag": lag, "loss": loss.mean().item(), "worth": (loss_without - loss).tolist()}
 
 
 def control(options: CopyingOptions, config: Config) -> CopyingOptions | None:
     return sliding_window(options, config, longest_window(options, config))
-
-
-def passage_of(config: Config) -> int:
-    """The tokens of a passage."""
-    return int(PASSAGE * config.block_size)
 
 
 def copies(
@@ -123,9 +133,9 @@ def copies(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Windows [count, lag + size] whose last `size` tokens are their first, and the same windows
     with another passage as their first tokens."""
-    starts = np.arange(count)[:, None] * (len(tokens) // count)
-    places = starts + np.arange(lag + size) % lag
-    copied = tokens.take(places, mode="wrap").astype(np.int64)
+    starts = np.arange(count) * (len(tokens) // count)
+    offsets = np.arange(lag + size) % lag
+    copied = tokens.take(starts[:, None] + offsets, mode="wrap").astype(np.int64)
     other = copied.copy()
     other[:, :size] = np.roll(copied[:, :size], count // 2, axis=0)
     return copied, other
@@ -133,7 +143,7 @@ def copies(
 
 @torch.no_grad()
 def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.float64]:
-    """The mean loss in nats of the tokens after number `lag`, for each of the windows [n, L]."""
+    """The mean loss in nats on the second copy but its first token, for each window [n, L]."""
     means = []
     for batch in batches(windows, windows.shape[1]):
         x = torch.from_numpy(np.stack(batch)).to(run.device)
@@ -148,48 +158,81 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
 # ---- the table and the picture ----
 
 
+def lags_in(result: dict) -> list[int]:
+    """The lags of a measurement, in ascending order."""
+    return sorted(map(int, result["parts"]))
+
+
 def worth_at(result: dict, lags: Sequence[int]) -> tuple[float, float]:
     """The mean worth at these lags, and its standard error over passages."""
-    worths = np.mean([result["parts"][str(lag)]["worth"] for lag in lags], axis=0)
-    return worths.mean(), worths.std(ddof=1) / math.sqrt(len(worths))
+    by_passage = np.mean([result["parts"][str(lag)]["worth"] for lag in lags], axis=0)
+    return by_passage.mean(), by_passage.std(ddof=1) / math.sqrt(len(by_passage))
 
 
 def shares_kept(result: dict) -> dict[int, float | str]:
     """The worth over the worth within T, at each lag from T on; or "undecided" or "hurt"."""
-    lags, trained = sorted(map(int, result["parts"])), result["trained_length"]
-    losses = {lag: result["parts"][str(lag)]["loss"] for lag in lags}
+    trained = result["trained_length"]
     within = [int(multiple * trained) for multiple in WITHIN]
     worth, error = worth_at(result, within)
-    without = np.mean([losses[lag] for lag in within]) + worth  # the first copy
-
-    def share(lag: int) -> float | str:
+    # the loss within T where the first copy is missing
+    loss_without = np.mean([result["parts"][str(lag)]["loss"] for lag in within]) + worth
+    shares: dict[int, float | str] = {}
+    for lag in lags_in(result):
+        if lag < trained:
+            continue
         if worth <= 0 or worth < 2 * error:
-            return "undecided"
-        return "hurt" if losses[lag] > without else worth_at(result, [lag])[0] / worth
-
-    return {lag: share(lag) for lag in lags if lag >= trained}
+            shares[lag] = "undecided"
+        elif result["parts"][str(lag)]["loss"] > loss_without:
+            shares[lag] = "hurt"
+        else:
+            shares[lag] = worth_at(result, [lag])[0] / worth
+    return shares
 
 
 def show(options: CopyingOptions, results: Results) -> dict[str, Figure]:
     """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
-    title, curves = title_of(results.values()), []
-    print("\n" + ", ".join(filter(None, (UNIT, title))))
+    title = title_of(results.values())
+    print(f"\n{UNIT}, {title}" if title else f"\n{UNIT}")
+    curves = []
     for name, result, is_control in with_controls(results):
-        lags = sorted(map(int, result["parts"]))
-        worths, errors = zip(*(worth_at(result, [lag]) for lag in lags), strict=True)
-        kept = shares_kept(result)
-        shares = [share if isinstance(share, str) else f"{share:z.2f}" for share in kept.values()]
-        label = f"{name}, sliding window of {result['window']}" if is_control else name
+        label = name
+        if is_control:
+            label += f", sliding window of {result['window']}"
         print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
-        losses = [result["parts"][str(lag)]["loss"] for lag in lags]
-        table = [["lag", *map(str, lags)], ["loss", *(f"{loss:.4f}" for loss in losses)]]
-        table += [["worth", *(f"{worth:z.4f}" for worth in worths)]]
-        table += [["standard error", *(f"{error:.4f}" for error in errors)]]
-        print_table([*table, ["share kept", *[""] * (len(lags) - len(shares)), *shares]])
-        drawn = np.where([kept.get(lag) == "hurt" for lag in lags], math.nan, worths)
-        low, high = drawn - errors, drawn + errors
-        curves.append(Curve(name, lags, drawn, low, high, thin=is_control))
+        print_lags(result)
+        curves.append(worth_curve(name, result, is_control))
     return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
+
+
+def print_lags(result: dict) -> None:
+    """Print a column for each lag."""
+    shares = shares_kept(result)
+    columns = [("lag", "loss", "worth", "standard error", "share kept")]
+    for lag in lags_in(result):
+        loss = result["parts"][str(lag)]["loss"]
+        worth, error = worth_at(result, [lag])
+        share = shares.get(lag, "")
+        if not isinstance(share, str):
+            share = f"{share:z.2f}"
+        columns.append((str(lag), f"{loss:.4f}", f"{worth:z.4f}", f"{error:.4f}", share))
+    print_table(list(zip(*columns, strict=True)))
+
+
+def worth_curve(name: str, result: dict, is_control: bool) -> Curve:
+    """The worth by lag, with its standard error; a gap where the long context hurts."""
+    shares = shares_kept(result)
+    lags = lags_in(result)
+    worths = []
+    errors = []
+    for lag in lags:
+        worth, error = worth_at(result, [lag])
+        if shares.get(lag) == "hurt":
+            worth = math.nan
+        worths.append(worth)
+        errors.append(error)
+    low = np.subtract(worths, errors)
+    high = np.add(worths, errors)
+    return Curve(name, lags, worths, low, high, thin=is_control)
 
 
 COPYING = Evaluation(

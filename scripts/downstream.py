@@ -37,7 +37,11 @@ from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
 
 # The columns of the paper's tables are tasks with a metric, such as "piqa acc_norm".
-COLUMNS = [c for table in ("table2", "table_a1", "table_a2") for c in LSSAR[table]["columns"]]
+COLUMNS = [
+    *LSSAR["table2"]["columns"],
+    *LSSAR["table_a1"]["columns"],
+    *LSSAR["table_a2"]["columns"],
+]
 PAPER_TASKS = tuple(dict.fromkeys(column.split()[0] for column in COLUMNS))
 # Metrics that are shares of correct answers, printed in percent.
 SHARES = ("acc", "exact_match")
@@ -57,7 +61,9 @@ class DownstreamOptions(EvaluationOptions):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return PAPER_TASKS if self.tasks == "paper" else tuple(self.tasks.split(","))
+        if self.tasks == "paper":
+            return PAPER_TASKS
+        return tuple(self.tasks.split(","))
 
 
 def longest(options: DownstreamOptions, config: Config) -> int:
@@ -94,7 +100,8 @@ def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
 
 def summarise(chunks: dict[str, dict]) -> dict:
     """The versions of the harness."""
-    return {"lm_eval": ", ".join(sorted({chunk["lm_eval"] for chunk in chunks.values()}))}
+    versions = {chunk["lm_eval"] for chunk in chunks.values()}
+    return {"lm_eval": ", ".join(sorted(versions))}
 
 
 # ---- the harness ----
@@ -112,11 +119,12 @@ def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
     require("eval", "lm_eval")
     from lm_eval.tasks import TaskManager
 
-    manager, tasks = TaskManager(), {}
+    manager = TaskManager()
     for name in names:
         if name not in manager.task_index:
             near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
             raise UserError(f"lm-evaluation-harness has no task {name!r}; similar names: {near}")
+    tasks = {}
     for name in names:
         try:
             loaded = manager.load([name])
@@ -125,8 +133,10 @@ def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
                 f"task {name} cannot be loaded: {type(error).__name__}: {first_line(error)}; a "
                 "machine without a network needs the data in HF_HOME, and HF_HUB_OFFLINE=1"
             ) from error
-        groups = loaded["groups"]
-        tasks[name] = [groups[name]] if name in groups else [*loaded["tasks"].values()]
+        if name in loaded["groups"]:
+            tasks[name] = [loaded["groups"][name]]
+        else:  # a task, or the tasks of a tag
+            tasks[name] = list(loaded["tasks"].values())
     return manager, tasks
 
 
@@ -147,16 +157,23 @@ def harness_model(run: Run, max_length: int) -> Any:
         def _batch_scheduler(self, pos: int, requests: list[tuple]) -> int:
             _, context, continuation = requests[pos]
             tokens = len(context) + len(continuation) - 1
-            return 1 if tokens > trained else max(1, BATCH_TOKENS // trained)
+            if tokens > trained:
+                return 1
+            return max(1, BATCH_TOKENS // trained)
 
         def _detect_batch_size(self, *arguments: Any) -> int:
             return 1
 
     return Model(
-        transformers_model(run), "causal", tokenizer=transformers_tokenizer(run.config),
-        add_bos_token=False, max_length=max_length, batch_size="auto", softmax_dtype="float32",
+        transformers_model(run),
+        "causal",
+        tokenizer=transformers_tokenizer(run.config),
+        add_bos_token=False,
+        max_length=max_length,
+        batch_size="auto",
+        softmax_dtype="float32",
         mixed_precision_dtype=None if run.dtype == torch.float32 else run.dtype,
-    )  # fmt: skip
+    )
 
 
 # ---- results ----
@@ -166,38 +183,59 @@ def readable(results: dict) -> dict:
     """Task or group -> samples, few-shot examples, and metric -> value and standard error."""
     tables = {}
     for name, values in results["results"].items():
-        metrics = {}
-        for key, value in values.items():
-            metric, comma, filters = key.partition(",")  # the filter applied to answers, or none
-            if comma and not metric.endswith("_stderr"):
-                error = values.get(f"{metric}_stderr,{filters}")
-                metrics[metric if filters == "none" else key] = {
-                    "value": float(value),
-                    "stderr": float(error) if isinstance(error, (int, float)) else None,
-                }
-        shots = results["n-shot"].get(name)
-        tables[name] = {"samples": values["sample_len"], "num_fewshot": shots, "metrics": metrics}
+        tables[name] = {
+            "samples": values["sample_len"],
+            "num_fewshot": results["n-shot"].get(name),
+            "metrics": readable_metrics(values),
+        }
     return tables
+
+
+def readable_metrics(values: dict) -> dict[str, dict]:
+    """Metric -> value and standard error, if it has one, from entries such as "acc,none"."""
+    metrics = {}
+    for key, value in values.items():
+        metric, comma, filters = key.partition(",")  # the filter applied to answers, or none
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = values.get(f"{metric}_stderr,{filters}")
+        metrics[metric if filters == "none" else key] = {
+            "value": float(value),
+            "stderr": float(error) if isinstance(error, (int, float)) else None,
+        }
+    return metrics
 
 
 def show(options: DownstreamOptions, results: Results) -> dict[str, Figure]:
     """Print all scores; there is no picture."""
     for name, result in results.items():
-        how = (f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval"))
+        how = [f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval")]
         print(f"{name}: {', '.join(how)}")
     table = [["task", "metric", "run", "value", "stderr", "samples"]]
-    for part, measured in next(iter(results.values()))["parts"].items():
+    first = next(iter(results.values()))
+    for name, part in first["parts"].items():
+        scores = part["scores"]
         # a group has its own score, a tag has only the scores of its tasks
-        tasks = [part] if part in measured["scores"] else measured["scores"]
-        for task, metric in ((t, m) for t in tasks for m in measured["scores"][t]["metrics"]):
-            percent = 100 if metric.startswith(SHARES) else 1
-            for name, result in results.items():
-                score = result["parts"][part]["scores"][task]
-                numbers = score["metrics"][metric].values()  # the value and its standard error
-                texts = ["" if x is None else f"{percent * x:.2f}" for x in numbers]
-                table.append([task, metric, name, *texts, str(score["samples"])])
+        tasks = [name] if name in scores else scores
+        for task in tasks:
+            for metric in scores[task]["metrics"]:
+                for run, result in results.items():
+                    score = result["parts"][name]["scores"][task]
+                    table.append([task, metric, run, *score_cells(score, metric)])
     print_table(table, left=3)
     return {}
+
+
+def score_cells(score: dict, metric: str) -> list[str]:
+    """A metric's value, standard error and number of samples; shares are in percent."""
+    factor = 100 if metric.startswith(SHARES) else 1
+    value = score["metrics"][metric]["value"]
+    error = score["metrics"][metric]["stderr"]
+    return [
+        f"{factor * value:.2f}",
+        "" if error is None else f"{factor * error:.2f}",
+        str(score["samples"]),
+    ]
 
 
 DOWNSTREAM = Evaluation(

@@ -22,6 +22,8 @@ the labels. An interrupted fine-tuning begins anew.
 
 import copy
 import importlib.metadata
+import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
@@ -53,7 +56,8 @@ from train import Batch, is_finite_step, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
-INNER = 4
+INNER_PLANETS = 4
+WEEK, HALF_YEAR = TIME_STEPS
 # Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
 VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
 # Learning rates over the learning rate of training: the published 2e-4 and 6e-4 over 6e-4.
@@ -63,7 +67,9 @@ ARROWS = 40  # of a planet
 # Symbolic regression: draws of SAMPLE of the NEAREST positions, each searched RESTARTS times.
 NEAREST, DRAWS, SAMPLE, RESTARTS = 5000, 5, 1000, 3
 MAX_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
+SMALLEST = 1e-300  # instead of 0 in a denominator or a logarithm
 VARIABLES = ("r", "m1", "m2")
+COLUMNS = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
 # pyoperon always fits an additive constant. Below this share of F's standard deviation the constant
 # is not printed, and a law with it is still a law.
 OFFSET = 0.01
@@ -83,11 +89,16 @@ class PhysicsOptions(EvaluationOptions):
 
 def identify(options: PhysicsOptions, config: Config) -> dict:
     require("physics", "sklearn", "pyoperon")
-    return {name: getattr(options, name) for name in ("steps", "batch", "pairs", "oracle")}
+    return {
+        "steps": options.steps,
+        "batch": options.batch,
+        "pairs": options.pairs,
+        "oracle": options.oracle,
+    }
 
 
 def measure(options: PhysicsOptions, run: Run, probe: Callable[..., dict]) -> dict:
-    return probe(run, options)
+    return probe(options, run)
 
 
 # ---- the labels ----
@@ -116,22 +127,23 @@ class Task:
         return scaler.transform(flat).reshape(self.states.shape)
 
 
-def label(
-    systems: Sequence[Elements], config: Config, count: int
-) -> tuple[NDArray[np.uint16], Floats, Floats, NDArray[np.bool_]]:
-    """The tokens of systems of one planet, the vectors from star to planet [systems, points, 2],
-    the masses of planet and star [systems, points, 2], and `count` random points of each system as
-    labelled.
+def two_body_states(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floats]:
+    """Vectors from star to planet, and masses of planet and star: both [systems, points, 2].
 
     The points are the points in time whose planet is within a sequence of block_size entries.
     """
-    at = np.concatenate([group for _, group in simulated(systems, config.block_size)])
-    points = at.shape[1]
-    masses = np.stack([one.masses for one in systems])[:, None].repeat(points, axis=1)
-    order = np.tile(np.arange(points), (len(systems), 1))
-    labelled = np.random.default_rng(0).permuted(order, axis=1).argsort(axis=1) < count
-    tokens = tokenise(systems, config.bins, config.block_size)
-    return tokens, at[:, :, 0] - at[:, :, 1], masses, labelled
+    groups = [positions for _, positions in simulated(systems, config.block_size)]
+    positions = np.concatenate(groups)  # [systems, points, (planet, star), 2]
+    masses = np.stack([system.masses for system in systems])[:, None]
+    points = positions.shape[1]
+    return positions[:, :, 0] - positions[:, :, 1], masses.repeat(points, axis=1)
+
+
+def choose_labelled(states: Floats, count: int) -> NDArray[np.bool_]:
+    """Choose `count` random points of each system, [systems, points]."""
+    systems, points, _ = states.shape
+    order = np.tile(np.arange(points), (systems, 1))
+    return np.random.default_rng(0).permuted(order, axis=1).argsort(axis=1) < count
 
 
 def vector_task(config: Config) -> Task:
@@ -139,60 +151,88 @@ def vector_task(config: Config) -> Task:
 
     A planet begins at its perihelion. A sequence's scale is the largest component of its forces.
     """
-    systems = [
-        Elements(
-            masses=np.array([mass, 1.0]), axes=np.array([axis]), eccentricities=np.array([e]),
-            tilts=np.zeros(1), phases=np.zeros(1), centre=np.zeros(2),
-            time_step=TIME_STEPS[number >= INNER],
+    systems: list[Elements] = []
+    for mass, axis, eccentricity in SOLAR_SYSTEM.values():
+        inner = len(systems) < INNER_PLANETS
+        planet = Elements(
+            masses=np.array([mass, 1.0]),
+            axes=np.array([axis]),
+            eccentricities=np.array([eccentricity]),
+            tilts=np.zeros(1),
+            phases=np.zeros(1),
+            centre=np.zeros(2),
+            time_step=WEEK if inner else HALF_YEAR,
         )
-        for number, (mass, axis, e) in enumerate(SOLAR_SYSTEM.values())
-    ]  # fmt: skip
-    tokens, vectors, masses, labelled = label(systems, config, VECTOR_LABELS)
+        systems.append(planet)
+    vectors, masses = two_body_states(systems, config)
     distance = np.linalg.norm(vectors, axis=-1, keepdims=True)
     forces = -G * masses.prod(-1, keepdims=True) * vectors / distance**3
-    scale = np.abs(forces).max(axis=1, keepdims=True)
-    return Task(tokens, np.concatenate((vectors, masses), axis=-1), forces, scale, labelled)
+    return Task(
+        tokens=tokenise(systems, config.bins, config.block_size),
+        states=np.concatenate((vectors, masses), axis=-1),
+        forces=forces,
+        scale=np.abs(forces).max(axis=1, keepdims=True),
+        labelled=choose_labelled(vectors, VECTOR_LABELS),
+    )
 
 
 def magnitude_task(config: Config, pairs: int) -> Task:
-    """The force in two-body systems, all labelled but a tenth; its scale is its root mean square
-    over the labels."""
+    """The force in two-body systems, whose scale is its root mean square over the labels.
+
+    All positions of nine systems of ten are labelled.
+    """
     systems = [draw_pair(PAIRS, index) for index in range(pairs)]
-    tokens, vectors, masses, labelled = label(systems, config, MAGNITUDE_LABELS)
+    vectors, masses = two_body_states(systems, config)
+    labelled = choose_labelled(vectors, MAGNITUDE_LABELS)
     labelled[: pairs - pairs // 10] = True
     distance = np.linalg.norm(vectors, axis=-1, keepdims=True)
     forces = G * masses[..., :1] * masses[..., 1:] / distance**2
-    scale = np.sqrt((forces[labelled] ** 2).mean(keepdims=True))
-    return Task(tokens, np.concatenate((distance, masses), axis=-1), forces, scale, labelled)
+    return Task(
+        tokens=tokenise(systems, config.bins, config.block_size),
+        states=np.concatenate((distance, masses), axis=-1),
+        forces=forces,
+        scale=np.sqrt((forces[labelled] ** 2).mean(keepdims=True)),
+        labelled=labelled,
+    )
 
 
 # ---- the probes ----
 
 
-def predict(run: Run, physics: PhysicsOptions, probe: str, task: Task) -> Floats:
+def predict(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats:
     """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
-    if not physics.oracle:
-        return finetune(run, physics, probe, task) * task.scale
+    if options.oracle:
+        targets = nearest_labels(task, NEIGHBOURS[probe])
+    else:
+        targets = finetune(options, run, probe, task)
+    return targets * task.scale
+
+
+def nearest_labels(task: Task, neighbours: int) -> Floats:
+    """The mean target of each point's nearest labelled states."""
     from sklearn.neighbors import KNeighborsRegressor
 
-    states, known = task.standardised(), task.labelled
-    nearest = KNeighborsRegressor(NEIGHBOURS[probe]).fit(states[known], task.targets[known])
-    predicted = nearest.predict(states.reshape(-1, states.shape[-1]))
-    return predicted.reshape(task.forces.shape) * task.scale
+    states = task.standardised()
+    regressor = KNeighborsRegressor(neighbours)
+    regressor.fit(states[task.labelled], task.targets[task.labelled])
+    return regressor.predict(states.reshape(-1, states.shape[-1])).reshape(task.forces.shape)
 
 
-def finetune(run: Run, physics: PhysicsOptions, probe: str, task: Task) -> Floats:
+def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats:
     """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
 
     Raises RuntimeError where the loss or the gradient norm is not finite.
     """
     config = run.config.replace(
-        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate, min_lr=0.0,
-        optimizer="adamw", dtype=str(run.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    open_device(physics.device)  # with the float32 precision of training
+        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
+        min_lr=0.0,
+        optimizer="adamw",
+        dtype=str(run.dtype).removeprefix("torch."),
+    )
+    open_device(options.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
-    model, outputs = copy.deepcopy(run.model), task.forces.shape[-1]
+    outputs = task.forces.shape[-1]
+    model = copy.deepcopy(run.model)
     model.lm_head = nn.Linear(config.n_embd, outputs)
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
@@ -206,58 +246,69 @@ def finetune(run: Run, physics: PhysicsOptions, probe: str, task: Task) -> Float
     def squared_error(x: Tensor, y: Tensor) -> Tensor:
         return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
 
-    for step in tqdm(range(physics.steps), "fine-tuning", leave=False, disable=None):
-        sequences = min(physics.batch, len(x))
-        places = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
-        parts = [part[places].split(config.batch_size) for part in (x, y)]
-        batch = Batch([*zip(*parts, strict=True)], int(task.labelled[places].sum()) * outputs, 0)
+    for step in tqdm(range(options.steps), "fine-tuning", leave=False, disable=None):
+        sequences = min(options.batch, len(x))
+        indices = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
+        xs = x[indices].split(config.batch_size)
+        ys = y[indices].split(config.batch_size)
+        labels_in_batch = int(task.labelled[indices].sum()) * outputs
+        batch = Batch(list(zip(xs, ys, strict=True)), labels_in_batch, 0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not is_finite_step(loss, norm, training.scaler):
             at = f"{run.path}: {probe} diverged at step {step + 1}"
             raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
     model.eval()
     with torch.no_grad(), run.autocast():
-        predicted = [model(part)[:, 1::2].float().cpu() for part in x.split(config.batch_size)]
+        predicted = [model(tokens)[:, 1::2].float().cpu() for tokens in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
 
 
-def probe_vectors(run: Run, physics: PhysicsOptions) -> dict:
+def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
     """Cosine and relative error of each planet's forces without a label, and some arrows."""
     task = vector_task(run.config)
-    predicted = predict(run, physics, "vectors", task)
+    predictions = predict(options, run, "vectors", task)
     planets = {}
     for i, name in enumerate(SOLAR_SYSTEM):
-        judged = ~task.labelled[i]
-        a, b, at = predicted[i, judged], task.forces[i, judged], task.states[i, judged, :2]
-        length, true_length, error = (np.linalg.norm(x, axis=-1) for x in (a, b, a - b))
-        cosines = (a * b).sum(-1) / np.maximum(length * true_length, 1e-300)
-        arrows = slice(None, None, -(-len(at) // ARROWS))
+        unlabelled = ~task.labelled[i]
+        predicted = predictions[i, unlabelled]
+        true = task.forces[i, unlabelled]
+        places = task.states[i, unlabelled, :2]
+        lengths = np.linalg.norm(predicted, axis=-1)
+        true_lengths = np.linalg.norm(true, axis=-1)
+        errors = np.linalg.norm(predicted - true, axis=-1)
+        cosines = (predicted * true).sum(-1) / np.maximum(lengths * true_lengths, SMALLEST)
+        every = math.ceil(len(places) / ARROWS)
         planets[name] = {
             "cosine": float(cosines.mean()),
-            "relative_error": float((error / true_length).mean()),
-            "at": at[arrows].tolist(),
-            "true": b[arrows].tolist(),
-            "predicted": a[arrows].tolist(),
+            "relative_error": float((errors / true_lengths).mean()),
+            "at": places[::every].tolist(),
+            "true": true[::every].tolist(),
+            "predicted": predicted[::every].tolist(),
         }
-    names = ("cosine", "relative_error")
-    means = {name: float(np.mean([one[name] for one in planets.values()])) for name in names}
-    return means | {"planets": planets}
+    values = planets.values()
+    return {
+        "cosine": float(np.mean([planet["cosine"] for planet in values])),
+        "relative_error": float(np.mean([planet["relative_error"] for planet in values])),
+        "planets": planets,
+    }
 
 
-def probe_magnitudes(run: Run, physics: PhysicsOptions) -> dict:
+def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from scipy.stats import spearmanr
     from sklearn.neighbors import NearestNeighbors
 
-    task = magnitude_task(run.config, physics.pairs)
-    judged = ~task.labelled
-    predicted = predict(run, physics, "magnitudes", task)
-    forces, true, states = predicted[judged, 0], task.forces[judged, 0], task.states[judged]
+    task = magnitude_task(run.config, options.pairs)
+    unlabelled = ~task.labelled
+    forces = predict(options, run, "magnitudes", task)[unlabelled, 0]
+    true = task.forces[unlabelled, 0]
+    states = task.states[unlabelled]
     positive = forces > 0
     design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
     fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
     scaled = task.standardised()
-    distance, _ = NearestNeighbors(n_neighbors=1).fit(scaled[~judged]).kneighbors(scaled[judged])
+    neighbours = NearestNeighbors(n_neighbors=1).fit(scaled[task.labelled])
+    distance, _ = neighbours.kneighbors(scaled[unlabelled])
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
         "rank_correlation": float(spearmanr(forces, true).statistic),
@@ -283,118 +334,162 @@ class Equation(NamedTuple):
 
 def find_laws(states: Floats, forces: Floats, seed: int) -> list[dict]:
     """The equation of best score for F, in each draw from these states [positions, (r, m1, m2)]."""
-    rng, laws = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    laws = []
     for _ in tqdm(range(DRAWS), desc="symbolic regression", unit="draw"):
         sample = rng.choice(len(forces), min(SAMPLE, len(forces)), replace=False)
-        x, y = states[sample], forces[sample]
-        seeds = rng.integers(2**31, size=RESTARTS).tolist()
-        best = best_score([one for seed in seeds for one in search(x, y, seed)])
+        x = states[sample]
+        y = forces[sample]
+        candidates = []
+        for search_seed in rng.integers(2**31, size=RESTARTS).tolist():
+            candidates += search(x, y, search_seed)
+        best = best_score(candidates)
         laws.append({"nodes": best.nodes, "loss": best.loss} | law(best.formula, y.std()))
     return laws
 
 
 def loss(predicted: Floats, true: Floats) -> float:
     """The published loss: the mean absolute error, where errors up to 1e-8 count as 0."""
-    return float((np.maximum(NEGLIGIBLE, np.abs(predicted - true)) - NEGLIGIBLE).mean())
+    errors = np.abs(predicted - true)
+    return float((np.maximum(NEGLIGIBLE, errors) - NEGLIGIBLE).mean())
 
 
 def best_score(candidates: Sequence[Equation]) -> Equation:
     """The equation with the largest drop of log loss per node, on the Pareto front."""
     front: list[Equation] = []
-    for one in sorted(candidates, key=lambda one: (one.nodes, one.loss)):
-        if not front or one.loss < front[-1].loss:
-            front.append(one)
+    for equation in sorted(candidates, key=lambda equation: (equation.nodes, equation.loss)):
+        if not front or equation.loss < front[-1].loss:
+            front.append(equation)
     if len(front) == 1:
         return front[0]
-    drops = -np.diff(np.log([max(one.loss, 1e-300) for one in front]))
-    return front[1 + int(np.argmax(drops / np.diff([one.nodes for one in front])))]
+
+    def score(step: tuple[Equation, Equation]) -> float:
+        simpler, equation = step
+        drop = log_loss(simpler) - log_loss(equation)
+        return drop / (equation.nodes - simpler.nodes)
+
+    _, best = max(itertools.pairwise(front), key=score)
+    return best
+
+
+def log_loss(equation: Equation) -> float:
+    return math.log(max(equation.loss, SMALLEST))
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
     """The Pareto front of a search; 1/x is a quotient, and the factor of a variable is no node."""
     from pyoperon.sklearn import SymbolicRegressor
 
-    scale, middle = float(y.std()), float(np.median(y))
-    found = SymbolicRegressor(
+    scale = float(y.std())
+    median = float(np.median(y))
+    regressor = SymbolicRegressor(
         allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
-        objectives=["mae", "length"], max_length=MAX_NODES, generations=ITERATIONS,
-        population_size=1000, max_evaluations=10**9, random_state=seed,
-    ).fit(x, y / scale)  # fmt: skip
+        objectives=["mae", "length"],
+        max_length=MAX_NODES,
+        generations=ITERATIONS,
+        population_size=1000,
+        max_evaluations=10**9,
+        random_state=seed,
+    )
+    regressor.fit(x, y / scale)
     front = []
-    for one in found.pareto_front_:
-        predicted = found.evaluate_model(one["tree"], x) * scale
-        if one["variables"] and np.isfinite(predicted).all():
-            text = found.get_model_string(one["tree"], 12, list(VARIABLES))
-            front.append(Equation(one["length"], loss(predicted, y), f"{scale!r}*({text})"))
-        elif not one["variables"]:
-            front.append(Equation(1, loss(np.full_like(y, middle), y), f"{middle!r}"))
+    for candidate in regressor.pareto_front_:
+        if not candidate["variables"]:
+            front.append(Equation(1, loss(np.full_like(y, median), y), f"{median!r}"))
+            continue
+        predicted = regressor.evaluate_model(candidate["tree"], x) * scale
+        if np.isfinite(predicted).all():
+            text = regressor.get_model_string(candidate["tree"], 12, list(VARIABLES))
+            formula = f"{scale!r}*({text})"
+            front.append(Equation(candidate["length"], loss(predicted, y), formula))
     return front
 
 
 def law(formula: str, deviation: float) -> dict[str, Any]:
-    """The equation as text, and the powers and the factor of a product of powers, else None."""
+    """The equation as text, and the powers and the factor of a product of powers, else None.
+
+    `deviation` is that of F.
+    """
     import sympy
 
     expression = sympy.sympify(formula)
     constant, rest = expression.as_coeff_Add()
     if rest.free_symbols and abs(float(constant)) < OFFSET * deviation:
         expression = rest
+    rounded = {number: sympy.Float(number, 4) for number in expression.atoms(sympy.Float)}
+    equation = str(expression.xreplace(rounded)).replace("**", "^")
     factor, product = expression.as_coeff_Mul()
-    powers, symbols = product.as_powers_dict(), sympy.symbols(VARIABLES)
-    is_product = all(base in symbols and power.is_number for base, power in powers.items())
-    short = {number: sympy.Float(number, 4) for number in expression.atoms(sympy.Float)}
+    powers = product.as_powers_dict()
+    symbols = sympy.symbols(VARIABLES)
+    if not all(base in symbols and power.is_number for base, power in powers.items()):
+        return {"equation": equation, "powers": None, "factor": None}
     return {
-        "equation": str(expression.xreplace(short)).replace("**", "^"),
-        "powers": [float(powers[symbol]) for symbol in symbols] if is_product else None,
-        "factor": float(factor) if is_product else None,
+        "equation": equation,
+        "powers": [float(powers[symbol]) for symbol in symbols],
+        "factor": float(factor),
     }
 
 
-PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
+# ---- the table and the picture ----
 
 
-# ---- the numbers and the picture ----
-
-
-def show(physics: PhysicsOptions, results: Results) -> dict[str, Figure]:
-    """Print the numbers of every run, and draw the forces of all."""
-    columns = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
-    table = [["", *(column.replace("_", " ") for column in columns), *VARIABLES]]
-    for name, measured in results.items():
-        numbers = measured["parts"]["vectors"] | measured["parts"]["magnitudes"]
-        values = (*map(numbers.get, columns), *numbers["exponents"].values())
+def show(options: PhysicsOptions, results: Results) -> dict[str, Figure]:
+    """Print the scores and the laws of every run, and draw the forces of all."""
+    table = [["", *(column.replace("_", " ") for column in COLUMNS), *VARIABLES]]
+    for name, result in results.items():
+        scores = result["parts"]["vectors"] | result["parts"]["magnitudes"]
+        values = [scores[column] for column in COLUMNS]
+        values += scores["exponents"].values()
         table.append([name, *(f"{value:.3f}" for value in values)])
-        for found in numbers["laws"]:
-            print(f"{name}, law by {numbers['engine']}: F = {found['equation']}")
+        for law in scores["laws"]:
+            print(f"{name}, law by {scores['engine']}: F = {law['equation']}")
     print_table(table)
-    return {"oracle" if physics.oracle else "forces": plot_forces(results)}
+    picture = "oracle" if options.oracle else "forces"
+    return {picture: plot_forces(results)}
 
 
 def plot_forces(results: Results) -> Figure:
-    """Figs. 1 and A7: a line for each planet, with the true forces and each run's."""
-    runs = {name: measured["parts"]["vectors"]["planets"] for name, measured in results.items()}
+    """Figs. 1 and A7: a row of axes for each planet, with the true forces and each run's."""
+    runs = {name: result["parts"]["vectors"]["planets"] for name, result in results.items()}
     truths = next(iter(runs.values()))
-    lines, columns = len(truths), 1 + len(runs)
-    figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * lines + 0.4), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for line, (planet, truth) in zip(axes, truths.items(), strict=True):
-        at = np.array(truth["at"])
-        size, length = np.abs(at).max(), np.linalg.norm(truth["true"], axis=-1).max()
-        every = [truth["true"], *(one[planet]["predicted"] for one in runs.values())]
-        for axis, forces in zip(line, every, strict=True):
-            axis.quiver(
-                *at.T, *np.array(forces).T, angles="xy", scale_units="xy",
-                scale=length / (0.6 * size), width=0.008, color="C0" if axis is line[0] else "C1",
-            )  # fmt: skip
-            axis.plot(0, 0, "o", color="goldenrod", markersize=5)
-            limits = (-1.25 * size, 1.25 * size)
-            axis.set(xlim=limits, ylim=limits, aspect="equal", xticks=[], yticks=[])
-        line[0].set_ylabel(planet)
-    for axis, name in zip(axes[0], ("true", *runs), strict=True):
-        axis.set_title(name, fontsize="medium")
+    rows = len(truths)
+    columns = 1 + len(runs)
+    figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * rows + 0.4), layout="constrained")
+    all_axes = figure.subplots(rows, columns, squeeze=False)
+    for row, (planet, truth) in zip(all_axes, truths.items(), strict=True):
+        size = np.abs(truth["at"]).max()
+        longest = np.linalg.norm(truth["true"], axis=-1).max()
+        scale = longest / (0.6 * size)
+        row[0].set_ylabel(planet)
+        draw_arrows(row[0], truth["at"], truth["true"], scale, "C0")
+        for axes, planets in zip(row[1:], runs.values(), strict=True):
+            draw_arrows(axes, truth["at"], planets[planet]["predicted"], scale, "C1")
+    for axes, name in zip(all_axes[0], ("true", *runs), strict=True):
+        axes.set_title(name, fontsize="medium")
     return figure
 
 
+def draw_arrows(axes: Axes, places: list, forces: list, scale: float, color: str) -> None:
+    """Draw forces [n, 2] at places [n, 2] around the Sun; `scale` is force per length."""
+    x, y = np.transpose(places)
+    force_x, force_y = np.transpose(forces)
+    axes.quiver(
+        x,
+        y,
+        force_x,
+        force_y,
+        angles="xy",
+        scale_units="xy",
+        scale=scale,
+        width=0.008,
+        color=color,
+    )
+    axes.plot(0, 0, "o", color="goldenrod", markersize=5)
+    edge = 1.25 * np.abs(places).max()
+    axes.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal", xticks=[], yticks=[])
+
+
+PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
 PHYSICS = Evaluation(
     name="physics",
     options=PhysicsOptions,

@@ -17,6 +17,7 @@ recall_by_distance_RUN_RUN.png in the folder that contains them (or --out). Noth
 twice.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,18 +58,24 @@ class RecallOptions(LengthOptions):
 
     def pairs(self, config: Config, length: int) -> int:
         """How many keys a sequence of this length asks."""
-        return PAIRS * length // config.block_size if self.proportional else PAIRS
+        if self.proportional:
+            return PAIRS * length // config.block_size
+        return PAIRS
 
     def sequences(self, config: Config, length: int) -> int:
         """How many sequences have enough answers; at least 64, as answers of one are alike."""
-        one = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
-        return max(64, -(-self.answers // len(one.answers)))
+        first = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
+        return max(64, math.ceil(self.answers / len(first.answers)))
 
 
 def align(options: RecallOptions, configs: Sequence[Config]) -> RecallOptions:
     """All runs at the same lengths, which include the training lengths."""
-    multiples = [m for m in options.multiples if not options.proportional or PAIRS * m <= MQAR_KEYS]
-    lengths = options.lengths or default_lengths(configs, multiples)
+    lengths = options.lengths
+    if lengths is None:
+        multiples = list(options.multiples)
+        if options.proportional:
+            multiples = [n for n in multiples if PAIRS * n <= MQAR_KEYS]
+        lengths = default_lengths(configs, multiples)
     trained = {config.block_size for config in configs}
     return replace(options, lengths=tuple(sorted(trained.union(lengths))))
 
@@ -80,10 +87,13 @@ def identify(options: RecallOptions, config: Config) -> dict:
         raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
     if options.proportional and config.recall != "mqar":
         raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
-    fewest, most = options.pairs(config, lengths[0]), options.pairs(config, lengths[-1])
-    if not 0 < fewest <= most <= MQAR_KEYS:
-        each = f"{PAIRS} in every {config.block_size} tokens"
-        raise UserError(f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {each}")
+    fewest = options.pairs(config, lengths[0])
+    most = options.pairs(config, lengths[-1])
+    if fewest < 1 or most > MQAR_KEYS:
+        raise UserError(
+            f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {PAIRS} in every "
+            f"{config.block_size} tokens"
+        )
     return {
         "answers": options.answers,
         "proportional": options.proportional,
@@ -97,35 +107,46 @@ def chunks(options: RecallOptions, config: Config) -> dict[str, int]:
 
 
 def measure(options: RecallOptions, run: Run, length: int) -> dict:
-    task = run.config.recall
-    pairs, drawn, found = options.pairs(run.config, length), [], []
-    for batch in batches(range(options.sequences(run.config, length)), length):
-        drawn += (these := [draw(task, EVALUATION, i, length, pairs) for i in batch])
-        found += list(answer(run, these))
-    return judge(drawn, found)
+    pairs = options.pairs(run.config, length)
+    sequences: list[Drawn] = []
+    answers: list[NDArray[np.int64]] = []
+    for indices in batches(range(options.sequences(run.config, length)), length):
+        batch = [draw(run.config.recall, EVALUATION, index, length, pairs) for index in indices]
+        sequences += batch
+        answers += list(answer(run, batch))
+    return judge(sequences, answers)
 
 
 @torch.no_grad()
-def answer(run: Run, drawn: Sequence[Drawn]) -> NDArray[np.int64]:
+def answer(run: Run, sequences: Sequence[Drawn]) -> NDArray[np.int64]:
     """The likeliest token at each place of an answer: [sequences, answers]."""
-    pairs = zip(*((one.tokens, one.places) for one in drawn), strict=True)
-    tokens, places = (torch.from_numpy(np.stack(one)).to(run.device) for one in pairs)
+    tokens = torch.from_numpy(np.stack([drawn.tokens for drawn in sequences])).to(run.device)
+    places = torch.from_numpy(np.stack([drawn.places for drawn in sequences])).to(run.device)
     with run.autocast():
         hidden = run.model.hidden(tokens + run.config.text_ids)  # [B, L, n_embd]
     logits = run.model.logits(hidden.take_along_dim(places[..., None], 1).float())
     return logits.argmax(-1).cpu().numpy() - run.config.text_ids
 
 
-def judge(drawn: Sequence[Drawn], found: Sequence[NDArray[np.int64]]) -> dict:
+def judge(sequences: Sequence[Drawn], answers: Sequence[NDArray[np.int64]]) -> dict:
     """The results of one length, also by distance: up to 1, 2, 4, 8 .. tokens."""
-    right = np.stack([d.answers == f for d, f in zip(drawn, found, strict=True)])
-    limits = 2 ** np.ceil(np.log2([d.places - d.sources for d in drawn])).astype(int)
-    distances = {}
+    expected = np.stack([drawn.answers for drawn in sequences])
+    right = expected == np.stack(answers)
+    distances = np.stack([drawn.places - drawn.sources for drawn in sequences])
+    limits = 2 ** np.ceil(np.log2(distances)).astype(int)
+    by_distance = {}
     for limit in np.unique(limits):
         here = right[limits == limit]
-        distances[str(limit)] = {"answers": here.size, "accuracy": float(here.mean())}
-    shares = {"accuracy": float(right.mean()), "exact": float(right.all(1).mean())}
-    return shares | {"answers": right.size, "distances": distances}
+        by_distance[str(limit)] = {"answers": here.size, "accuracy": float(here.mean())}
+    return {
+        "accuracy": float(right.mean()),
+        "exact": float(right.all(1).mean()),
+        "answers": right.size,
+        "distances": by_distance,
+    }
+
+
+# ---- the table and the pictures ----
 
 
 def learned(result: dict) -> bool:
@@ -133,27 +154,20 @@ def learned(result: dict) -> bool:
     return accuracies(result)[result["trained_length"]] >= LEARNED
 
 
-def show(e: RecallOptions, results: Results) -> dict[str, Figure]:
+def show(options: RecallOptions, results: Results) -> dict[str, Figure]:
     """Print and draw the accuracy of runs that have learned, by length and by distance."""
     measurements = list(results.values())
-    tasks = dict.fromkeys(result["recall"] for result in measurements)
-    title = ", ".join(filter(None, [*tasks, title_of(measurements)]))
-    lengths, by_length, by_distance = list(accuracies(measurements[0])), [], []
+    lengths = list(accuracies(measurements[0]))
     table = [["length", *map(str, lengths), ""]]
+    by_length = []
+    by_distance = []
     for name, result in results.items():
-        shares, trained = accuracies(result), result["trained_length"]
-        known = learned(result) or any((e.window, e.p, e.attention, e.rope_factor, e.rope_theta))
-        cells = [f"{y:.1f}" if known or n == trained else "–" for n, y in shares.items()]
-        note = "" if known else f"not learned in {result['step']:,} steps"
-        if known:
-            by_length.append(Curve(name, lengths, [*shares.values()]))
-            at = result["parts"][str(lengths[-1])]["distances"].items()
-            far = {int(n): 100 * d["accuracy"] for n, d in at if d["answers"] >= FEWEST}
-            by_distance.append(Curve(name, list(far), list(far.values())))
-        table.append([name, *cells, note])
-        if result["recall"] == "sort" and not note:  # the authors' measure
-            exact = [f"{100 * result['parts'][str(n)]['exact']:.1f}" for n in lengths]
-            table.append(["  all answers of a sequence", *exact, ""])
+        table += table_rows(name, result, options)
+        if is_shown(result, options):
+            by_length.append(Curve(name, lengths, list(accuracies(result).values())))
+            by_distance.append(distance_curve(name, result, lengths[-1]))
+    names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(measurements)]
+    title = ", ".join(filter(None, names))
     print(f"\n{title}: {PERCENT}")
     print_table(table)
     if not by_length:
@@ -163,6 +177,48 @@ def show(e: RecallOptions, results: Results) -> dict[str, Figure]:
         "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),
         "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),
     }
+
+
+def is_shown(result: dict, options: RecallOptions) -> bool:
+    """Whether a run has learned its task, or is opened in another way than it was trained."""
+    opened = (
+        options.window,
+        options.p,
+        options.attention,
+        options.rope_factor,
+        options.rope_theta,
+    )
+    return learned(result) or any(opened)
+
+
+def table_rows(name: str, result: dict, options: RecallOptions) -> list[list[str]]:
+    """A run's accuracy at each length and, for sort, the authors' measure: whole sequences."""
+    shown = is_shown(result, options)
+    cells = []
+    for length, accuracy in accuracies(result).items():
+        if shown or length == result["trained_length"]:
+            cells.append(f"{accuracy:.1f}")
+        else:
+            cells.append("–")
+    if not shown:
+        return [[name, *cells, f"not learned in {result['step']:,} steps"]]
+    rows = [[name, *cells, ""]]
+    if result["recall"] == "sort":
+        parts = result["parts"]
+        exact = [f"{100 * parts[str(length)]['exact']:.1f}" for length in accuracies(result)]
+        rows.append(["  all answers of a sequence", *exact, ""])
+    return rows
+
+
+def distance_curve(name: str, result: dict, length: int) -> Curve:
+    """The accuracy by distance at a length, without distances of too few answers."""
+    distances = []
+    shares = []
+    for distance, judged in result["parts"][str(length)]["distances"].items():
+        if judged["answers"] >= FEWEST:
+            distances.append(int(distance))
+            shares.append(100 * judged["accuracy"])
+    return Curve(name, distances, shares)
 
 
 RECALL = Evaluation(

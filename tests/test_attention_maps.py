@@ -10,7 +10,7 @@ import torch
 import evaluation
 from data.shards import read_shard
 from scripts import attention_maps
-from scripts.attention_maps import TEXT, group_sums, mean_shares, row_numbers, summary
+from scripts.attention_maps import TEXT, group_sums, mean_shares, row_statistics, summary
 from scripts.common.runner import load_run
 from tests.helpers import not_blank, saved_run, small_model
 
@@ -36,7 +36,7 @@ def test_rows_that_are_no_distributions():
         [2, 2, 2, 2, 0],  # equal, of sum 8
         [0, 0, -3, 0, 0],  # all on one key
     ])[None]  # fmt: skip
-    result = summary(group_sums(row_numbers(A).double(), keys), 5)
+    result = summary(group_sums(row_statistics(A).double(), keys), 5)
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert result["keys"] == [2, 4, 5]
     groups = result["groups"]
@@ -52,7 +52,7 @@ def test_rows_that_are_no_distributions():
         assert groups[name] == [pytest.approx(values, rel=1e-6)]
         assert result["heads"][name] == [pytest.approx(sum(values) / 3, rel=1e-6)]
     assert result["heads"]["dead"] == [0.25]
-    zeros = row_numbers(torch.zeros(1, 4, 4)).double()
+    zeros = row_statistics(torch.zeros(1, 4, 4)).double()
     nothing = summary(group_sums(zeros, keys[:, :4]), 4)
     assert nothing["groups"]["entropy"] == [[None, None]] and nothing["heads"]["sum"] == [None]
 
@@ -62,8 +62,8 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     idx = torch.randint(257, (2, 24))
     (whole,) = evaluation.attention_weights(model, idx, slice(None), layers=slice(1, 2))
     monkeypatch.setattr(evaluation, "BLOCK_QUERIES", 5)
-    (numbers,) = evaluation.attention_weights(model, idx, slice(None), row_numbers, slice(1, 2))
-    torch.testing.assert_close(numbers, row_numbers(whole), rtol=1e-10, atol=1e-12)
+    (numbers,) = evaluation.attention_weights(model, idx, slice(None), row_statistics, slice(1, 2))
+    torch.testing.assert_close(numbers, row_statistics(whole), rtol=1e-10, atol=1e-12)
 
 
 # ---- weights, by distance ----

@@ -16,20 +16,30 @@ from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude
 from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 
 ORBITS = [
-    "--task=orbits", "--tie_embeddings=False", "--positions=learned", "--planets=1",
-    "--systems=200", "--bins=100", "--block_size=32", "--total_batch_size=256", "--batch_size=4",
-]  # fmt: skip
+    "--task=orbits",
+    "--tie_embeddings=False",
+    "--positions=learned",
+    "--planets=1",
+    "--systems=200",
+    "--bins=100",
+    "--block_size=32",
+    "--total_batch_size=256",
+    "--batch_size=4",
+]
 FEW = ["--steps=3", "--pairs=20", "--batch=8"]
 
 
 @pytest.fixture
 def searched(monkeypatch):
-    """A search that knows the law, in place of pyoperon's, which takes 4 s a draw."""
+    """A search that knows the law, instead of pyoperon's, which takes 4 s a draw."""
 
     def search(x, y, seed):
         assert x.shape == (len(y), 3)
-        simple, newton = "39.5*m1*m2/r**2", "39.5*m1*m2/r**2 + 0.1*sin(r)"
-        return [Equation(1, 1.0, "0.5"), Equation(9, 1e-6, simple), Equation(20, 9e-7, newton)]
+        return [
+            Equation(1, 1.0, "0.5"),
+            Equation(9, 1e-6, "39.5*m1*m2/r**2"),
+            Equation(20, 9e-7, "39.5*m1*m2/r**2 + 0.1*sin(r)"),
+        ]
 
     monkeypatch.setattr(physics, "search", search)
 
@@ -48,85 +58,115 @@ def orbit_run(config, tmp_path_factory):
 
 def test_vectors_point_to_the_sun_and_ten_of_each_planet_are_labelled(config):
     task = vector_task(config)
-    assert task.tokens.shape == (8, 32, 2) and task.forces.shape == (8, 16, 2)
+    assert task.tokens.shape == (8, 32, 2)
+    assert task.forces.shape == (8, 16, 2)
     assert (task.labelled.sum(1) == 10).all()
     assert np.abs(task.targets).max((0, 1)).tolist() == [1, 1]
-    forces, at, masses = task.forces, task.states[..., :2], task.states[..., 2:]
-    distance = np.linalg.norm(at, axis=-1)
+    places = task.states[..., :2]
+    masses = task.states[..., 2:]
+    distance = np.linalg.norm(places, axis=-1)
     expected = G * masses.prod(-1) / distance**2
-    assert np.allclose(np.linalg.norm(forces, axis=-1), expected)
-    assert np.allclose((forces * at).sum(-1), -expected * distance)
-    assert distance[:, 0] == pytest.approx([0.387 * 0.795, 0.723 * 0.993, 0.983, 1.524 * 0.907,
-                                            5.203 * 0.952, 9.537 * 0.946, 19.189 * 0.953,
-                                            30.069 * 0.991])  # fmt: skip
+    assert np.allclose(np.linalg.norm(task.forces, axis=-1), expected)
+    assert np.allclose((task.forces * places).sum(-1), -expected * distance)
+    perihelia = [
+        0.387 * 0.795,
+        0.723 * 0.993,
+        0.983,
+        1.524 * 0.907,
+        5.203 * 0.952,
+        9.537 * 0.946,
+        19.189 * 0.953,
+        30.069 * 0.991,
+    ]
+    assert distance[:, 0] == pytest.approx(perihelia)
 
 
 def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
     task = magnitude_task(config, 30)
-    systems = [draw_pair(PAIRS, index) for index in range(30)]
-    assert task.labelled[:27].all() and (task.labelled[27:].sum(1) == 2).all()
+    assert task.labelled[:27].all()
+    assert (task.labelled[27:].sum(1) == 2).all()
     distance, planet, star = np.moveaxis(task.states, -1, 0)
     assert np.allclose(task.forces[..., 0], G * planet * star / distance**2)
     assert (task.targets[task.labelled] ** 2).mean() == pytest.approx(1)
-    assert (task.states[:, 0, 1:] == [one.masses for one in systems]).all()
-    for places, at in simulated(systems, 32):
-        assert np.allclose(np.linalg.norm(at[:, :16, 0] - at[:, :16, 1], axis=-1), distance[places])
+    systems = [draw_pair(PAIRS, index) for index in range(30)]
+    assert (task.states[:, 0, 1:] == [system.masses for system in systems]).all()
+    for indices, positions in simulated(systems, 32):
+        vectors = positions[:, :16, 0] - positions[:, :16, 1]
+        assert np.allclose(np.linalg.norm(vectors, axis=-1), distance[indices])
 
 
 def test_a_run_is_probed_once_and_its_files_say_all(orbit_run, call, searched, pictures, capsys):
+    results = orbit_run / "physics.json"
     call(physics, orbit_run, *FEW)
-    (measured,) = json.loads((orbit_run / "physics.json").read_text())
+    (measured,) = json.loads(results.read_text())
     vectors, magnitudes = measured["parts"].values()
     assert list(vectors["planets"]) == list(physics.SOLAR_SYSTEM)
     earth = vectors["planets"]["Earth"]
     assert len(earth["at"]) == len(earth["true"]) == len(earth["predicted"]) == 6
-    assert -1 <= vectors["cosine"] <= 1 and vectors["relative_error"] > 0
+    assert -1 <= vectors["cosine"] <= 1
+    assert vectors["relative_error"] > 0
     assert magnitudes["positions"] == 2 * 14
     assert list(magnitudes["exponents"]) == ["r", "m1", "m2"]
-    assert magnitudes["engine"].startswith("pyoperon ") and len(magnitudes["laws"]) == 5
-    assert all(law["powers"] == [-2, 1, 1] for law in magnitudes["laws"])
+    assert magnitudes["engine"].startswith("pyoperon ")
+    assert [law["powers"] for law in magnitudes["laws"]] == [[-2, 1, 1]] * 5
     assert ": F = 39.5*m1*m2/r^2" in capsys.readouterr().out
-    before = (orbit_run / "physics.json").read_text()
+    before = results.read_text()
     call(physics, orbit_run, *FEW)
-    assert (orbit_run / "physics.json").read_text() == before
+    assert results.read_text() == before
     call(physics, orbit_run, *FEW, "--oracle")
-    saved = json.loads((orbit_run / "physics.json").read_text())
-    assert len(saved) == 2 and saved[1]["oracle"]
+    saved = json.loads(results.read_text())
+    assert len(saved) == 2
+    assert saved[1]["oracle"]
     assert [path.name for path in pictures] == ["forces.png", "forces.png", "oracle.png"]
 
 
-def finetuned(path, request, task):
-    return physics.finetune(load_run(path, request), request, "vectors", task)
+def finetuned(path, options, task):
+    return physics.finetune(options, load_run(path, options), "vectors", task)
 
 
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
-    request, task = PhysicsOptions(steps=2, batch=8), vector_task(config)
-    predicted = finetuned(orbit_run, request, task)
+    options = PhysicsOptions(steps=2, batch=8)
+    task = vector_task(config)
+    predicted = finetuned(orbit_run, options, task)
     task.forces[~task.labelled] = 1e6
-    assert np.array_equal(finetuned(orbit_run, request, task), predicted)
-    task.forces[:] = [0.5, -0.25] * task.scale  # and what is seen is learned
+    assert np.array_equal(finetuned(orbit_run, options, task), predicted)
+
+
+def test_labels_are_learned(orbit_run, config):
+    task = vector_task(config)
+    task.forces[:] = [0.5, -0.25] * task.scale
     learned = finetuned(orbit_run, PhysicsOptions(steps=60, batch=8), task)
     assert np.abs(learned - [0.5, -0.25]).mean() < 0.1
 
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
-    request = PhysicsOptions(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(load_run(orbit_run, request), request)
-    assert measured["rank_correlation"] > 0.98 and measured["positive"] == 1
+    options = PhysicsOptions(pairs=400, oracle=True)
+    measured = physics.probe_magnitudes(options, load_run(orbit_run, options))
+    assert measured["rank_correlation"] > 0.98
+    assert measured["positive"] == 1
     assert list(measured["exponents"].values()) == pytest.approx([-2, 1, 1], abs=0.15)
 
 
 def test_the_best_score_is_the_largest_drop_of_log_loss_per_node():
-    candidates = [Equation(1, 1.0, "a"), Equation(3, 0.9, "b"), Equation(5, 1e-3, "c"),
-                  Equation(9, 0.8, "worse than c"), Equation(15, 1e-4, "d")]  # fmt: skip
+    start = Equation(1, 1.0, "a")
+    candidates = [
+        start,
+        Equation(3, 0.9, "b"),
+        Equation(5, 1e-3, "c"),
+        Equation(9, 0.8, "worse than c"),
+        Equation(15, 1e-4, "d"),
+    ]
     assert best_score(candidates).formula == "c"
-    assert best_score([candidates[0], Equation(7, 0.0, "exact")]).formula == "exact"
+    assert best_score([start, Equation(7, 0.0, "exact")]).formula == "exact"
 
 
 def test_laws_are_products_of_powers():
-    found = law("2.5*((-0.0001) + (3.0*((m1/(2.0*r))*(m2/(0.5*r)))))", deviation=1.0)
-    powers, factor = [-2, 1, 1], pytest.approx(7.5)
-    assert found == {"powers": powers, "factor": factor, "equation": "7.5*m1*m2/r^2"}
+    product = law("2.5*((-0.0001) + (3.0*((m1/(2.0*r))*(m2/(0.5*r)))))", deviation=1.0)
+    assert product == {
+        "powers": [-2, 1, 1],
+        "factor": pytest.approx(7.5),
+        "equation": "7.5*m1*m2/r^2",
+    }
     assert law("27.02*m1/r**2", 1.0)["powers"] == [-2, 1, 0]
     for formula in ("m1*m2/r**2 + 0.5", "(sin(1/sin(r - 0.24)) + 1.45)/(1/r + m2)", "0.3"):
         assert law(formula, 1.0)["powers"] is None
@@ -134,10 +174,13 @@ def test_laws_are_products_of_powers():
 
 def test_pyoperon_finds_newtons_law():
     rng = np.random.default_rng(0)
-    x = np.column_stack([rng.uniform(1, 20, 300), rng.uniform(1e-4, 1e-2, (300, 2))])
-    y = G * x[:, 1] * x[:, 2] / x[:, 0] ** 2
-    found = law(best_score(physics.search(x, y, seed=1)).formula, y.std())
-    assert found["powers"] == [-2, 1, 1] and found["factor"] == pytest.approx(G, rel=0.01)
+    r = rng.uniform(1, 20, 300)
+    masses = rng.uniform(1e-4, 1e-2, (300, 2))
+    force = G * masses.prod(1) / r**2
+    equations = physics.search(np.column_stack([r, masses]), force, seed=1)
+    newton = law(best_score(equations).formula, force.std())
+    assert newton["powers"] == [-2, 1, 1]
+    assert newton["factor"] == pytest.approx(G, rel=0.01)
 
 
 def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, monkeypatch, refused):
@@ -152,9 +195,11 @@ def test_table3_from_nothing(reproduced, scale, searched, tmp_path):
     write_scale(scale, *SMALL, *ORBITS)
     folder = reproduced("table3", "--only=oracle,softmax,softmax_window,untrained")
     text = (folder / "table.md").read_text()
-    assert "`softmax`, seed 1337, by pyoperon" in text and ": `39.5*m1*m2/r^2`; `39.5" in text
+    assert "`softmax`, seed 1337, by pyoperon" in text
+    assert ": `39.5*m1*m2/r^2`; `39.5" in text
     first = {name: entry["runs"][0] for name, entry in read_table(folder)["rows"].items()}
-    assert first["untrained"]["step"] == 0 and first["softmax"]["step"] == 6
+    assert first["untrained"]["step"] == 0
+    assert first["softmax"]["step"] == 6
     assert first["oracle"]["run"] == first["untrained"]["run"]
     windowed = tmp_path / "out/orbits/small/softmax_window/seed1337"
     assert checkpoint.read_config(windowed).window == 4

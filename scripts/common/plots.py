@@ -1,5 +1,6 @@
 """Plotting helpers shared by the commands."""
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,28 +30,33 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def add_legend(figure: Figure) -> None:
-    """A legend below all axes, in which a label has the same style; a fifth of the figure at most.
+    """Add one legend for all axes below them, and make the figure taller by its height.
 
-    It has as many columns as fit.
+    The legend has as many columns as fit, and takes a fifth of the figure at most. A label that is
+    in several axes has the same style in all of them, and one entry.
     """
-    entries: dict[str, Any] = {
-        label: handle
-        for axes in figure.axes
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    entries: dict[str, Any] = {}  # label -> handle
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
     # in inches: 0.075 a character, 0.6 the handle, 0.2 a line
-    column = 0.6 + 0.075 * max(map(len, entries))
-    columns = min(len(entries), max(1, int(figure.get_figwidth() / column)))
-    height = 0.2 + 0.2 * -(-len(entries) // columns)
+    column_width = 0.6 + 0.075 * max(map(len, entries))
+    columns = min(len(entries), max(1, int(figure.get_figwidth() / column_width)))
+    height = 0.2 + 0.2 * math.ceil(len(entries) / columns)
     figure.set_figheight(max(figure.get_figheight(), 4 * height) + height)
-    handles, labels = list(entries.values()), list(entries)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+    )
 
 
 def panels(count: int, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of so many axes, at most three side by side."""
+    """A figure with this number of axes, at most three side by side."""
     across = 2 if count == 4 else min(count, 3)
-    down = -(-count // across)
+    down = math.ceil(count / across)
     figure = Figure(figsize=(max(6.4, 5.2 * across), 4.4 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False, sharey=sharey).flat)
     for spare in axes[count:]:
@@ -66,7 +72,10 @@ def heat_map(
     xlabel: str = "length in tokens",
     ylabel: str = "depth",
 ) -> Figure:
-    """A share in [0, 1] for each place down and across; None where nothing was measured."""
+    """Draw shares in [0, 1] in percent: a row for each key of `shares`, a column for each `across`.
+
+    A share is None where nothing was measured.
+    """
     figure, (axes,) = panels(1)
     values = 100 * np.array(list(shares.values()), dtype=float)  # None becomes NaN
     axes.set_facecolor("0.85")
@@ -84,7 +93,8 @@ def heat_map(
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve with a band from low to high; a thin curve has the colour of its label."""
+    """A curve with a band from low to high. A thin curve has the colour of its label and no entry
+    in the legend."""
 
     label: str
     x: Values
@@ -96,22 +106,26 @@ class Curve:
 
 def draw_curves(
     panels_of: Mapping[str, Sequence[Curve]],
-    x: str,
-    y: str,
+    xlabel: str,
+    ylabel: str,
     log: str = "",
     thin: str = "",
     marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
-    """A panel for each title; a label has the same style in all of them.
+    """Draw a panel of curves for each title; a label has the same style in all panels.
 
-    `log` names the logarithmic axes; the ticks of such an x axis are the curves' points, if they
-    are few. `thin` is the legend's text for thin curves, if there are any, `marks` are places on
-    the x axis with a dotted line.
+    `log` names the logarithmic axes: "x", "y" or "xy". The ticks of a logarithmic x axis are the
+    curves' points, if there are at most MOST_TICKS. `thin` is the legend's text for thin curves, if
+    there are any; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
-    labels = list(dict.fromkeys(curve.label for curves in panels_of.values() for curve in curves))
-    places = {place for curves in panels_of.values() for curve in curves for place in curve.x}
+    labels: list[str] = []
+    points: set[float] = set()
+    for curve in itertools.chain(*panels_of.values()):
+        points.update(curve.x)
+        if curve.label not in labels:
+            labels.append(curve.label)
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
@@ -119,16 +133,16 @@ def draw_curves(
             draw(axes, curve, labels.index(curve.label))
         if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, fontsize="medium")
         if "x" in log:
             axes.set_xscale("log")
-            if len(places) <= MOST_TICKS:
-                axes.set_xticks([*places], [f"{place:,.10g}" for place in places])
+            if len(points) <= MOST_TICKS:
+                axes.set_xticks(list(points), [f"{x:,.10g}" for x in points])
         if "y" in log:
             axes.set_yscale("log")
             axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
-        if "%" in y and sharey:  # else a panel may have differences
+        if "%" in ylabel and sharey:  # else a panel may have differences
             axes.set_ylim(-3, 103)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -137,12 +151,17 @@ def draw_curves(
 
 
 def draw_by_length(
-    measurements: Iterable[dict], title: str, curves: Sequence[Curve], x: str, y: str
+    measurements: Iterable[dict], title: str, curves: Sequence[Curve], xlabel: str, ylabel: str
 ) -> Figure:
-    """Curves over a number of tokens, with a dotted line at each run's training length."""
-    trained = {measurement["trained_length"] for measurement in measurements}
-    x += " in tokens (dotted: training length)"
-    return draw_curves({title: curves}, x, y, "x", THIN, trained)
+    """Draw curves over a number of tokens, with a dotted line at each run's training length."""
+    return draw_curves(
+        {title: curves},
+        f"{xlabel} in tokens (dotted: training length)",
+        ylabel,
+        log="x",
+        thin=THIN,
+        marks={measurement["trained_length"] for measurement in measurements},
+    )
 
 
 def draw(axes: Axes, curve: Curve, i: int) -> None:
@@ -152,9 +171,15 @@ def draw(axes: Axes, curve: Curve, i: int) -> None:
         axes.plot(curve.x, curve.y, color=color, linewidth=0.7, alpha=0.8)
         return
     axes.plot(
-        curve.x, curve.y, label=curve.label, color=color, linestyle="-" if i < 10 else "--",
-        alpha=0.8, marker=MARKERS[i % len(MARKERS)], markersize=4,
+        curve.x,
+        curve.y,
+        label=curve.label,
+        color=color,
+        linestyle="-" if i < 10 else "--",
+        alpha=0.8,
+        marker=MARKERS[i % len(MARKERS)],
+        markersize=4,
         markevery=1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
-    )  # fmt: skip
+    )
     if curve.low is not None and curve.high is not None:
         axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
