@@ -5,7 +5,6 @@ checked by layers.heads.
 """
 
 import ast
-import hashlib
 import json
 import math
 import operator
@@ -20,27 +19,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import UserError, check_choice, did_you_mean, first_line
+from data.vocabulary import BUILT_IN, RECALL_IDS, TOKENIZER, count_ids, identify
+from errors import UserError, check_choice, did_you_mean
+from runtime.hf_config import pretrained_settings
 
 ROOT = Path(__file__).parent
-# Before the name or the folder of a Hugging Face GPT-2 in init_from, and what it must be.
-PRETRAINED = "hf:"
-GPT2 = {
-    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-# The number of token ids of each built-in tokenizer, end-of-text included.
-VOCABULARY = {"gpt2": 50257, "bytes": 257}
-# The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
-TOKENIZER = "tokenizer.json"
-# The number of token ids of all recall tasks.
-RECALL_IDS = 256
-
 # What some settings need from others to have an effect: see `setting`.
 ANY: dict[str, tuple] = {}
 ROPE = {"positions": ("rope",)}
-LINEAR, TPA = {"projections": ("linear",)}, {"projections": ("tpa",)}
+LINEAR = {"projections": ("linear",)}
+TPA = {"projections": ("tpa",)}
 HYBRID = {"positions": ("rope", "alibi"), **LINEAR}
 ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
@@ -64,8 +52,15 @@ def setting(
     `needs` names other settings, and the values of each with which this one has an effect: with
     other values anything but the default is refused.
     """
-    limits = {"at_least": at_least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": help, "needs": needs, **limits})
+    metadata = {
+        "help": help,
+        "at_least": at_least,
+        "above": above,
+        "below": below,
+        "choices": choices,
+        "needs": needs,
+    }
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -76,116 +71,194 @@ class Config:
     number of steps, and gives no learning rate, batch size or schedule.
     """
 
-    # fmt: off
     # ---- attention: what a layer computes ----
-    attention: str = setting("softmax", "name in attention.VARIANTS")
-    p: float | None = setting(None, "power of the re-weighting; None: no re-weighting", at_least=1)
-    block_size: int = setting(1024, "training length in tokens", at_least=1)
-    window: int | None = setting(None, "each query sees its last keys only: how many", at_least=1)
-    positions: str = setting("rope", "'learned' positions are GPT-2's own, and end at block_size",
-                             choices=("rope", "alibi", "none", "learned"))
-    rope_theta: float = setting(10000.0, "base of RoPE", at_least=1, needs=ROPE)
-    nope_every: int = setting(0, "every Nth layer has no RoPE, or with nope_share such a share of "
-                              "heads (SmolLM3, Llama 4: 4)", at_least=0, needs=ROPE)
-    nope_share: float = setting(0.0, "share of heads, the first, without RoPE or ALiBi",
-                                at_least=0, below=1, needs=HYBRID)
+    attention: str = setting("softmax", "The variant, a name in attention.VARIANTS.")
+    p: float | None = setting(
+        None, "Power of the re-weighting. None: weights are not re-weighted.", at_least=1
+    )
+    block_size: int = setting(1024, "Training length in tokens.", at_least=1)
+    window: int | None = setting(
+        None, "Number of last keys that a query sees. None: all up to its own.", at_least=1
+    )
+    positions: str = setting(
+        "rope",
+        "How positions enter. 'learned' positions are GPT-2's, and end at block_size.",
+        choices=("rope", "alibi", "none", "learned"),
+    )
+    rope_theta: float = setting(10000.0, "Base of RoPE.", at_least=1, needs=ROPE)
+    nope_every: int = setting(
+        0,
+        "Every Nth layer has no RoPE, or with nope_share only that share of its heads has none "
+        "(SmolLM3, Llama 4: 4). 0: RoPE is in every layer.",
+        at_least=0,
+        needs=ROPE,
+    )
+    nope_share: float = setting(
+        0.0,
+        "Share of heads, the first ones, without RoPE or ALiBi.",
+        at_least=0,
+        below=1,
+        needs=HYBRID,
+    )
     local_window: int | None = setting(
-        None, "hybrid: heads with positions are softmax over this many keys; None: they compute "
-        "`attention` too", at_least=1)
-    softcap: float | None = setting(None, "scores become c tanh(score / c); Gemma 2: 50", above=0)
+        None,
+        "Heads with positions are softmax over this many keys (a hybrid). None: they compute "
+        "`attention` too.",
+        at_least=1,
+    )
+    softcap: float | None = setting(
+        None, "c, which makes scores c tanh(score / c). Gemma 2: 50.", above=0
+    )
     sink: str = setting(
-        "none", "a key of value 0 and score 0 ('one': softmax off by one) or of a 'learned' score "
-        "per head", choices=("none", "one", "learned"))
-    forget: bool = setting(False, "forget gates (FoX) lower the scores")
-    s_init: float = setting(1.0, "initial s of SSMax; (e) and (f): 0.1685")
-    b_init: float = setting(0.0, "initial b of SSMax (d) and Eq. 3")
+        "none",
+        "Adds a key of value 0 whose score is 0 ('one': softmax off by one) or 'learned', one "
+        "per head.",
+        choices=("none", "one", "learned"),
+    )
+    forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
+    s_init: float = setting(1.0, "Initial s of SSMax; (e) and (f): 0.1685.")
+    b_init: float = setting(0.0, "Initial b of SSMax (d) and Eq. 3.")
     gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.", above=0)
     # ---- model: the weights, and the layers around attention ----
-    n_layer: int = setting(12, "transformer blocks", at_least=1)
-    n_head: int = setting(12, "attention heads per block", at_least=1)
-    n_kv_head: int | None = setting(None, "heads of keys and values; None: n_head",
-                                    at_least=1, needs=LINEAR)
-    head_size: int | None = setting(None, "width of a head; None: n_embd / n_head", at_least=1)
-    n_embd: int = setting(768, "width of the residual stream", at_least=1)
-    qk_norm: bool = setting(False, "RMSNorm of q and k before RoPE (Qwen3)", needs=LINEAR)
+    n_layer: int = setting(12, "Number of transformer blocks.", at_least=1)
+    n_head: int = setting(12, "Attention heads per block.", at_least=1)
+    n_kv_head: int | None = setting(
+        None, "Heads of keys and values. None: n_head.", at_least=1, needs=LINEAR
+    )
+    head_size: int | None = setting(None, "Width of a head. None: n_embd / n_head.", at_least=1)
+    n_embd: int = setting(768, "Width of the residual stream.", at_least=1)
+    qk_norm: bool = setting(False, "q and k pass RMSNorm before RoPE (Qwen3).", needs=LINEAR)
     gate: str = setting(
-        "none", "sigmoid gate on attention's output, per 'head' or 'element' (Qiu et al. 2025)",
-        choices=("none", "head", "element"))
+        "none",
+        "A sigmoid gate multiplies attention's output, one per 'head' or 'element' (Qiu et al. "
+        "2025).",
+        choices=("none", "head", "element"),
+    )
     projections: str = setting(
-        "linear", "q, k and v are 'linear' in the input, or 'tpa': Tensor Product Attention (T6)",
-        choices=("linear", "tpa"))
-    q_rank: int | None = setting(6, "rank of q in 'tpa'; None: linear", at_least=1, needs=TPA)
-    kv_rank: int = setting(2, "rank of k and of v in 'tpa'", at_least=1, needs=TPA)
-    norm: str = setting("layernorm", "of the residual stream", choices=("layernorm", "rmsnorm"))
-    mlp: str = setting("gelu", "activation", choices=("gelu", "swiglu"))
-    mlp_hidden: int | None = setting(None, "hidden width of the MLP; None: 4 n_embd", at_least=1)
-    bias: bool = setting(True, "biases in linear layers and LayerNorm")
-    tie_embeddings: bool = setting(True, "the head shares the token embedding's weights")
-    vocab_size: int | None = setting(None, "token ids; None: the tokenizer's",
-                                     at_least=1, needs=LANGUAGE)
+        "linear",
+        "How q, k and v come from the input: 'linear', or 'tpa', Tensor Product Attention (T6).",
+        choices=("linear", "tpa"),
+    )
+    q_rank: int | None = setting(
+        6, "Rank of q in 'tpa'. None: q is linear in the input.", at_least=1, needs=TPA
+    )
+    kv_rank: int = setting(2, "Rank of k and of v in 'tpa'.", at_least=1, needs=TPA)
+    norm: str = setting(
+        "layernorm", "Norm of the residual stream.", choices=("layernorm", "rmsnorm")
+    )
+    mlp: str = setting("gelu", "Activation of the MLP.", choices=("gelu", "swiglu"))
+    mlp_hidden: int | None = setting(None, "Hidden width of the MLP. None: 4 n_embd.", at_least=1)
+    bias: bool = setting(True, "Linear layers and LayerNorm have biases.")
+    tie_embeddings: bool = setting(True, "The head shares the token embedding's weights.")
+    vocab_size: int | None = setting(
+        None, "Number of token ids. None: the tokenizer's.", at_least=1, needs=LANGUAGE
+    )
     # ---- data: what the loss is measured on ----
     task: str = setting(
-        "language", "'orbits' are simulated planets, 'recall' asks what lies far away: data/*.py",
-        choices=("language", "orbits", "recall", "language+recall"))
-    data_dir: str = setting("data/fineweb10B", "folder of shards (data.fineweb, data.text)")
-    tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json")
-    val_tokens: int = setting(10485760, "validation tokens, from the first on (llm.c)", at_least=1)
-    planets: int = setting(10, "orbits: most planets of a system", at_least=1, needs=ORBITS)
-    bins: int = setting(7000, "orbits: bins of a coordinate", at_least=1, needs=ORBITS)
-    recall: str = setting("lookup", "task of recall", needs=RECALL,
-                          choices=("lookup", "mqar", "latest", "latest_2", "sort"))
+        "language",
+        "What is learnt: text, simulated planets ('orbits'), or answers to what lies far away "
+        "('recall'); see data/tasks.py.",
+        choices=("language", "orbits", "recall", "language+recall"),
+    )
+    data_dir: str = setting(
+        "data/fineweb10B", "Folder of shards, made by data.fineweb or data.text."
+    )
+    tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json.")
+    val_tokens: int = setting(10485760, "Validation tokens, from the first on (llm.c).", at_least=1)
+    planets: int = setting(10, "Most planets of a system of 'orbits'.", at_least=1, needs=ORBITS)
+    bins: int = setting(7000, "Bins of a coordinate of 'orbits'.", at_least=1, needs=ORBITS)
+    recall: str = setting(
+        "lookup",
+        "Which task of 'recall'.",
+        needs=RECALL,
+        choices=("lookup", "mqar", "latest", "latest_2", "sort"),
+    )
     # ---- optimisation ----
-    systems: int = setting(10_000_000, "orbits: systems to train on", at_least=1, needs=ORBITS)
-    first_batch: int = setting(0, "the first step takes this batch; for SSMax (f)", at_least=0)
-    total_batch_size: int = setting(524288, "tokens per step, over all processes", at_least=1)
-    max_iters: int = setting(18865, "optimizer steps", at_least=0)
-    optimizer: str = setting("adamw", "'muon' for hidden matrices and AdamW for the rest",
-                             choices=("adamw", "muon"))
-    learning_rate: float = setting(6e-4, "peak learning rate", at_least=0)
-    schedule: str = setting("cosine", "of the learning rate after the warm-up",
-                            choices=("cosine", "constant", "trapezoidal"))
-    warmup_iters: int = setting(700, "steps of linear warm-up", at_least=0)
-    cooldown_iters: int = setting(0, "last steps of 'trapezoidal', linear to min_lr",
-                                  at_least=0, needs={"schedule": ("trapezoidal",)})
-    min_lr: float = setting(0.0, "final learning rate",
-                            at_least=0, needs={"schedule": ("cosine", "trapezoidal")})
-    weight_decay: float = setting(0.1, "on tensors of 2 or more dimensions", at_least=0)
-    beta1: float = setting(0.9, "AdamW", at_least=0, below=1)
-    beta2: float = setting(0.95, "AdamW", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "AdamW", at_least=0)
-    grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", at_least=0)
-    seed: int = setting(1337, "of the initial weights and the data order", at_least=0)
+    systems: int = setting(10_000_000, "Systems of 'orbits' to train on.", at_least=1, needs=ORBITS)
+    first_batch: int = setting(
+        0, "Number of the batch that the first step takes; for SSMax (f).", at_least=0
+    )
+    total_batch_size: int = setting(524288, "Tokens per step, over all processes.", at_least=1)
+    max_iters: int = setting(18865, "Number of optimizer steps.", at_least=0)
+    optimizer: str = setting(
+        "adamw",
+        "'adamw', or 'muon' for hidden matrices with AdamW for the rest.",
+        choices=("adamw", "muon"),
+    )
+    learning_rate: float = setting(6e-4, "Peak learning rate.", at_least=0)
+    schedule: str = setting(
+        "cosine",
+        "How the learning rate falls after the warm-up.",
+        choices=("cosine", "constant", "trapezoidal"),
+    )
+    warmup_iters: int = setting(700, "Steps of linear warm-up.", at_least=0)
+    cooldown_iters: int = setting(
+        0,
+        "Last steps of 'trapezoidal', in which the rate falls linearly to min_lr.",
+        at_least=0,
+        needs={"schedule": ("trapezoidal",)},
+    )
+    min_lr: float = setting(
+        0.0,
+        "Final learning rate.",
+        at_least=0,
+        needs={"schedule": ("cosine", "trapezoidal")},
+    )
+    weight_decay: float = setting(
+        0.1, "Weight decay of tensors of 2 or more dimensions.", at_least=0
+    )
+    beta1: float = setting(0.9, "beta1 of AdamW.", at_least=0, below=1)
+    beta2: float = setting(0.95, "beta2 of AdamW.", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "epsilon of AdamW.", at_least=0)
+    grad_clip: float = setting(1.0, "Largest gradient norm. 0: no clipping.", at_least=0)
+    seed: int = setting(1337, "Seed of the initial weights and the data order.", at_least=0)
     # ---- machine: the losses are the same up to rounding ----
     device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..")
     dtype: str = setting(
-        "auto", "'auto': on CUDA bfloat16, or float16 where the GPU has none; else float32. "
-        "Training with 'float32' on CUDA multiplies matrices in TF32",
-        choices=("auto", "float32", "bfloat16", "float16"))
-    compile: bool | None = setting(None, "torch.compile; None: on CUDA, except recall by blocks")
-    batch_size: int = setting(64, "sequences per micro-batch and process", at_least=1)
+        "auto",
+        "dtype of matrix products. 'auto': bfloat16 on CUDA, or float16 where the GPU has none; "
+        "else float32. Training with 'float32' on CUDA multiplies matrices in TF32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    compile: bool | None = setting(
+        None, "Use torch.compile. None: on CUDA, except for recall by blocks."
+    )
+    batch_size: int = setting(64, "Sequences per micro-batch and process.", at_least=1)
     attention_impl: str = setting(
-        "auto", "how attention is computed; 'auto': the fastest that works here",
-        choices=("auto", "triton", "blocked", "reference"))
+        "auto",
+        "How attention is computed. 'auto': the fastest way that works here.",
+        choices=("auto", "triton", "blocked", "reference"),
+    )
     # ---- logs: validation, checkpoints, printed lines ----
-    eval_interval: int = setting(250, "steps between validations; also first and last", at_least=1)
-    checkpoint_interval: int = setting(1000, "steps between checkpoints", at_least=1)
-    keep_last: int = setting(2, "number of newest checkpoints to keep", at_least=1)
-    keep_every: int = setting(0, "also keep checkpoints of every Nth step", at_least=0)
-    log_interval: int = setting(1, "steps between printed lines", at_least=1)
+    eval_interval: int = setting(
+        250, "Steps between validations. The first and the last step are validated too.", at_least=1
+    )
+    checkpoint_interval: int = setting(1000, "Steps between checkpoints.", at_least=1)
+    keep_last: int = setting(2, "Number of newest checkpoints to keep.", at_least=1)
+    keep_every: int = setting(
+        0, "Keep the checkpoints of every Nth step as well. 0: none.", at_least=0
+    )
+    log_interval: int = setting(1, "Steps between printed lines.", at_least=1)
     wandb_mode: str = setting(
-        "auto", "'auto': online where you are logged in to wandb, else disabled",
-        choices=("auto", "online", "offline", "disabled"))
-    wandb_project: str = setting("sharp-attention", "project in wandb")
+        "auto",
+        "'auto': online where you are logged in to wandb, else disabled.",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    wandb_project: str = setting("sharp-attention", "Project in wandb.")
     # ---- run: where and how it starts ----
     out_dir: str = setting(
-        "", "the run's folder, may name settings in braces; empty: out/<config name>")
+        "", "The run's folder, which may name settings in braces. Empty: out/<config name>."
+    )
     resume: bool | str = setting(
-        False, "continue the run in out_dir; 'auto': if it has a checkpoint, else start it",
-        choices=(False, True, "auto"))
-    init_from: str = setting("", "initial weights: a run, its .pt, or hf:gpt2 with its sizes")
-    dry_run: bool = setting(False, "check everything, print what it takes, write nothing")
-    timeout: float = setting(600.0, "seconds to wait for a dead process", at_least=5)
-    # fmt: on
+        False,
+        "Continue the run in out_dir. 'auto': if it has a checkpoint, else start it.",
+        choices=(False, True, "auto"),
+    )
+    init_from: str = setting(
+        "", "Initial weights: those of a run, of its .pt, or of hf:gpt2 with its sizes."
+    )
+    dry_run: bool = setting(False, "Check everything, print what it takes, write nothing.")
+    timeout: float = setting(600.0, "Seconds to wait for a dead process.", at_least=5)
 
     def __post_init__(self) -> None:
         check_each_setting(self)
@@ -208,7 +281,7 @@ class Config:
             return 0
         if self.vocab_size is not None:
             return self.vocab_size
-        return VOCABULARY.get(self.tokenizer) or count_ids(self.tokenizer)
+        return count_ids(self.tokenizer)
 
     @property
     def tasks(self) -> list[str]:
@@ -266,13 +339,14 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def names(*groups: str) -> tuple[str, ...]:
-    """The settings of these groups."""
-    found, group = [], ""
+    """Return the names of the settings of these groups."""
+    selected = []
+    group = ""
     for name in SETTINGS:
         group = GROUPS.get(name, group)
         if group in groups:
-            found.append(name)
-    return tuple(found)
+            selected.append(name)
+    return tuple(selected)
 
 
 # What may change when a run is resumed.
@@ -368,37 +442,6 @@ def read_run(folder: str) -> dict[str, Any]:
     return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
 
 
-def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The sizes and positions of the Hugging Face GPT-2 in values["init_from"], if there is one.
-
-    Raises UserError where its config cannot be read, it has another architecture than OpenAI's, or
-    `values` contradict it.
-    """
-    source = str(values.get("init_from"))
-    if not source.startswith(PRETRAINED):
-        return {}
-    try:
-        from transformers import AutoConfig
-
-        gpt2 = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
-    for key, value in GPT2.items():
-        if (found := getattr(gpt2, key, value)) != value:
-            raise UserError(f"{source} has {key} = {found!r}, which this model cannot compute")
-    sizes = {
-        "n_layer": gpt2.n_layer, "n_head": gpt2.n_head, "n_embd": gpt2.n_embd,
-        "mlp_hidden": gpt2.n_inner, "vocab_size": gpt2.vocab_size,
-        "block_size": gpt2.n_positions, "positions": "learned",
-    }  # fmt: skip
-    own = {key: values[key] for key in sizes if values.get(key) is not None}
-    if own.get("block_size") in range(1, gpt2.n_positions):
-        sizes["block_size"] = own["block_size"]  # the first positions suffice
-    if wrong := [f"{key} = {sizes[key]!r}" for key in own if own[key] != sizes[key]]:
-        raise UserError(f"{source} has {', '.join(wrong)}: leave these settings out")
-    return sizes
-
-
 def saved_config(values: Any, source: str | Path) -> Config:
     """The Config with the settings that `source`, a file of a run, holds.
 
@@ -422,15 +465,17 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
                 "names the commit that wrote it"
             )
     copy = Path(source).parent / TOKENIZER
-    if values.get("tokenizer", "gpt2") in VOCABULARY or not copy.is_file():
+    if values.get("tokenizer", "gpt2") in BUILT_IN or not copy.is_file():
         return values
     return values | {"tokenizer": str(copy)}
 
 
 def find_data(data_dir: str) -> str:
     """The folder of shards: the repository's, where the current folder has none of this name."""
-    own = os.path.join(ROOT, data_dir)
-    return own if os.path.isdir(own) and not os.path.exists(data_dir) else data_dir
+    in_repository = os.path.join(ROOT, data_dir)
+    if os.path.isdir(in_repository) and not os.path.exists(data_dir):
+        return in_repository
+    return data_dir
 
 
 def require_known_setting(key: str, where: str) -> None:
@@ -455,12 +500,17 @@ def parse(key: str, text: str) -> Any:
 
 def filled_out_dir(config: Config) -> str:
     """out_dir with the settings that it names in braces filled in: {p} is 7 for 7.0."""
-    values = {k: f"{v:g}" if isinstance(v, float) else v for k, v in config.as_dict().items()}
+    values = config.as_dict()
+    for key, value in values.items():
+        if isinstance(value, float):
+            values[key] = f"{value:g}"
     try:
         return config.out_dir.format(**values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
-        words = "may name settings in braces, as in out/p{p}, but this fails"
-        raise UserError(f"out_dir = {config.out_dir!r} {words}: {error}") from error
+        raise UserError(
+            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but this "
+            f"fails: {error}"
+        ) from error
 
 
 def help_text() -> str:
@@ -474,9 +524,11 @@ def help_text() -> str:
     for group in GROUPS.values():
         lines += ["", f"{group}:"]
         for name in names(group):
-            line = f"  --{name}={getattr(Config, name)!r}".ljust(36) + " " + SETTINGS[name]["help"]
-            allowed = choices(name)
-            lines.append(line + (f" ({', '.join(map(str, allowed))})" if allowed else ""))
+            option = f"  --{name}={getattr(Config, name)!r}"
+            line = f"{option:36} {SETTINGS[name]['help']}"
+            if choices(name):
+                line += f" ({', '.join(map(str, choices(name)))})"
+            lines.append(line)
     return "\n".join(lines)
 
 
@@ -565,32 +617,6 @@ def check_training(config: Config) -> None:
             f"{config.checkpoint_interval}: only what is saved can be kept"
         )
     accumulation_steps(config, world_size=1)
-
-
-def identify(tokenizer: str) -> str:
-    """A tokenizer in meta.json and checkpoints: its built-in name, or its file's checksum."""
-    if tokenizer in VOCABULARY:
-        return tokenizer
-    return f"sha256:{hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest()}"
-
-
-def tokenizer_file(tokenizer: str) -> Path:
-    """The path of a tokenizer.json. Raises UserError where there is no file."""
-    if not Path(tokenizer).is_file():
-        check_choice("tokenizer", tokenizer, (*VOCABULARY, "the path of a tokenizer.json"))
-    return Path(tokenizer)
-
-
-def count_ids(tokenizer: str) -> int:
-    """The number of token ids of a tokenizer.json. Raises UserError where it cannot be read."""
-    file = tokenizer_file(tokenizer)
-    try:
-        content = json.loads(file.read_bytes())
-        vocabulary = content["model"]["vocab"]  # a list of Unigram, a dict of the other models
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + int(max([*ids, *(token["id"] for token in content["added_tokens"])]))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {error!r}") from error
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:

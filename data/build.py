@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from config import VOCABULARY, identify
 from data import shards
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
+from data.vocabulary import BUILT_IN, identify
 from errors import UserError
 from runtime.files import lock_folder
 
@@ -47,7 +47,7 @@ Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 
 def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
     """The options that data.text and data.fineweb share, with their default tokenizer."""
-    names = f"{', '.join(VOCABULARY)} or a tokenizer.json; default: {tokenizer}"
+    names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")

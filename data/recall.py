@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from config import RECALL_IDS
 from data.loader import Batch, Batching, Ints
 from data.simulated import SimulatedLoader, sequence_rng
+from data.vocabulary import RECALL_IDS
 from errors import UserError
 
 EVALUATION = 2  # the split of scripts.recall, beside TRAINING and VALIDATION

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from config import TOKENIZER, identify
+from data.vocabulary import TOKENIZER, identify
 from errors import UserError
 from runtime.files import atomic_write, read_json, write_json
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from config import TOKENIZER, VOCABULARY, tokenizer_file
+from data.vocabulary import BUILT_IN, TOKENIZER, tokenizer_file
 from errors import UserError
 from runtime.files import atomic_write
 
@@ -133,7 +133,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 def copy_tokenizer(tokenizer: str, folder: Path) -> None:
     """Copy a tokenizer's file into a folder; a built-in tokenizer has none."""
-    if tokenizer not in VOCABULARY:
+    if tokenizer not in BUILT_IN:
         with atomic_write(folder / TOKENIZER) as file:
             file.write(tokenizer_file(tokenizer).read_bytes())
 

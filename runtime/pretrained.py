@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from config import PRETRAINED, pretrained_settings
 from errors import UserError, first_line
 from model import GPT
 from runtime.checkpoint import Found, State, copy_weights, load_weights, settings_of
+from runtime.hf_config import PRETRAINED, pretrained_settings
 
 
 def load_initial(model: GPT, source: str) -> Found:

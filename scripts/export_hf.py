@@ -25,8 +25,9 @@ import torch
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import MAY_CHANGE, ROOT, VOCABULARY, Config
+from config import MAY_CHANGE, ROOT, Config
 from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
+from data.vocabulary import BUILT_IN
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
@@ -107,7 +108,7 @@ def transformers_tokenizer(config: Config) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     mark = get_tokenizer(config.tokenizer).mark
-    if config.tokenizer in VOCABULARY:
+    if config.tokenizer in BUILT_IN:
         tokenizer = byte_level_bpe(config.tokenizer)
     else:
         tokenizer = Tokenizer.from_file(config.tokenizer)

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config import VOCABULARY, Config, count_ids, identify
+from config import Config
 from data import tokenizer
 from data.tokenizer import get_tokenizer, read_ranks, split_text
+from data.vocabulary import BUILT_IN, count_ids, identify
 from errors import UserError
 
 TEXTS = [
@@ -52,7 +53,7 @@ def test_known_ids(name, text, ids):
 @pytest.mark.parametrize("name, n_vocab, eot", [("gpt2", 50257, 50256), ("bytes", 257, 256)])
 def test_both_tokenizers(name, n_vocab, eot):
     tok = get_tokenizer(name)
-    assert (tok.n_vocab, tok.eot) == (n_vocab, eot) and VOCABULARY[name] == n_vocab
+    assert (tok.n_vocab, tok.eot) == (n_vocab, eot) and BUILT_IN[name] == n_vocab
     for text in TEXTS:
         ids = tok.encode(text)
         assert all(type(i) is int and 0 <= i < eot for i in ids)

@@ -9,6 +9,7 @@ from tests.runs import ROOT
 # it. A module may import what is in the lines above its own, and the other modules of its package.
 LAYERS = (
     ("errors",),
+    ("data.vocabulary", "runtime.hf_config"),
     ("config", "runtime.files"),
     ("runtime.device", "runtime.distributed"),
     ("data", "attention"),

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from config import identify
 from data import text
 from data.tokenizer import get_tokenizer
+from data.vocabulary import identify
 from errors import UserError
 from runtime import checkpoint
 from scripts import eval_length, export_hf, sample

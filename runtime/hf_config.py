@@ -1,0 +1,56 @@
+"""The sizes of a Hugging Face GPT-2, which a run that starts from its weights takes over."""
+
+from typing import Any
+
+from errors import UserError, first_line
+
+# Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
+PRETRAINED = "hf:"
+# What its config must say.
+GPT2 = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+
+
+def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes and positions of the Hugging Face GPT-2 in values["init_from"], if any.
+
+    Raises UserError where its config cannot be read, it has another architecture than OpenAI's, or
+    `values` contradict it.
+    """
+    source = str(values.get("init_from"))
+    if not source.startswith(PRETRAINED):
+        return {}
+    try:
+        from transformers import AutoConfig
+
+        gpt2 = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
+    for key, required in GPT2.items():
+        value = getattr(gpt2, key, required)
+        if value != required:
+            raise UserError(f"{source} has {key} = {value!r}, which this model cannot compute")
+    sizes = {
+        "n_layer": gpt2.n_layer,
+        "n_head": gpt2.n_head,
+        "n_embd": gpt2.n_embd,
+        "mlp_hidden": gpt2.n_inner,
+        "vocab_size": gpt2.vocab_size,
+        "block_size": gpt2.n_positions,
+        "positions": "learned",
+    }
+    if values.get("block_size") in range(1, gpt2.n_positions):
+        sizes["block_size"] = values["block_size"]  # the first positions suffice
+    wrong = []
+    for key, size in sizes.items():
+        if values.get(key) not in (None, size):
+            wrong.append(f"{key} = {size!r}")
+    if wrong:
+        raise UserError(f"{source} has {', '.join(wrong)}: leave these settings out")
+    return sizes
