@@ -25,11 +25,13 @@ def shards(tmp_path_factory):
     """A folder of byte shards with something to learn: words of a small vocabulary."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
-    letters = [rng.integers(97, 123, n, np.uint8) for n in rng.integers(2, 7, size=50)]
-    words = [word.tobytes() + b" " for word in letters]
+    words = []
+    for length in rng.integers(2, 7, size=50):
+        letters = rng.integers(97, 123, length, np.uint8)
+        words.append(letters.tobytes() + b" ")
     for name, n in {"val_000000": 600, "train_000001": 3000, "train_000002": 999}.items():
-        text = b"".join(words[i] for i in rng.integers(0, 50, size=n))[:n]
-        tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
+        text = b"".join(words[i] for i in rng.integers(0, 50, size=n))
+        tokens = np.frombuffer(text[:n], np.uint8).astype(np.uint16)
         tokens[0] = 256
         write_shard(folder / f"text_{name}.bin", tokens)
     write_meta(folder, set_meta("bytes"))
@@ -66,30 +68,38 @@ def poisoned_buffers(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def better_interpreter():
-    """Triton's interpreter multiplies bfloat16 as integers and truncates float32 to it; and reduces
-    by a function of the kernel's element by element, in Python."""
+    """Correct Triton's interpreter, and speed it up.
+
+    It multiplies bfloat16 as integers, truncates float32 to bfloat16, and reduces by a function of
+    the kernel element by element, in Python.
+    """
     try:
         import triton.language as tl
         from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
     except ImportError:
         yield
         return
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    cast = InterpreterBuilder.cast_impl
+    dot = InterpreterBuilder.create_dot
 
     def rounding_cast(self, x, dtype):
         if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
             return cast(self, x, dtype)
-        rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.uint16)
+        exact = torch.from_numpy(np.ascontiguousarray(x.data))
+        rounded = exact.bfloat16().view(torch.uint16)
         return TensorHandle(rounded.numpy(), tl.bfloat16)
 
     def float32_dot(self, a, b, *more):
         if a.dtype.scalar == tl.bfloat16:
-            a, b = cast(self, a, tl.float32), cast(self, b, tl.float32)
+            a = cast(self, a, tl.float32)
+            b = cast(self, b, tl.float32)
         return dot(self, a, b, *more)
 
     def by_columns(self, arguments):
-        (x,) = (argument.handle.data for argument in arguments)
-        columns = [self.to_tensor(c, arguments[0].dtype) for c in np.moveaxis(x, self.axis, 0)]
+        (x,) = arguments
+        columns = [
+            self.to_tensor(column, x.dtype) for column in np.moveaxis(x.handle.data, self.axis, 0)
+        ]
         return [functools.reduce(self.combine_fn.fn, columns)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +114,8 @@ def call(monkeypatch):
     """Run a script's main in this process with these arguments."""
 
     def run(module, *arguments):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        argv = [module.__name__, *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", argv)
         module.main()
 
     return run
@@ -112,8 +123,10 @@ def call(monkeypatch):
 
 @pytest.fixture(scope="session")
 def trained(shards, tmp_path_factory):
-    """A run of a second, its training length enough for a short question; tests that write into it
-    take a copy, the fixture `run`."""
+    """A run of a second whose training length is enough for a short question.
+
+    Tests that write into it take a copy, the fixture `run`.
+    """
     longer = ["--block_size=128", "--total_batch_size=1024", "--attention=lssar", "--p=3"]
     return train_small(tmp_path_factory.mktemp("runs") / "run", shards, *longer)
 
@@ -139,9 +152,10 @@ def text(tmp_path_factory):
     folders = {}
     for name in ("bytes", "gpt2"):
         tokenizer = get_tokenizer(name)
-        tokens = np.tile(np.array([tokenizer.eot, *tokenizer.encode("Such is life. ")]), 9000)
+        document = [tokenizer.eot, *tokenizer.encode("Such is life. ")]
+        tokens = np.array(document * 9000, dtype=np.uint16)
         folders[name] = tmp_path_factory.mktemp(name)
-        write_shard(folders[name] / "text_val_000000.bin", tokens[:20000].astype(np.uint16))
+        write_shard(folders[name] / "text_val_000000.bin", tokens[:20000])
     return folders
 
 
@@ -172,20 +186,23 @@ def words_file(tmp_path_factory):
 
 @pytest.fixture
 def no_fsync(monkeypatch):
-    """Thousands of small shards, and no test cuts the power."""
+    """Skip syncs: there are thousands of small shards, and no test cuts the power."""
     monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def refused(capsys):
-    """Make a call that must exit with code 2 and a sentence that has this part, or these parts."""
+    """Make a call that must exit with code 2 and a sentence that has these words, or all of them
+    if `says` is a tuple."""
 
     def run(function, *arguments, says):
         with pytest.raises(SystemExit) as stop:
             function(*arguments)
         message = capsys.readouterr().err
-        assert stop.value.code == 2 and message.splitlines()[-1].startswith("error: ")
-        assert all(part in message for part in ([says] if isinstance(says, str) else says)), message
+        assert stop.value.code == 2
+        assert message.splitlines()[-1].startswith("error: ")
+        for words in [says] if isinstance(says, str) else says:
+            assert words in message, message
 
     return run
 
@@ -203,7 +220,7 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True, scope="session")
 def usual_signals():
-    """Under nohup, or in the background of a shell, they are ignored, and children inherit that."""
+    """Handle signals that are ignored under nohup or in a shell's background, also in children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -253,8 +270,13 @@ def reproduced(call, commands, scale, shards, tmp_path):
     from scripts.reproduce import __main__ as reproduce
 
     def run(name, *arguments):
-        common = ["--wandb_mode=disabled", f"--data_dir={shards}", f"--out={tmp_path / 'out'}"]
-        common += [f"--scale={scale}", f"--results={tmp_path / 'results'}"]
+        common = [
+            "--wandb_mode=disabled",
+            f"--data_dir={shards}",
+            f"--out={tmp_path / 'out'}",
+            f"--scale={scale}",
+            f"--results={tmp_path / 'results'}",
+        ]
         call(reproduce, name, *common, *arguments)
         return tmp_path / "results/small" / name
 

@@ -16,29 +16,43 @@ from errors import UserError
 def make_documents(n, longest=400, seed=0):
     rng = random.Random(seed)
     words = "the a of cat, dog. 12 naïve \n\n  don't 東京 __init__(self): running".split(" ")
-    return [" ".join(rng.choices(words, k=rng.randrange(1, longest))) for _ in range(n)]
+    documents = []
+    for _ in range(n):
+        length = rng.randrange(1, longest)
+        documents.append(" ".join(rng.choices(words, k=length)))
+    return documents
 
 
 def write_parquet(path, documents, rows=7, column="text"):
-    pq.write_table(pa.table({"id": range(len(documents)), column: documents}), path, rows)
+    table = pa.table({"id": range(len(documents)), column: documents})
+    pq.write_table(table, path, rows)
     return path
 
 
 def expected_tokens(documents, tokenizer="gpt2"):
     """End-of-text and the ids of each document, one after another: uint16 [n]."""
     tok = get_tokenizer(tokenizer)
-    return np.array([i for d in documents for i in [tok.eot, *tok.encode(d)]], dtype=np.uint16)
+    ids = []
+    for document in documents:
+        ids += [tok.eot, *tok.encode(document)]
+    return np.array(ids, dtype=np.uint16)
 
 
 def contents(folder):
     """Name and content of every file in a folder of shards; of meta.json without `next`.
 
-    Where the next shard starts has many names: a document, or one before it and more tokens.
+    The start of the next shard can be given in many ways: by the state at a document, or by an
+    earlier state and more tokens.
     """
-    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock" and p.is_file()}
+    files = {}
+    for path in folder.iterdir():
+        if path.name != ".lock" and path.is_file():
+            files[path.name] = path.read_bytes()
     meta = json.loads(files["meta.json"])
-    entries = [{key: shard[key] for key in ("name", "tokens")} for shard in meta["shards"]]
-    return files | {"meta.json": meta | {"shards": entries}}
+    for shard in meta["shards"]:
+        del shard["next"]
+    files["meta.json"] = meta
+    return files
 
 
 def tokens_in(folder):
@@ -48,23 +62,27 @@ def tokens_in(folder):
 
 
 def run_fineweb(parquet, out_dir, *more, shard_size=1000, workers=1):
-    fineweb.main(
-        [f"--parquet={parquet}", f"--out_dir={out_dir}", f"--shard_size={shard_size}"]
-        + [f"--workers={workers}", *more]
-    )
+    arguments = [
+        f"--parquet={parquet}",
+        f"--out_dir={out_dir}",
+        f"--shard_size={shard_size}",
+        f"--workers={workers}",
+    ]
+    fineweb.main([*arguments, *more])
     return contents(out_dir)
 
 
 def stop_after_each_shard(monkeypatch, make):
     """Call `make` until it is done, letting it write only one shard each time."""
-    write_shard, stops = shards.write_shard, 0
+    write_shard = shards.write_shard
+    stops = 0
 
-    def write_one(path, part):
+    def write_one(path, tokens):
         assert not path.exists()
         if written:
             raise KeyError("stopped")
         written.append(path)
-        return write_shard(path, part)
+        return write_shard(path, tokens)
 
     monkeypatch.setattr(shards, "write_shard", write_one)
     while True:

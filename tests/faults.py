@@ -20,7 +20,8 @@ context.set_forkserver_preload(["train", "data.text", "tests.faults"])
 
 def start(arguments, *, module="train", output=None, environment=None, **faults):
     """Run a command's main in a new process with these faults, by their names in FAULTS."""
-    work = (module, list(map(str, arguments)), output, environment or {}, faults)
+    arguments = list(map(str, arguments))
+    work = (module, arguments, output, environment or {}, faults)
     process = context.Process(target=_child, args=work)
     process.start()
     return process
@@ -52,16 +53,20 @@ def group(arguments, faults, batch_size=4):
     """
     global host
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port)}
-    address |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
-    return [
-        start(
-            [*arguments, f"--batch_size={batch_size}"],
-            environment=address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            **faults.get(rank, {}),
-        )
-        for rank in range(2)
-    ]
+    address = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(host.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    arguments = [*arguments, f"--batch_size={batch_size}"]
+    processes = []
+    for rank in range(2):
+        environment = address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = start(arguments, environment=environment, **faults.get(rank, {}))
+        processes.append(process)
+    return processes
 
 
 def _child(module, arguments, output, environment, faults):
@@ -164,7 +169,13 @@ def signalled_at(step):
 
 
 FAULTS = {
-    f.__name__: f
-    for f in (kill_at, file_limit, output_lost, nohup, stuck_at, dead_at, slow, signalled_at)
+    "kill_at": kill_at,
+    "file_limit": file_limit,
+    "output_lost": output_lost,
+    "nohup": nohup,
+    "stuck_at": stuck_at,
+    "dead_at": dead_at,
+    "slow": slow,
+    "signalled_at": signalled_at,
+    "chdir": os.chdir,
 }
-FAULTS["chdir"] = os.chdir

@@ -32,11 +32,24 @@ ATTENTIONS = [
 ]
 # A run of a second.
 SMALL = [
-    "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--tokenizer=bytes",
-    "--total_batch_size=128", "--batch_size=8", "--max_iters=6", "--warmup_iters=2",
-    "--learning_rate=1e-2", "--eval_interval=3", "--checkpoint_interval=3", "--val_tokens=256",
-    "--wandb_mode=disabled", "--device=cpu", "--schedule=constant", "--min_lr=0",
-]  # fmt: skip
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=16",
+    "--tokenizer=bytes",
+    "--total_batch_size=128",
+    "--batch_size=8",
+    "--max_iters=6",
+    "--warmup_iters=2",
+    "--learning_rate=1e-2",
+    "--schedule=constant",
+    "--min_lr=0",
+    "--eval_interval=3",
+    "--checkpoint_interval=3",
+    "--val_tokens=256",
+    "--wandb_mode=disabled",
+    "--device=cpu",
+]
 # Narrower, for references that are loops in Python; batches that go with any block size.
 SMALLER = ["--n_embd=16", "--batch_size=1", "--total_batch_size=16"]
 
@@ -44,16 +57,20 @@ SMALLER = ["--n_embd=16", "--batch_size=1", "--total_batch_size=16"]
 def write_scale(path: Path, *settings: str) -> Path:
     """A scale file: the settings of a command line that are not the defaults."""
     values = load_config([*settings, "--out_dir="]).as_dict()
-    changed = {key: value for key, value in values.items() if value != getattr(Config, key)}
-    path.write_text("".join(f"{key} = {value!r}\n" for key, value in changed.items()))
+    with open(path, "w") as file:
+        for key, value in values.items():
+            if value != getattr(Config, key):
+                file.write(f"{key} = {value!r}\n")
     return path
 
 
 def small_config(case: str, *more: str) -> Config:
     """A small model of a config file, with settings behind it if any ('relu_li.py --p=3')."""
     name, *settings = case.split()
-    heads = ["--n_head=4"] if "quarter" in name else []  # of which a quarter is one
-    return load_config([str(CONFIGS / name), *SMALL, *SMALLER, *heads, *settings, *more])
+    size = [*SMALL, *SMALLER]
+    if "quarter" in name:
+        size.append("--n_head=4")  # of which a quarter is one
+    return load_config([str(CONFIGS / name), *size, *settings, *more])
 
 
 def small_model(case: str, *more: str) -> GPT:
@@ -73,8 +90,15 @@ def small_model(case: str, *more: str) -> GPT:
 
 def set_meta(tokenizer: str, **more) -> dict:
     """The meta.json of a folder of shards, as the data commands leave it."""
-    content = {"tokenizer": tokenizer, "shard_size": 1000, "documents": "f", "source": "tests"}
-    return content | {"complete": True, "shards": []} | more
+    content = {
+        "tokenizer": tokenizer,
+        "shard_size": 1000,
+        "documents": "f",
+        "source": "tests",
+        "complete": True,
+        "shards": [],
+    }
+    return content | more
 
 
 def saved_run(folder: Path, model: GPT) -> Path:
@@ -91,17 +115,25 @@ def write_task(folder, name, docs, **settings):
     """A local task of lm-evaluation-harness in a folder: JSON is YAML."""
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-    settings = {"task": name, "test_split": "test", "metadata": {"version": 1}, **files, **settings}
-    (folder / f"{name}.yaml").write_text(json.dumps(settings))
+    task = {
+        "task": name,
+        "test_split": "test",
+        "metadata": {"version": 1},
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(task | settings))
 
 
 class Reader:
-    """In place of generate: finds a pattern in each prompt and answers with it, after `change`."""
+    """Stands for generate: finds a pattern in each prompt and answers with it, after `change`."""
 
     def __init__(self, tokenizer, pattern, change=str):
-        self.tokenizer, self.pattern, self.change = tokenizer, pattern, change
-        self.lengths, self.never = set(), set()
+        self.tokenizer = tokenizer
+        self.pattern = pattern
+        self.change = change
+        self.lengths = set()
+        self.never = set()
 
     def __call__(self, model, idx, max_new_tokens, *, temperature, never):
         assert temperature == 0
@@ -109,10 +141,10 @@ class Reader:
         self.never.add(never)
         answers = []
         for row in idx.tolist():
-            found = re.findall(self.pattern, self.tokenizer.decode(row))
-            assert len(found) == 1
-            answer = self.tokenizer.encode(f" {self.change(found[0])}. And the")
-            answers.append((answer + [self.tokenizer.eot] * 20)[:max_new_tokens])
+            (match,) = re.findall(self.pattern, self.tokenizer.decode(row))
+            answer = self.tokenizer.encode(f" {self.change(match)}. And the")
+            answer += [self.tokenizer.eot] * 20
+            answers.append(answer[:max_new_tokens])
         return torch.cat((idx, torch.tensor(answers)), dim=1)
 
 
@@ -125,9 +157,10 @@ def stub_run(path, tokenizer: str, model=None) -> Run:
 def measured_losses(run):
     """The measurements of eval_length, each with the lists of its lengths and losses."""
     measurements = json.loads((run / "eval_length.json").read_text())
-    for one in measurements:
-        parts = one["parts"].values()
-        one |= {"lengths": [p["length"] for p in parts], "loss": [p["loss"] for p in parts]}
+    for measurement in measurements:
+        parts = measurement["parts"].values()
+        measurement["lengths"] = [part["length"] for part in parts]
+        measurement["loss"] = [part["loss"] for part in parts]
     return measurements
 
 

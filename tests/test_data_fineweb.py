@@ -22,16 +22,20 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 def test_fineweb_shards(corpus, tmp_path, capsys):
     documents, folder = corpus
-    out, tokens = tmp_path / "out", expected_tokens(documents)
+    out = tmp_path / "out"
     run_fineweb(folder, out, workers=2)
-    count = -(-len(tokens) // 1000)
-    names = [f"fineweb_{'train' if k else 'val'}_{k:06d}.bin" for k in range(count)]
-    for k, name in enumerate(names):
-        assert np.array_equal(shards.read_shard(out / name), tokens[k * 1000 : (k + 1) * 1000])
+    tokens = expected_tokens(documents)
+    names = []
+    for start in range(0, len(tokens), 1000):
+        split = "train" if names else "val"
+        names.append(f"fineweb_{split}_{len(names):06d}.bin")
+        shard = shards.read_shard(out / names[-1])
+        assert np.array_equal(shard, tokens[start : start + 1000])
     meta = shards.read_meta(out)
-    assert (meta["tokenizer"], meta["source"]) == ("gpt2", str(folder))
-    assert [s["name"] for s in meta["shards"]] == names
-    assert {p.name for p in out.iterdir()} == {*names, ".lock", "meta.json"}
+    assert meta["tokenizer"] == "gpt2"
+    assert meta["source"] == str(folder)
+    assert [shard["name"] for shard in meta["shards"]] == names
+    assert {path.name for path in out.iterdir()} == {*names, ".lock", "meta.json"}
     assert f"done, {len(tokens):,} tokens" in capsys.readouterr().out
 
 
@@ -47,7 +51,8 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe.parquet")  # opening it would wait for ever
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    for path in (tmp_path / n for n in ("none", "empty", "pipe.parquet", "broken.parquet")):
+    for name in ("none", "empty", "pipe.parquet", "broken.parquet"):
+        path = tmp_path / name
         says(f"{path}: cannot be read: ", path)
     other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
     says("Column name ['text'] not in the dataset. Columns in the dataset: ['id'", other)
@@ -77,36 +82,42 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.dataset_info", lambda repo, timeout: None)
 
     def make(repo, configuration, split):
-        (tmp_path / repo).mkdir()
-        (tmp_path / repo / "README.md").write_text(
+        folder = tmp_path / repo
+        folder.mkdir()
+        (folder / "README.md").write_text(
             f"---\nconfigs:\n- config_name: {configuration}\n  data_files:\n"
             f"  - split: {split}\n    path: sample/*\n---\n"
         )
-        return tmp_path / repo
+        return folder
 
     return make
 
 
 def test_the_shards_are_the_same_from_the_hub_and_from_disk(corpus, tmp_path, hub, monkeypatch):
     _, folder = corpus
-    repo, out = hub("edu", "sample-10BT", "train"), tmp_path / "out"
+    repo = hub("edu", "sample-10BT", "train")
+    out = tmp_path / "out"
     shutil.copytree(folder, repo / "sample")
     monkeypatch.setitem(fineweb.DATASETS, "fineweb-edu", str(repo))
     fineweb.main(["--dataset=fineweb-edu", "--shard_size=1000", f"--out_dir={out}"])
-    made, local = contents(out), run_fineweb(folder, tmp_path / "local", f"--dataset={repo}")
-    meta, local_meta = (files.pop("meta.json") for files in (made, local))
-    assert made == local and meta["documents"] == local_meta["documents"]
+    streamed = contents(out)
+    local = run_fineweb(folder, tmp_path / "local", f"--dataset={repo}")
+    meta = streamed.pop("meta.json")
+    local_meta = local.pop("meta.json")
+    assert streamed == local
+    assert meta["documents"] == local_meta["documents"]
     assert meta["source"] == f"{repo} sample-10BT train text"
 
 
 def test_any_dataset_of_the_hub(tmp_path, hub):
     """JSON lines, a configuration, a split and a column of its own."""
-    documents, out = make_documents(90), tmp_path / "out"
+    files = [make_documents(45), make_documents(45, seed=1)]
+    out = tmp_path / "out"
     repo = hub("Train-Set.v2", "small", "held")
     (repo / "sample").mkdir()
-    for k in (0, 1):
-        lines = [json.dumps({"n": n, "body": text}) for n, text in enumerate(documents[k::2])]
+    for k, documents in enumerate(files):
+        lines = [json.dumps({"n": n, "body": text}) for n, text in enumerate(documents)]
         (repo / "sample" / f"{k}.jsonl").write_text("\n".join(lines))
-    options = [f"--dataset={repo}", "--name=small", "--column=body", "--shard_size=1000"]
-    fineweb.main([*options, "--split=held", f"--out_dir={out}"])
-    assert np.array_equal(tokens_in(out), expected_tokens(documents[::2] + documents[1::2]))
+    options = ["--name=small", "--column=body", "--split=held", "--shard_size=1000"]
+    fineweb.main([f"--dataset={repo}", *options, f"--out_dir={out}"])
+    assert np.array_equal(tokens_in(out), expected_tokens(files[0] + files[1]))

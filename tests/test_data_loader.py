@@ -19,9 +19,10 @@ WINDOW_STARTS = [*range(0, 96, T), *range(109, 109 + 56, T)]
 @pytest.fixture
 def data_dir(tmp_path):
     """Three training shards of 101, 8 and 57 tokens, numbered through: 12 + 0 + 7 windows."""
-    numbers = np.split(np.arange(166, dtype=np.uint16), [101, 109])
-    for number, tokens in enumerate(numbers, 1):
-        shards.write_shard(tmp_path / f"x_train_{number:06d}.bin", tokens)
+    numbered = np.arange(166, dtype=np.uint16)
+    shards.write_shard(tmp_path / "x_train_000001.bin", numbered[:101])
+    shards.write_shard(tmp_path / "x_train_000002.bin", numbered[101:109])
+    shards.write_shard(tmp_path / "x_train_000003.bin", numbered[109:])
     val = np.arange(1000, 1050, dtype=np.uint16)
     shards.write_shard(tmp_path / "x_val_000000.bin", val[:20])
     shards.write_shard(tmp_path / "x_val_000001.bin", val[20:])
@@ -34,22 +35,31 @@ def open_loader(data_dir, batch_size, **more):
 
 def joined(batches):
     """x and y of all batches, [n, T]."""
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return x, y
+    xs, ys = zip(*batches, strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+def assert_numbered(x, y):
+    """Tokens that are numbered through follow each other in x, and from x to y."""
+    assert torch.equal(x, x[:, :1] + torch.arange(T))
+    assert torch.equal(y, x + 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 10, 255, 256, 257, 1000, 65537])
 def test_shuffled_is_a_bijection(n):
     for seed, epoch in ((0, 0), (0, 1), (1337, 5)):
-        out = shuffled(np.arange(n), n, seed, epoch)
-        assert np.array_equal(np.sort(out), np.arange(n))
-        assert shuffled(np.array([n // 2]), n, seed, epoch) == out[n // 2]
+        order = shuffled(np.arange(n), n, seed, epoch)
+        assert np.array_equal(np.sort(order), np.arange(n))
+        middle = np.array([n // 2])
+        assert shuffled(middle, n, seed, epoch) == order[middle]
 
 
 def test_shuffled_is_fixed_for_ever():
     """Another order would break resuming for every run started before the change."""
-    assert shuffled(np.arange(10), 10, seed=42, epoch=0).tolist() == [6, 1, 3, 2, 7, 4, 5, 9, 8, 0]
-    assert shuffled(np.arange(5), 1000, seed=7, epoch=3).tolist() == [362, 898, 857, 331, 276]
+    whole = shuffled(np.arange(10), 10, seed=42, epoch=0)
+    assert whole.tolist() == [6, 1, 3, 2, 7, 4, 5, 9, 8, 0]
+    first = shuffled(np.arange(5), 1000, seed=7, epoch=3)
+    assert first.tolist() == [362, 898, 857, 331, 276]
 
 
 def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
@@ -57,38 +67,58 @@ def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
     assert (loader.n_windows, loader.tokens) == (19, 166)
     # 19 batches of 4 are 4 epochs of 19, and most epochs end inside a batch
     x, y = joined([loader.batch(step) for step in range(19)])
-    assert x.shape == y.shape == (76, T) and x.dtype == y.dtype == torch.int64
-    assert x.is_contiguous() and y.is_contiguous()
-    assert (x == x[:, :1] + torch.arange(T)).all() and torch.equal(y, x + 1)  # numbered through
+    for tensor in (x, y):
+        assert tensor.shape == (76, T)
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+    assert_numbered(x, y)
     epochs = x[:, 0].reshape(4, 19).tolist()
-    assert all(sorted(epoch) == WINDOW_STARTS for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert not torch.equal(open_loader(data_dir, 4, seed=1).batch(0)[0], x[:4])
+    for epoch in epochs:
+        assert sorted(epoch) == WINDOW_STARTS
+    assert len(set(map(tuple, epochs))) == 4
+    other_seed, _ = open_loader(data_dir, 4, seed=1).batch(0)
+    assert not torch.equal(other_seed, x[:4])
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size):
     whole = open_loader(data_dir, 16, seed=3)
-    ranks = [open_loader(data_dir, 16, seed=3, rank=r, world_size=world_size) for r in range(8)]
+    ranks = [
+        open_loader(data_dir, 16, seed=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     for step in (0, 1, 2, 100):
-        parts = [loader.batch(step) for loader in ranks[:world_size]]
-        assert all(len(x) == 16 // world_size for x, _ in parts)
-        for found, expected in zip(joined(parts), whole.batch(step), strict=True):
-            assert torch.equal(found, expected)
+        shares = [loader.batch(step) for loader in ranks]
+        for x, _ in shares:
+            assert len(x) == 16 // world_size
+        x, y = joined(shares)
+        expected_x, expected_y = whole.batch(step)
+        assert torch.equal(x, expected_x)
+        assert torch.equal(y, expected_y)
 
 
 def test_any_step_at_any_time(data_dir):
-    straight, jumping, resumed = (open_loader(data_dir, 4, seed=5) for _ in range(3))
-    expected = {step: straight.batch(step)[0] for step in range(30)}
+    straight = open_loader(data_dir, 4, seed=5)
+    expected = [straight.batch(step)[0] for step in range(30)]
+    jumping = open_loader(data_dir, 4, seed=5)
     for step in (7, 8, 9, 3, 3, 4, 29, 0, 1, 1):
-        assert torch.equal(jumping.batch(step)[0], expected[step]), step
-    assert torch.equal(resumed.batch(17)[0], expected[17])
+        x, _ = jumping.batch(step)
+        assert torch.equal(x, expected[step]), step
+    resumed = open_loader(data_dir, 4, seed=5)
+    x, _ = resumed.batch(17)
+    assert torch.equal(x, expected[17])
 
 
 def test_the_next_step_is_read_ahead(data_dir):
     loader = open_loader(data_dir, 4, seed=5)
-    reads, read = [], loader._read
-    loader._read = lambda step: reads.append(step) or read(step)
+    reads = []
+    read = loader._read
+
+    def recorded(step):
+        reads.append(step)
+        return read(step)
+
+    loader._read = recorded
     for step in (0, 1):
         loader.batch(step)
         loader._ahead[step + 1].result()
@@ -101,9 +131,11 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     tokens[T + 3 : T + 5] = 1050
     shards.write_shard(path, tokens)
     loader = open_loader(data_dir, 1, seed=0)
-    bad = [loader._locate(step).tolist() for step in range(19)].index([[2, T]])
-    for step in {*range(19)} - {bad}:
-        loader.batch(step)
+    places = [loader._locate(step).tolist() for step in range(19)]
+    bad = places.index([[2, T]])
+    for step in range(19):
+        if step != bad:
+            loader.batch(step)
     with pytest.raises(UserError, match=f"{path}: token {T + 3} is 1050, .* 0 to 1049"):
         loader.batch(bad)
     val = np.array([7, 1050, 1050], dtype=np.uint16)
@@ -128,23 +160,26 @@ def test_only_headers_and_windows_are_read(tmp_path, request):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
-    header = np.array([20240520, 1, 10**8, *[0] * 253], dtype="<i4").tobytes()
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = [20240520, 1, 10**8]
     for k in range(1000):
-        path = tmp_path / f"x_{'train' if k else 'val'}_{k:06d}.bin"
-        path.write_bytes(header)
+        split = "train" if k else "val"
+        path = tmp_path / f"x_{split}_{k:06d}.bin"
+        path.write_bytes(header.tobytes())
         os.truncate(path, 1024 + 2 * 10**8)
     begin = time.perf_counter()
     loader = TokenLoader(tmp_path, Batching(1024, 512, seed=0), vocab_size=1)
-    assert loader.tokens == 999 * 10**8 and loader.batch(9)[0].shape == (512, 1024)
+    assert loader.tokens == 999 * 10**8
+    x, _ = loader.batch(9)
+    assert x.shape == (512, 1024)
     next(loader.validation_batches(10485760, 8))
     assert time.perf_counter() - begin < 20  # here 0.2 s, and minutes where all is read
 
 
 def test_too_little_is_refused(data_dir):
     open_loader(data_dir, 19, seed=0)
-    with pytest.raises(
-        UserError, match=rf"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
-    ):
+    message = f"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
+    with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
     with pytest.raises(UserError, match=f"{data_dir}: 50 .*val_tokens = 1000, .* takes 65"):
         TokenLoader(data_dir, Batching(64, 1, 0), 1050).validation_batches(1000, 1)
@@ -157,10 +192,14 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
     for rank in range(world_size):
         loader = open_loader(data_dir, 8, seed=0, rank=rank, world_size=world_size)
         batches = list(loader.validation_batches(47, 2))
-        x, y = joined(batches) if batches else torch.empty(2, 0, T).long()
-        starts = list(range(1000, 1040, T))[rank::world_size]  # 47 tokens are 5 whole windows
-        assert x[:, 0].tolist() == starts and all(len(x) == 2 for x, _ in batches[:-1])
-        assert torch.equal(y, x + 1) and (x == x[:, :1] + torch.arange(T)).all()
+        for x, _ in batches[:-1]:
+            assert len(x) == 2
+        starts = []
+        for x, y in batches:
+            assert_numbered(x, y)
+            starts += x[:, 0].tolist()
+        # 47 tokens are 5 whole windows
+        assert starts == list(range(1000, 1040, T))[rank::world_size]
     # all there are: 49 tokens have a successor
     everything = open_loader(data_dir, 8, seed=0).validation_batches(10**9, 4)
     assert sum(len(x) for x, _ in everything) == 6
@@ -173,7 +212,11 @@ def test_batches_on_a_gpu(data_dir):
     loader = open_loader(data_dir, 4, seed=0, device=torch.device("cuda"))
     for step in range(5):
         x, y = loader.batch(step)
-        assert x.is_cuda and y.is_cuda and torch.equal(x.cpu(), host.batch(step)[0])
-    assert loader._ahead[5].result()[0].is_pinned()
+        assert x.is_cuda and y.is_cuda
+        expected, _ = host.batch(step)
+        assert torch.equal(x.cpu(), expected)
+    x, _ = loader._ahead[5].result()
+    assert x.is_pinned()
     x, _ = next(loader.validation_batches(48, 2))
-    assert x.is_cuda and x[0].tolist() == list(range(1000, 1008))
+    assert x.is_cuda
+    assert x[0].tolist() == list(range(1000, 1008))

@@ -24,9 +24,10 @@ def test_the_published_format(tmp_path):
     path = tmp_path / "x_train_000001.bin"
     write(path, 0, 1, 513, 65535)
     assert path.read_bytes() == shard_bytes([0, 1, 513, 65535])
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert list(tmp_path.iterdir()) == [path]
     tokens = shards.read_shard(path)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == [0, 1, 513, 65535]
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [0, 1, 513, 65535]
 
 
 @pytest.mark.parametrize(
@@ -50,16 +51,19 @@ def test_refuses_what_is_no_whole_shard(tmp_path, data, message):
 
 
 def test_lists_each_split_in_order_and_misses_none(tmp_path):
-    names = [f"fineweb_{name}.bin" for name in ("train_000010", "train_000002", "val_000000")]
-    for name in names:
-        write(tmp_path / name, 1)
-    entries = [{"name": name, "tokens": 1, "next": (0, None, 0)} for name in names]
+    later = tmp_path / "fineweb_train_000010.bin"
+    earlier = tmp_path / "fineweb_train_000002.bin"
+    val = tmp_path / "fineweb_val_000000.bin"
+    entries = []
+    for path in (later, earlier, val):
+        write(path, 1)
+        entries.append({"name": path.name, "tokens": 1, "next": (0, None, 0)})
     shards.write_meta(tmp_path, set_meta("bytes", shards=entries))
-    assert [p.name for p in shards.list_shards(tmp_path, "train")] == [names[1], names[0]]
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(UserError, match=f"{names[1]} is missing, which meta.json lists"):
+    assert shards.list_shards(tmp_path, "train") == [earlier, later]
+    earlier.unlink()
+    with pytest.raises(UserError, match=f"{earlier.name} is missing, which meta.json lists"):
         shards.list_shards(tmp_path, "train")
-    assert [p.name for p in shards.list_shards(tmp_path, "val")] == [names[2]]
+    assert shards.list_shards(tmp_path, "val") == [val]
     shards.write_meta(tmp_path, set_meta("bytes", complete=False))
     with pytest.raises(UserError, match="unfinished; repeat the command"):
         shards.list_shards(tmp_path, "val")

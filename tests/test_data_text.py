@@ -20,16 +20,18 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 def folder(tmp_path):
     """Text files of every kind, and hidden and other files, which must not be read."""
     root = tmp_path / "texts"
-    (root / "deep" / ".hidden").mkdir(parents=True)
+    deep = root / "deep"
+    hidden = deep / ".hidden"
+    hidden.mkdir(parents=True)
     for k in range(21):
         (root / f"{k:02d}.txt").write_text(f"text {k}\n")
-    (root / "deep" / "a.md").write_bytes(b"# A\r\nb\r\n")
-    (root / "deep" / "b.py").write_text("x = 1\n")
-    (root / "deep" / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "x": 1}\n')
-    write_parquet(root / "deep" / "d.parquet", ["first", "second", ""])
-    (root / "deep" / "empty.txt").write_text("")
-    (root / "deep" / ".hidden" / "h.txt").write_text("hidden")
-    (root / "deep" / "e.html").write_text("<p>")
+    (deep / "a.md").write_bytes(b"# A\r\nb\r\n")
+    (deep / "b.py").write_text("x = 1\n")
+    (deep / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "x": 1}\n')
+    write_parquet(deep / "d.parquet", ["first", "second", ""])
+    (deep / "empty.txt").write_text("")
+    (hidden / "h.txt").write_text("hidden")
+    (deep / "e.html").write_text("<p>")
     return root
 
 
@@ -38,25 +40,31 @@ def run_text(*argv):
 
 
 def documents_of(out, split, tokenizer="bytes"):
+    """The texts of a split, each of which begins with end-of-text."""
     tok = get_tokenizer(tokenizer)
-    tokens = np.concatenate([shards.read_shard(p) for p in shards.list_shards(out, split)])
-    assert tokens[0] == tok.eot
-    return [tok.decode(x[1:]) for x in np.split(tokens, np.flatnonzero(tokens == tok.eot))[1:]]
+    paths = shards.list_shards(out, split)
+    tokens = np.concatenate([shards.read_shard(path) for path in paths])
+    starts = np.flatnonzero(tokens == tok.eot)
+    assert starts[0] == 0
+    documents = np.split(tokens, starts)[1:]
+    return [tok.decode(document[1:]) for document in documents]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_text_of_every_kind(folder, tmp_path, tokenizer, capsys):
     out = tmp_path / "out"
     run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
-    said = capsys.readouterr().out
-    assert "training: 23 files: 00.txt, 01.txt" in said and ", 09.txt, and 13 more\n" in said
-    assert "validation: 2 files: 18.txt, 20.txt\n" in said
-    train, val = (documents_of(out, split, tokenizer) for split in ("train", "val"))
-    everything = [f"text {k}\n" for k in range(21)]
-    everything += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
-    assert sorted(train + val) == sorted(everything)
+    printed = capsys.readouterr().out
+    assert "training: 23 files: 00.txt, 01.txt" in printed
+    assert ", 09.txt, and 13 more\n" in printed
+    assert "validation: 2 files: 18.txt, 20.txt\n" in printed
+    documents = documents_of(out, "train", tokenizer) + documents_of(out, "val", tokenizer)
+    expected = [f"text {k}\n" for k in range(21)]
+    expected += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
+    assert sorted(documents) == sorted(expected)
     meta = shards.read_meta(out)
-    assert meta["tokenizer"] == tokenizer and meta["source"] == str(folder)
+    assert meta["tokenizer"] == tokenizer
+    assert meta["source"] == str(folder)
 
 
 def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
@@ -64,11 +72,14 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
         folder = folder.rename(tmp_path / name)
         sources = text.inspect(text.list_files([folder]))
         train, val = text.split(sources, None)
-        assert len(sources) == 25 and sources == sorted(train + val, key=lambda s: s.name)
+        assert len(sources) == 25
+        assert sources == sorted(train + val, key=lambda source: source.name)
         assert [source.name for source in val] == ["18.txt", "20.txt"]
-    assert [len(part) for part in text.split(sources[:2], None)] == [1, 1]
+    train, val = text.split(sources[:2], None)
+    assert len(train) == len(val) == 1
     foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
-    assert len(text.split([foreign, *sources], None)[1]) == 2
+    _, val = text.split([foreign, *sources], None)
+    assert len(val) == 2
 
 
 def test_named_validation_files(folder, tmp_path):
@@ -79,11 +90,12 @@ def test_named_validation_files(folder, tmp_path):
 
 
 def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused):
-    again = (run_text, folder, "--out_dir", tmp_path / "out")
-    run_text(*again[1:])
-    refused(*again, "--tokenizer=gpt2", says="made with tokenizer bytes, not gpt2")
+    command = (folder, "--out_dir", tmp_path / "out")
+    run_text(*command)
+    says = "made with tokenizer bytes, not gpt2"
+    refused(run_text, *command, "--tokenizer=gpt2", says=says)
     (folder / "00.txt").write_text("text 9\n")
-    refused(*again, says="made with documents")
+    refused(run_text, *command, says="made with documents")
 
 
 @pytest.mark.parametrize("repeat", [(), ("--repeat", 0.5, "--within", 16)])
@@ -97,14 +109,17 @@ def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch, repeat):
 
 
 def test_repeats_in_the_training_text_alone(folder, tmp_path, refused):
-    (folder / "long.txt").write_text("".join(f"line {k} of a longer text\n" for k in range(999)))
-    plain, out = tmp_path / "plain", tmp_path / "out"
+    lines = [f"line {k} of a longer text\n" for k in range(999)]
+    (folder / "long.txt").write_text("".join(lines))
+    plain = tmp_path / "plain"
+    out = tmp_path / "out"
     run_text(folder, "--out_dir", plain)
     run_text(folder, "--repeat", 0.5, "--within", 64, "--out_dir", out)
     assert shards.read_meta(out)["repeat"] == (0.5, 64)
     assert documents_of(out, "val") == documents_of(plain, "val")
-    longest = [len(max(documents_of(path, "train"), key=len)) for path in (out, plain)]
-    assert 1.06 < longest[0] / longest[1] < 1.13  # half of 3/16
+    longest = max(map(len, documents_of(out, "train")))
+    longest_plain = max(map(len, documents_of(plain, "train")))
+    assert 1.06 < longest / longest_plain < 1.13  # half of 3/16
     refused(run_text, folder, "--out_dir", out, says="made with repeat")
     for share, within in ((1.5, 64), (0.5, 15), (0.0, 64)):
         says = f"--repeat {share} must be 0 to 1, --within {within} at least 16; or neither"
@@ -153,35 +168,42 @@ def test_where_a_single_document_is_divided(tmp_path, content, val):
     path = tmp_path / "x.txt"
     path.write_text(content)
     (source,) = text.inspect([("x.txt", path)])
-    parts = [list(part.read()) for (part,) in text.divide(source)]
-    assert parts == [[content.removesuffix(val)], [val]]
+    ((train_part,), (val_part,)) = text.divide(source)
+    assert list(train_part.read()) == [content.removesuffix(val)]
+    assert list(val_part.read()) == [val]
 
 
 def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
     documents = [f"document {k}, with some text" for k in range(100, 140)]
     lines = "".join(json.dumps({"body": document}) + "\n" for document in documents)
-    files = [tmp_path / "x.jsonl", tmp_path / "x.y.jsonl.gz", tmp_path / "x.jsonl.zst"]
-    files[0].write_text(lines)
-    files[1].write_bytes(gzip.compress(lines.encode()))
-    parts = (lines[:50].encode(), lines[50:].encode())  # a file may be made in several pieces
-    files[2].write_bytes(b"".join(pa.compress(part, "zstd", asbytes=True) for part in parts))
-    files.append(write_parquet(tmp_path / "x.parquet", documents, column="body"))
-    for path in files:
+    plain = tmp_path / "x.jsonl"
+    plain.write_text(lines)
+    gz = tmp_path / "x.y.jsonl.gz"
+    gz.write_bytes(gzip.compress(lines.encode()))
+    zst = tmp_path / "x.jsonl.zst"
+    with open(zst, "wb") as file:
+        for piece in (lines[:50], lines[50:]):  # a file may be made in several pieces
+            file.write(pa.compress(piece.encode(), "zstd", asbytes=True))
+    parquet = write_parquet(tmp_path / "x.parquet", documents, column="body")
+    for path in (plain, gz, zst, parquet):
         out = tmp_path / f"out{path.name}"
         run_text(path, "--out_dir", out, "--field", "body")
         assert documents_of(out, "train") == documents[:36]
         assert documents_of(out, "val") == documents[36:]
-    files[0].write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
-    (source,) = text.inspect([("x.jsonl", files[0])], "body")
-    assert [len(part.documents) for (part,) in text.divide(source)] == [40, 1]
+    plain.write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
+    (source,) = text.inspect([("x.jsonl", plain)], "body")
+    ((train,), (val,)) = text.divide(source)
+    assert len(train.documents) == 40
+    assert len(val.documents) == 1
 
 
 def test_the_standard_library_without_its_tests():
     names = [name for name, _ in text.list_stdlib()]
     assert {"argparse.py", "json/decoder.py"} <= set(names)
-    assert all(name.endswith(".py") for name in names)
-    folders = {part for name in names for part in name.split("/")[:-1]}
-    assert not folders & {"test", "tests", "idle_test", "site-packages"}
+    for name in names:
+        assert name.endswith(".py")
+        folders = name.split("/")[:-1]
+        assert not {"test", "tests", "idle_test", "site-packages"} & set(folders)
 
 
 def test_byte_order_marks(tmp_path):
