@@ -31,43 +31,49 @@ PANELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
 }
-Steps = list[dict[str, float]]
+Steps = list[dict[str, float]]  # lines of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
     """The curves of runs while they train."""
 
-    smooth: int = option(1, "draw means of so many steps over a faint curve", at_least=1)
+    smooth: int = option(1, "steps to average, drawn over a faint curve of all", at_least=1)
 
 
 @command
 def main() -> None:
     options, arguments = parse(Curves)
-    runs = dict(zip(run_names(arguments.runs), map(read_steps, arguments.runs), strict=True))
+    metrics = [read_steps(path) for path in arguments.runs]
+    runs = dict(zip(run_names(arguments.runs), metrics, strict=True))
     save_picture(plot(runs, options), arguments.out or picture_path(arguments.runs, "curves"))
 
 
 def read_steps(path: str | Path) -> Steps:
-    """The steps and validations of a run. Raises UserError where there are none."""
-    if steps := read_metrics(checkpoint.folder_of(path)):
-        return steps
-    raise UserError(f"{path}: its metrics.jsonl has no step yet")
+    """Read the steps and validations of a run. Raises UserError where there are none."""
+    steps = read_metrics(checkpoint.folder_of(path))
+    if not steps:
+        raise UserError(f"{path}: its metrics.jsonl has no step yet")
+    return steps
 
 
 def plot(runs: dict[str, Steps], options: Curves) -> Figure:
-    drawn: dict[str, list[Curve]] = {title: [] for title in PANELS.values()}
+    panels: dict[str, list[Curve]] = {}
     for key, title in PANELS.items():
-        for name, steps in runs.items():
-            known = [step for step in steps if key in step]
-            places, values = (np.array([step[k] for step in known]) for k in ("step", key))
-            if known and key in ("loss", "grad_norm") and options.smooth > 1:
-                drawn[title].append(Curve(name, places, values, thin=True))
-                size = max(1, min(options.smooth, len(values)))
+        curves = []
+        for name, metrics in runs.items():
+            lines = [line for line in metrics if key in line]
+            steps = np.array([line["step"] for line in lines])
+            values = np.array([line[key] for line in lines])
+            if key in ("loss", "grad_norm") and options.smooth > 1 and lines:
+                curves.append(Curve(name, steps, values, thin=True))
+                size = min(options.smooth, len(values))
                 values = np.convolve(values, np.ones(size) / size, "valid")
-                places = places[size // 2 :][: len(values)]
-            drawn[title].append(Curve(name, places, values))
-    figure = draw_curves(drawn, "step", "", sharey=False)
+                begin = size // 2
+                steps = steps[begin : begin + len(values)]
+            curves.append(Curve(name, steps, values))
+        panels[title] = curves
+    figure = draw_curves(panels, "step", "", sharey=False)
     figure.axes[-1].set_yscale("log")  # norms of gradients span decades
     return figure
 

@@ -36,8 +36,6 @@ from scripts.common.runner import Run, load_run, require
 
 # Where transformers finds its classes in the exported folder.
 CODE = "hf_modeling.SharpAttention"
-# The arguments of GPT.scale_rope, as the facts of a run name them.
-ROPE = {"scaling": "rope", "factor": "rope_factor", "theta": "rope_theta"}
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 
 
@@ -45,18 +43,19 @@ IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 class Export(Options):
     """Export a trained model as a folder that Hugging Face's transformers loads by itself."""
 
-    device: str = option("cpu", "that the run is loaded on")
+    device: str = option("cpu", "device that the run is loaded on")
 
 
 @command
 def main() -> None:
-    new = {"metavar": "DIR", "type": Path, "help": "new folder to write"}
-    options, arguments = parse(Export, arguments={"run": RUN, "dir": new})
+    new_folder = {"metavar": "DIR", "type": Path, "help": "new folder to write"}
+    options, arguments = parse(Export, arguments={"run": RUN, "dir": new_folder})
     folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
     run = load_run(arguments.run, options)
-    model, tokenizer = transformers_model(run), transformers_tokenizer(run.config)
+    model = transformers_model(run)
+    tokenizer = transformers_tokenizer(run.config)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export", dir=folder.parent) as temporary:
@@ -78,20 +77,31 @@ def transformers_model(run: Run) -> Any:
     require("eval", "transformers")
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
-    c, eot = run.config, get_tokenizer(run.config.tokenizer).eot
-    settings = settings_of(c) | {"vocab_size": c.text_ids}
+    config = run.config
+    end_of_text = get_tokenizer(config.tokenizer).eot
+    # the settings on which results depend
+    settings = settings_of(config) | {"vocab_size": config.text_ids}
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {
-        "settings": settings,  # on which results depend
-        "rope": {key: run.facts[name] for key, name in ROPE.items()},
+        "settings": settings,
+        "rope": {  # the arguments of GPT.scale_rope
+            "scaling": run.facts["rope"],
+            "factor": run.facts["rope_factor"],
+            "theta": run.facts["rope_theta"],
+        },
         "run": run.facts | {"environment": environment(str(run.device))},
-        "auto_map": {"AutoConfig": f"{CODE}Config", "AutoModelForCausalLM": f"{CODE}ForCausalLM"},
-        "vocab_size": c.n_vocab,
-        "hidden_size": c.n_embd,
-        "max_position_embeddings": c.block_size,
-        "tie_word_embeddings": c.tie_embeddings,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot),
+        "auto_map": {
+            "AutoConfig": f"{CODE}Config",
+            "AutoModelForCausalLM": f"{CODE}ForCausalLM",
+        },
+        "vocab_size": config.n_vocab,
+        "hidden_size": config.n_embd,
+        "max_position_embeddings": config.block_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
     }
     with torch.device("meta"):  # the weights are the run's
         model = SharpAttentionForCausalLM(SharpAttentionConfig(**values))
@@ -107,30 +117,43 @@ def transformers_tokenizer(config: Config) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    mark = get_tokenizer(config.tokenizer).mark
     if config.tokenizer in BUILT_IN:
         tokenizer = byte_level_bpe(config.tokenizer)
     else:
         tokenizer = Tokenizer.from_file(config.tokenizer)
-    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark)
-    options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, **options)
+    mark = get_tokenizer(config.tokenizer).mark
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=mark,
+        eos_token=mark,
+        pad_token=mark,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def byte_level_bpe(name: str) -> Any:
     """A built-in tokenizer in the tokenizers library; `bytes` has no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    symbols, is_gpt2 = byte_symbols(), name == "gpt2"
-    lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()[1:] if is_gpt2 else []
-    merges = [(left, right) for left, right in map(str.split, lines)]
-    # GPT-2 has the bytes in an order of its own
-    tokens = symbols.values() if is_gpt2 else (symbols[b] for b in range(256))
-    every = [*tokens, *map("".join, merges), END_OF_TEXT]
-    vocabulary = {token: i for i, token in enumerate(every)}
+    symbols = byte_symbols()
+    merges: list[tuple[str, str]] = []
+    if name == "gpt2":
+        tokens = list(symbols.values())  # GPT-2 has the bytes in an order of its own
+        _, *lines = MERGES_FILE.read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            left, right = line.split()
+            merges.append((left, right))
+            tokens.append(left + right)
+    else:
+        tokens = [symbols[byte] for byte in range(256)]
+    tokens.append(END_OF_TEXT)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    # GPT-2's merges never cross the words that the regular expression finds
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False,
+        use_regex=name == "gpt2",  # its merges never cross the words that the expression finds
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return tokenizer
@@ -143,27 +166,36 @@ def sources() -> dict[str, str]:
     `from .module import name` mention: a/b.py becomes a_b.py, and imports become relative.
     """
     files: dict[str, str] = {}
-    todo = ["scripts.common.hf_modeling"]
+    modules = ["scripts.common.hf_modeling"]  # to read
 
     def relative(match: re.Match) -> str:
-        space, source, imported = match.groups()
-        path, flat = ROOT / source.replace(".", "/"), source.replace(".", "_")
+        indent, source, imported = match.groups()
+        path = ROOT / source.replace(".", "/")
         if path.with_suffix(".py").exists():
-            todo.append(source)
-            return f"{space}from .{flat} import {imported}"
-        if not path.is_dir():  # another library's
-            return match[0]
-        todo.append(f"{source}.{imported}")  # a module of a package
-        named = f"{space}from .{flat}_{imported} import __name__ as _"
-        return f"{named}\n{space}from . import {flat}_{imported} as {imported}"
+            modules.append(source)
+            return f"{indent}from .{flat(source)} import {imported}"
+        if path.is_dir():  # a module of a package
+            module = f"{source}.{imported}"
+            modules.append(module)
+            # the first line is for transformers, which does not see what the second one imports
+            return (
+                f"{indent}from .{flat(module)} import __name__ as _\n"
+                f"{indent}from . import {flat(module)} as {imported}"
+            )
+        return match[0]  # another library's
 
-    while todo:
-        module = todo.pop()
-        name = module.removeprefix("scripts.common.").replace(".", "_") + ".py"
+    while modules:
+        module = modules.pop()
+        name = f"{flat(module)}.py"
         if name not in files:
-            text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-            files[name] = IMPORT.sub(relative, text)
+            path = ROOT / f"{module.replace('.', '/')}.py"
+            files[name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
     return files
+
+
+def flat(module: str) -> str:
+    """The name of a module in the exported folder."""
+    return module.removeprefix("scripts.common.").replace(".", "_")
 
 
 if __name__ == "__main__":

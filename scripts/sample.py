@@ -16,38 +16,51 @@ from data.tokenizer import get_tokenizer
 from errors import command
 from generation import generate
 from scripts.common.options import RUNS, Options, option, parse
-from scripts.common.runner import load_run
+from scripts.common.runner import Run, load_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
     """Generate text with a trained model."""
 
-    prompt: str = option("", "empty: the start of a document")
+    prompt: str = option("", "text to continue; empty: the start of a document")
     num_samples: int = option(1, "texts to generate", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)
-    temperature: float = option(0.8, "0: the most likely token", at_least=0)
+    temperature: float = option(0.8, "of the sampling; 0 takes the most likely token", at_least=0)
     top_k: int = option(200, "sample from so many of the likeliest tokens", at_least=1)
-    seed: int = option(1337, "of the sampling", at_least=0)
+    seed: int = option(1337, "seed of the sampling", at_least=0)
 
 
 @command
 def main() -> None:
     options, arguments = parse(Sampling, arguments={"runs": RUNS["runs"]})
-    for run in (load_run(path, options) for path in arguments.runs):
-        tokenizer = get_tokenizer(run.config.tokenizer)
-        # every document of the training data begins with end-of-text
-        prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
-        idx = torch.tensor([prompt] * options.num_samples, device=run.device)
-        generator = torch.Generator(run.device).manual_seed(options.seed)
-        with run.autocast():
-            out = generate(
-                run.model, idx, options.max_new_tokens, temperature=options.temperature,
-                top_k=options.top_k, generator=generator,
-            )  # fmt: skip
-        for ids in out[:, 1:].tolist():
-            print(tokenizer.decode(ids[: [*ids, tokenizer.eot].index(tokenizer.eot)]))
+    for path in arguments.runs:
+        run = load_run(path, options)
+        for text in sample(run, options):
+            print(text)
             print("-" * 80)
+
+
+def sample(run: Run, options: Sampling) -> list[str]:
+    """Texts that continue the prompt, each up to its end-of-text token."""
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    # every document of the training data begins with end-of-text
+    prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
+    with run.autocast():
+        out = generate(
+            run.model,
+            torch.tensor([prompt] * options.num_samples, device=run.device),
+            options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            generator=torch.Generator(run.device).manual_seed(options.seed),
+        )
+    texts = []
+    for ids in out[:, 1:].tolist():
+        if tokenizer.eot in ids:
+            ids = ids[: ids.index(tokenizer.eot)]
+        texts.append(tokenizer.decode(ids))
+    return texts
 
 
 if __name__ == "__main__":

@@ -25,7 +25,16 @@ def __getattr__(name):
     return MagicMock(name=name)
 """
 # Libraries that take seconds to import, and that most commands do not need.
-SLOW = ("torch._dynamo", "transformers", "lm_eval", "datasets", "pandas", "scipy", "sympy", "wandb")
+SLOW = (
+    "torch._dynamo",
+    "transformers",
+    "lm_eval",
+    "datasets",
+    "pandas",
+    "scipy",
+    "sympy",
+    "wandb",
+)
 COMMANDS = f"""
 import runpy, sys
 root, trained, shards, *small = sys.argv[1:]
@@ -50,22 +59,36 @@ def test_commands_run_as_files_from_any_folder(trained, shards, tmp_path):
     """They import nothing slow that they do not need, and hide no module of other packages: a
     module of ours named kernels would end transformers."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=257, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    gpt2_config = transformers.GPT2Config(
+        vocab_size=257,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+    )
+    transformers.GPT2LMHeadModel(gpt2_config).save_pretrained(tmp_path / "gpt2")
     stub = tmp_path / "kernels/__init__.py"
     stub.parent.mkdir()
     stub.write_text(KERNELS)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-c", COMMANDS, *map(str, (ROOT, trained, shards)), *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, str(ROOT), str(trained), str(shards), *SMALL],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    assert "-" * 80 in done.stdout and "\nslow: []\n" in done.stdout
+    assert "-" * 80 in done.stdout
+    assert "\nslow: []\n" in done.stdout
     assert done.stdout.endswith(f"kernels: {stub}\n")
     began = json.loads((tmp_path / "run/began_with.json").read_text())
-    assert began["step"] == 0 and len(began["sha256"]) == 64
+    assert began["step"] == 0
+    assert len(began["sha256"]) == 64
 
 
 def test_an_installation_has_no_modules():
     """`pip install -e .` would put modules named data or config in the way of other projects."""
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert setuptools["packages"] == setuptools["py-modules"] == []
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    setuptools = settings["tool"]["setuptools"]
+    assert setuptools["packages"] == []
+    assert setuptools["py-modules"] == []

@@ -9,16 +9,23 @@ from tests.runs import metrics
 
 
 def test_the_curves_of_a_run_in_training(run, call):
-    losses, validated = (metrics(run, key) for key in ("loss", "val_loss"))
+    losses = metrics(run, "loss")
+    val_losses = metrics(run, "val_loss")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
     call(curves, run, "--smooth=3")
     assert not_blank(run / "curves.png")
-    smoothed = np.convolve([*losses.values()], [1 / 3] * 3, "valid")
-    for smooth, means in ((1, losses.values()), (3, smoothed)):
+
+    steps = list(losses)
+    means_of_3 = np.convolve(list(losses.values()), [1 / 3] * 3, "valid")
+    expected = {
+        1: (steps, list(losses.values())),
+        3: (steps[1:-1], list(means_of_3)),
+    }
+    for smooth, (loss_steps, means) in expected.items():
         figure = curves.plot({"run": curves.read_steps(run)}, curves.Curves(smooth=smooth))
-        loss, validation = (axes.lines[-1] for axes in figure.axes[:2])
-        skipped = smooth // 2
-        assert list(loss.get_xdata()) == list(losses)[skipped : len(losses) - skipped]
-        assert loss.get_ydata() == pytest.approx(list(means))
-        assert list(validation.get_ydata()) == list(validated.values())
+        loss_panel, val_loss_panel, *_ = figure.axes
+        loss = loss_panel.lines[-1]
+        assert list(loss.get_xdata()) == loss_steps
+        assert loss.get_ydata() == pytest.approx(means)
+        assert list(val_loss_panel.lines[-1].get_ydata()) == list(val_losses.values())

@@ -17,19 +17,24 @@ FILE = re.compile(r"\b(?:configs|scripts|tests)/[\w/]+\.(?:py|sh|yaml)\b")
 
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    anchors = set()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.M):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        anchors.add(words.replace(" ", "-"))
+    return anchors
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page):
     text = page.read_text()
     for link in LINK.findall(text):
-        if not link.startswith(("http://", "https://")):
-            path, _, anchor = link.partition("#")
-            target = page.parent / path if path else page
-            assert target.exists(), link
-            assert not anchor or anchor in anchors(target), link
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
     for module in MODULE.findall(text):
         assert importlib.util.find_spec(module), module
     for block in BASH.findall(text):
@@ -38,9 +43,10 @@ def test_page(page):
 
 
 def test_file_tree():
-    section = (ROOT / "README.md").read_text().partition("\n## Files\n")[2]
-    lines = re.search(r"```\n(.*?)```", section, re.S)[1].splitlines()
-    paths = [line.split()[0] for line in lines]
-    assert all((ROOT / path).exists() for path in paths)
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Files\n")
+    tree = re.search(r"```\n(.*?)```", section, re.S)[1]
+    paths = [line.split()[0] for line in tree.splitlines()]
+    for path in paths:
+        assert (ROOT / path).exists(), path
     modules = {path.name for path in ROOT.glob("*.py")}
     assert modules == {path for path in paths if path.endswith(".py")}

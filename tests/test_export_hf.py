@@ -53,15 +53,15 @@ for path in pathlib.Path(folder).glob("*.py"):
 """
 
 
-def opened(folder, case, **options):
+def open_run(folder, case, **options):
     """A small run of a config file."""
     path = saved_run(folder, small_model(case).float())
     return load_run(path, Options(device="cpu", **options))
 
 
-def loaded(folder, case, **options):
+def load_in_transformers(folder, case, **options):
     """A small run, and its model in transformers, saved and loaded."""
-    run = opened(folder / "run", case, **options)
+    run = open_run(folder / "run", case, **options)
     model = export_hf.transformers_model(run)
     model.save_pretrained(folder / "hf")
     return run, type(model).from_pretrained(folder / "hf")
@@ -72,41 +72,56 @@ def tokens(length):
 
 
 def export(run, target, **options):
-    more = [f"--{name}={value}" for name, value in options.items()]
+    arguments = [f"--{name}={value}" for name, value in options.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["export_hf", str(run), str(target), *more])
+        patch.setattr(sys, "argv", ["export_hf", str(run), str(target), *arguments])
         export_hf.main()
+
+
+@torch.no_grad()
+def expectations(run):
+    """What an exported run must compute."""
+    tokenizer = get_tokenizer(run.config.tokenizer)
+    texts = [text for text in TEXTS if text]
+    return {
+        "texts": texts,
+        "ids": [tokenizer.encode(text) for text in texts],
+        "eot": tokenizer.eot,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        # the training length is 16
+        "logits": [(tokens(n), run.model(tokens(n))) for n in (5, 16, 40)],
+        "greedy": GREEDY,
+        "text": generate(run.model, tokens(5), 20, temperature=0),
+    }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The user's folder, with all CASES exported and what they must compute, beside the runs."""
-    folder, runs = tmp_path_factory.mktemp("export"), {}
+    folder = tmp_path_factory.mktemp("export")
+    runs = {}
     for number, (case, options) in enumerate(CASES.items()):
-        run = opened(folder / f"run{number}", case, **options)
+        run = open_run(folder / f"run{number}", case, **options)
         export(run.path, folder / f"user/model{number}", **options)
-        tokenizer, texts = get_tokenizer(run.config.tokenizer), [text for text in TEXTS if text]
-        with torch.no_grad():  # the training length is 16
-            runs[f"model{number}"] = {
-                "texts": texts,
-                "ids": [tokenizer.encode(text) for text in texts],
-                "eot": tokenizer.eot,
-                "parameters": sum(p.numel() for p in run.model.parameters()),
-                "logits": [(tokens(n), run.model(tokens(n))) for n in (5, 16, 40)],
-                "greedy": GREEDY,
-                "text": generate(run.model, tokens(5), 20, temperature=0),
-            }
+        runs[f"model{number}"] = expectations(run)
     torch.save(runs, folder / "user/runs.pt")
     return folder
 
 
 def test_an_export_is_the_run(folder):
     (folder / "user/user.py").write_text(USER)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "user.py"]
+    environment = os.environ | {
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        command, cwd=folder / "user", env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "user.py"],
+        cwd=folder / "user",
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -115,47 +130,68 @@ def test_an_export_is_the_run(folder):
 @torch.no_grad()
 def test_every_config_is_loaded(case, tmp_path):
     """transformers builds the model on the meta device, then reads the weights."""
-    run, model = loaded(tmp_path, case)
+    run, model = load_in_transformers(tmp_path, case)
     assert_close(model(tokens(16)).logits, run.model(tokens(16)), rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
 def test_a_call_takes_what_transformers_models_take(tmp_path):
-    run, model = loaded(tmp_path, "lssar_p15.py", rope="none")
-    x, ones = tokens(5), torch.ones(2, 5, dtype=torch.int64)
-    logits, loss = run.model(x), run.model(x[:, :-1], x[:, 1:].contiguous())
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(5)
+    logits = run.model(x)
+    loss = run.model(x[:, :-1], x[:, 1:].contiguous())
     assert_close(model(x, labels=x).loss, loss)
     assert_close(model(x, labels=x, return_dict=False), (loss, logits))
     for last in (2, torch.tensor([3, 4])):
         assert_close(model(x, logits_to_keep=last).logits, logits[:, -2:])
+
+
+@torch.no_grad()
+def test_beams_and_the_cache_change_no_text(tmp_path):
+    _, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(5)
     for beams in (1, 2):
-        fast, slow = (
-            model.generate(x, attention_mask=ones, use_cache=use, num_beams=beams, **GREEDY)
-            for use in (True, False)
-        )
-        assert torch.equal(fast, slow)
-    padded, mask = torch.cat((x, x[:, :3]), 1), torch.cat((ones, 0 * ones[:, :3]), 1)
-    assert_close(model(padded, attention_mask=mask).logits[:, :5], logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model(padded, attention_mask=mask.flip(1))
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model.generate(padded, attention_mask=mask, **GREEDY)
+        options = {"attention_mask": torch.ones_like(x), "num_beams": beams, **GREEDY}
+        cached = model.generate(x, use_cache=True, **options)
+        assert torch.equal(cached, model.generate(x, use_cache=False, **options))
     # a cache has room for one call alone, and its keys are turned for that call's length
     first = model.generate(x, return_dict_in_generate=True, **GREEDY)
     with pytest.raises(ValueError, match="generate takes no past_key_values"):
         model.generate(first.sequences, past_key_values=first.past_key_values, **GREEDY)
 
 
+@torch.no_grad()
+def test_padding_is_on_the_right_alone(tmp_path):
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(5)
+    padded = torch.cat((x, x[:, :3]), dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, 5:] = 0
+    logits = model(padded, attention_mask=mask).logits
+    assert_close(logits[:, :5], run.model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model(padded, attention_mask=mask.flip(1))
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model.generate(padded, attention_mask=mask, **GREEDY)
+
+
 def test_gradient_accumulation_changes_no_loss(tmp_path):
-    run, model = loaded(tmp_path, "lssar_p15.py")
-    data = [{"input_ids": x, "labels": x} for x in torch.cat([tokens(16)] * 4)]
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py")
+    x = tokens(16)
     arguments = transformers.TrainingArguments(
-        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4,
-        max_steps=1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    dataset = [{"input_ids": row, "labels": row} for row in torch.cat([x] * 4)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
     trainer.train()
-    loss = run.model(tokens(16)[:, :-1], tokens(16)[:, 1:].contiguous())
+    loss = run.model(x[:, :-1], x[:, 1:].contiguous())
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
     logged = trainer.state.log_history[0]
@@ -165,30 +201,37 @@ def test_gradient_accumulation_changes_no_loss(tmp_path):
 
 def test_odd_texts_have_the_same_ids():
     """For GPT-2's vocabulary see test_a_file_with_gpt2s_vocabulary_is_gpt2."""
-    tokenizer, own = export_hf.byte_level_bpe("bytes"), get_tokenizer("bytes")
-    tokenizer.encode_special_tokens = True  # the end-of-text mark in a text is ordinary text
-    assert tokenizer.get_vocab_size() == own.n_vocab
+    exported = export_hf.byte_level_bpe("bytes")
+    exported.encode_special_tokens = True  # the end-of-text mark in a text is ordinary text
+    tokenizer = get_tokenizer("bytes")
+    assert exported.get_vocab_size() == tokenizer.n_vocab
     for text in [*TEXTS, *random_texts(200, 60)]:
-        assert tokenizer.encode(text).ids == own.encode(text), repr(text)
+        assert exported.encode(text).ids == tokenizer.encode(text), repr(text)
 
 
 def test_the_folder_says_what_it_is(folder):
     values = json.loads((folder / "user/model0/config.json").read_text())
-    assert values["run"]["variant"] == "lssar_p15" and values["run"]["step"] == 7
-    assert values["settings"]["p"] == 15 and "out_dir" not in values["settings"]
+    assert values["run"]["variant"] == "lssar_p15"
+    assert values["run"]["step"] == 7
+    assert values["settings"]["p"] == 15
+    assert "out_dir" not in values["settings"]
     assert str(folder) not in json.dumps(values["settings"])  # no path of the exporting machine
     assert (folder / "user/model0/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):
+    def fails():
+        raise KeyError("half-way")
+
     target = tmp_path / "new/model"
     with monkeypatch.context() as patch:
-        patch.setattr(export_hf, "sources", lambda: {}["half-way"])
+        patch.setattr(export_hf, "sources", fails)
         with pytest.raises(KeyError):
             export(folder / "run0", target)
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(target.parent.iterdir())
     target.mkdir()  # an empty one is as good as none
     export(folder / "run0", target)
-    names = [{path.name for path in one.iterdir()} for one in (target, folder / "user/model0")]
-    assert names[0] == names[1] and list((tmp_path / "new").iterdir()) == [target]
+    names = {path.name for path in target.iterdir()}
+    assert names == {path.name for path in (folder / "user/model0").iterdir()}
+    assert list(target.parent.iterdir()) == [target]
     refused(export, folder / "run0", target, says="is not an empty folder")

@@ -9,6 +9,22 @@ from tests.helpers import measured_losses
 from tests.runs import ROOT, copy_of_repository
 
 
+def run_quickstart(copy):
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", "--max_iters=4", "--n_layer=1", "--val_tokens=4096"],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def table_of(printed):
+    return printed[printed.index("validation loss (nats") :]
+
+
 def test_quickstart(tmp_path):
     """The script itself in a copy of the repository, with less training."""
     if not (ROOT / ".venv").exists():
@@ -17,22 +33,21 @@ def test_quickstart(tmp_path):
     (copy / ".venv").symlink_to(ROOT / ".venv")
     script = copy / "scripts/quickstart.sh"
     script.write_text(script.read_text().replace("--tokens 65536", "--tokens 4096"))
-    command = ["bash", "scripts/quickstart.sh", "--max_iters=4", "--n_layer=1", "--val_tokens=4096"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    printed = run_quickstart(copy)
     out = copy / "out/quickstart"
     picture = out / "loss_by_length_softmax_lssar_p15.png"
-    assert picture.exists() and f"picture: {picture.relative_to(copy)}\n" in done.stdout
+    assert picture.exists()
+    assert f"picture: {picture.relative_to(copy)}\n" in printed
     for name in ("softmax", "lssar_p15"):
         result, control = measured_losses(out / name)
-        assert result["variant"] == name and control["window"] == 128
+        assert result["variant"] == name
+        assert control["window"] == 128
         assert result["lengths"] == [128, 256, 512, 1024, 2048, 4096]
         assert all(3 < loss < 1.1 * math.log(257) for loss in result["loss"])
-        assert f"{result['loss'][-1]:.4f}" in done.stdout
+        assert f"{result['loss'][-1]:.4f}" in printed
+
     checkpoints = {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
     assert len(checkpoints) == 4  # of each run the first and the last
-    again = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
+    printed_again = run_quickstart(copy)
     assert checkpoints == {file: file.stat().st_mtime_ns for file in out.glob("*/step_*.pt")}
-    table = done.stdout[done.stdout.index("validation loss (nats") :]
-    assert table == again.stdout[again.stdout.index("validation loss (nats") :]
+    assert table_of(printed_again) == table_of(printed)

@@ -35,8 +35,8 @@ class Cache(KVCache):
         return self.length
 
     def reorder_cache(self, beams: Tensor) -> None:
-        for stored in self.layers.values():
-            stored[:] = [x[beams] for x in stored]
+        for tensors in self.layers.values():
+            tensors[:] = [x[beams] for x in tensors]
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
@@ -57,9 +57,11 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)
-        first = {x: name for name, x in self.named_parameters()}
-        every = self.named_parameters(remove_duplicate=False)
-        self._tied_weights_keys = {name: first[x] for name, x in every if name != first[x]}
+        first_name = {parameter: name for name, parameter in self.named_parameters()}
+        self._tied_weights_keys = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            if name != first_name[parameter]:
+                self._tied_weights_keys[name] = first_name[parameter]
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
@@ -79,22 +81,23 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, L, n_vocab], or of fewer positions: so many last ones, or those of a tensor.
+        """Compute the logits [B, L, n_vocab], or of fewer positions with `logits_to_keep`.
+
+        It is the number of last positions, or a tensor of positions; 0 keeps all.
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
         Raises ValueError for padding on the left, and for any padding in generation.
         """
-        new = past_key_values is None or past_key_values.length == 0
-        if attention_mask is not None and new:
-            # 1 for tokens; in generation there are no others, else they may only follow
-            rises = attention_mask.diff() > 0 if past_key_values is None else attention_mask == 0
-            if rises.any():
-                instead = "give it prompts of equal length (lm_eval: batch_size=1)"
-                raise ValueError(f"no padding on the left, and none in generation: {instead}")
+        if attention_mask is not None:
+            check_padding(attention_mask, past_key_values)
         x = self.gpt.hidden(input_ids, past_key_values)
-        n, loss = logits_to_keep, None
-        logits = self.gpt.logits(x[:, -n:] if isinstance(n, int) else x[:, n])
+        if isinstance(logits_to_keep, int):
+            x = x[:, -logits_to_keep:]  # all of them for 0
+        else:
+            x = x[:, logits_to_keep]
+        logits = self.gpt.logits(x)
+        loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
@@ -105,7 +108,22 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
         if model_kwargs.get("past_key_values") is not None:
-            # whose size, and whose keys' RoPE, are for the length of the call that made them
+            # its size and its keys' RoPE are for the length of the call that made it
             raise ValueError("generate takes no past_key_values: pass it all tokens so far instead")
         if generation_config.use_cache:
             model_kwargs["past_key_values"] = Cache(generation_config.max_length)
+
+
+def check_padding(attention_mask: Tensor, cache: Cache | None) -> None:
+    """Raise ValueError for padding, 0 in the mask, on the left, and for any in generation."""
+    if cache is None:
+        wrong = attention_mask.diff() > 0
+    elif cache.length == 0:
+        wrong = attention_mask == 0
+    else:  # checked by the first call
+        return
+    if wrong.any():
+        raise ValueError(
+            "no padding on the left, and none in generation: give it prompts of equal length "
+            "(lm_eval: batch_size=1)"
+        )
