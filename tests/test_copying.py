@@ -28,16 +28,17 @@ class Inducing:
         return idx
 
     def trunk(self, idx):
-        found = torch.full_like(idx, -1)
-        for row, ids in zip(found, idx.tolist(), strict=True):
+        predicted = torch.full_like(idx, -1)
+        for row, ids in zip(predicted, idx.tolist(), strict=True):
             for i in range(1, len(ids)):
+                last_two = ids[i - 1 : i + 1]
                 for j in range(max(1, i - self.window + 2), i):
-                    if ids[j - 1 : j + 1] == ids[i - 1 : i + 1]:
+                    if ids[j - 1 : j + 1] == last_two:
                         row[i] = ids[j + 1]
-        return found
+        return predicted
 
-    def logits(self, found):
-        return 20.0 * F.one_hot(found + 1, 258)[..., 1:]
+    def logits(self, predicted):
+        return 20.0 * F.one_hot(predicted + 1, 258)[..., 1:]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,13 @@ def noise(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "window, worths, shares",
-    [(1000, [1, 1, 1, 1, 1], [1, 1]), (40, [1, 1, 1, 1, 0], [1, 0]),
-     (10, [1, 1, 0, 0, 0], [0, 0]), (0, [0, 0, 0, 0, 0], ["undecided"] * 2)],  # 0: no memory
-)  # fmt: skip
+    [
+        (1000, [1, 1, 1, 1, 1], [1, 1]),
+        (40, [1, 1, 1, 1, 0], [1, 0]),
+        (10, [1, 1, 0, 0, 0], [0, 0]),
+        (0, [0, 0, 0, 0, 0], ["undecided", "undecided"]),  # no memory
+    ],
+)
 def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, worths, shares):
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))
@@ -64,15 +69,18 @@ def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, wo
     parts = {name: copying.measure(options, run, lag) for name, lag in chunks.items()}
     result = run.facts | {"parts": parts}
     full = 2 / 3 * np.log(257)  # two of the three tokens after the first
-    found = [copying.worth_at(result, [lag])[0] for lag in (4, 8, 12, 32, 64)]
-    assert found == pytest.approx([full * worth for worth in worths], abs=0.02)
-    kept = copying.shares_kept(result).values()
-    assert list(kept) == (pytest.approx(shares, abs=0.02) if window else shares)
+    for lag, worth in zip(chunks.values(), worths, strict=True):
+        assert copying.worth_at(result, [lag])[0] == pytest.approx(full * worth, abs=0.02)
+    expected = pytest.approx(shares, abs=0.02) if window else shares
+    assert list(copying.shares_kept(result).values()) == expected
 
 
 def test_where_there_is_no_share():
-    parts = {lag: {"loss": 2.0, "worth": [0.0, 1.0]} for lag in ("4", "8", "12")}
-    parts |= {lag: {"loss": 3.0, "worth": [1.0, 1.0]} for lag in ("13", "32")}  # 13: asked for too
+    parts = {}
+    for lag in ("4", "8", "12"):
+        parts[lag] = {"loss": 2.0, "worth": [0.0, 1.0]}
+    for lag in ("13", "32"):  # 13: asked for too
+        parts[lag] = {"loss": 3.0, "worth": [1.0, 1.0]}
     result = {"trained_length": 16, "parts": parts}
     assert copying.shares_kept(result) == {32: "undecided"}  # the error is 0.5, as the worth
     for lag in ("4", "8", "12"):
@@ -84,15 +92,16 @@ def test_where_there_is_no_share():
 
 def test_the_command(shards, call, tmp_path, capsys, refused):
     torch.manual_seed(0)
-    runs = [
-        saved_run(tmp_path / name, build_model(small_config(f"{name}.py", f"--data_dir={shards}")))
-        for name in ("softmax", "lssa")
-    ]
+    runs = []
+    for name in ("softmax", "lssa"):
+        config = small_config(f"{name}.py", f"--data_dir={shards}")
+        runs.append(saved_run(tmp_path / name, build_model(config)))
     call(copying, *runs, "--passages=5", "--lags=32,40", "--rope=yarn")
     assert not_blank(tmp_path / "copying_softmax_lssa.png")
     printed = capsys.readouterr().out
     assert "rope yarn\n\nsoftmax, 5 passages of 4 tokens\n" in printed
-    assert "softmax, sliding window of 16, 5 passages" in printed and "undecided" in printed
+    assert "softmax, sliding window of 16, 5 passages" in printed
+    assert "undecided" in printed
     result, control = json.loads((runs[0] / "copying.json").read_text())
     assert (control["rope"], control["window"]) == ("none", 16)
     # one passage, by hand
@@ -113,15 +122,19 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
 
 def test_the_table_of_what_is_kept(reproduced, monkeypatch):
     def losses(run, windows, lag):
-        found = (windows[:, :4] == windows[:, lag:]).all(-1)
-        hurt = 5 * (lag >= 16 and run.config.positions == "rope" and run.config.window is None)
-        return 2 + hurt - found * (1 if lag < 64 else 0.5)
+        copied = (windows[:, :4] == windows[:, lag:]).all(-1)
+        loss = 2 - copied * (1 if lag < 64 else 0.5)
+        if lag >= 16 and run.config.positions == "rope" and run.config.window is None:
+            loss += 5  # a long context hurts softmax
+        return loss
 
     monkeypatch.setattr(copying, "copy_losses", losses)
     folder = reproduced("copying", "--only=softmax,ssmax_nope")
-    table, text = read_table(folder), (folder / "table.md").read_text()
+    table = read_table(folder)
     assert table["columns"][:4] == ["0.25x, 4", "0.5x, 8", "0.75x, 12", "2x, 32"]
-    expected = [[*[1.0] * 3, *[None] * 5], [*[1.0] * 4, *[0.5] * 4]]
-    assert [row["mean"] for row in table["rows"].values()] == expected
+    assert table["rows"]["softmax"]["mean"] == [1, 1, 1, None, None, None, None, None]
+    assert table["rows"]["ssmax_nope"]["mean"] == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
+    assert list(table["rows"]) == ["softmax", "ssmax_nope"]
+    text = (folder / "table.md").read_text()
     assert "Share kept, by seed: `softmax` –; `ssmax_nope` 0.500." in text
     assert not_blank(folder / "copying.png")
