@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import attention
-from attention import DEAD
+from attention import DEAD, normalised_power
 
 
-def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
+def fast_normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
     """Compute attention.normalised_power; NormalisedPower does it in eager mode on a CPU."""
     if x.is_cpu and not torch.compiler.is_compiling():
         return NormalisedPower.apply(x, top.masked_fill(top == 0, math.inf), p)
-    return attention.normalised_power(x, top, p)
+    return normalised_power(x, top, p)
 
 
 class NormalisedPower(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import Rows, Variant, attention_weights, l2_normalise
-from attention_paths.power import normalised_power
+from attention_paths.power import fast_normalised_power
 
 ALL = slice(None)
 
@@ -168,7 +168,7 @@ class ReferenceAttention(nn.Module):
             p=self.p,
             score_scale=context.score_scale,
             softcap=self.softcap,
-            normalised_power=normalised_power,
+            normalised_power=fast_normalised_power,
         )
         for name in self.variant.from_input:
             value = context.row_inputs.get(name, last.new_zeros(1, 1, 1))  # 0 without an input

@@ -1,7 +1,6 @@
 """A model from a config: GPT-2 with the attention layer that its settings ask for."""
 
 from config import Config
-from data.tasks import TASKS
 from layers.hybrid import HybridAttention
 from layers.pairs import PairGPT
 from layers.tpa import TensorProductAttention
@@ -13,7 +12,7 @@ def build_model(config: Config) -> GPT:
 
     Raises UserError where settings contradict the attention variant.
     """
-    model_class = PairGPT if TASKS[config.task].tokens_per_position == 2 else GPT
+    model_class = PairGPT if config.task == "orbits" else GPT
     return model_class(config, attention_layer(config))
 
 
