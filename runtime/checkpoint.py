@@ -77,13 +77,18 @@ class Training:
         return next(self.model.parameters()).device
 
     def state(self, config: Config, best: bool = False) -> State:
-        """All that resuming needs; for a best.pt, what evaluations and new runs need."""
-        return State(
-            model=self.model.state_dict(), step=self.step, config=settings_of(config),
-            best_val_loss=self.best_val_loss, tokens=self.tokens,
-            optimizers=[] if best else [optimizer.state_dict() for optimizer in self.optimizers],
-            scaler={} if best else self.scaler.state_dict(),
-        )  # fmt: skip
+        """Return all that resuming needs or, for a best.pt, what evaluations and new runs need."""
+        state = State(
+            model=self.model.state_dict(),
+            step=self.step,
+            config=settings_of(config),
+            best_val_loss=self.best_val_loss,
+            tokens=self.tokens,
+        )
+        if not best:
+            state.optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+            state.scaler = self.scaler.state_dict()
+        return state
 
     def restore(self, state: State) -> None:
         """Copy a state into the model, its optimizers and the loss scaler.
@@ -95,25 +100,28 @@ class Training:
             for optimizer, saved in zip(self.optimizers, state.optimizers, strict=True):
                 options = optimizer.param_groups
                 optimizer.load_state_dict(saved)
-                for group, own in zip(optimizer.param_groups, options, strict=True):
-                    group.update(own)  # the config's, such as `fused` on another device
+                for group, configured in zip(optimizer.param_groups, options, strict=True):
+                    group.update(configured)  # such as `fused` on another device
                 check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            *_, reason = str(error).splitlines() or [type(error).__name__]
+            lines = str(error).splitlines() or [type(error).__name__]
             raise UserError(
-                f"the checkpoint of step {state.step} does not fit this run: {reason.strip()}"
+                f"the checkpoint of step {state.step} does not fit this run: {lines[-1].strip()}"
             ) from error
-        self.step = self.resumed_at = state.step
-        self.best_val_loss, self.tokens = state.best_val_loss, state.tokens
+        self.step = state.step
+        self.resumed_at = state.step
+        self.best_val_loss = state.best_val_loss
+        self.tokens = state.tokens
 
 
 def check_shapes(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a state of another shape, with which a fused step would crash."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if torch.as_tensor(value).shape != (() if name == "step" else parameter.shape):
+            shape = torch.Size() if name == "step" else parameter.shape
+            if torch.as_tensor(value).shape != shape:
                 raise ValueError(f"the optimizer's {name} has another shape than its parameter")
 
 
@@ -121,12 +129,12 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def formulas_of(run: Path) -> str | None:
-    """The fingerprint of the formulas that a run began with, if it is recorded."""
+    """Return the fingerprint of the formulas that a run began with, if it is recorded."""
     return (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
 
 
 def edited_formulas(run: Path, config: Config) -> str | None:
-    """What a run began with, in words, where attention.py has other formulas now; else None."""
+    """Say what a run began with if attention.py has other formulas now; else None."""
     if differs(formulas_of(run), formulas_hash(config)):
         return f"other formulas of {config.attention!r} than attention.py has now"
     return None
@@ -139,22 +147,25 @@ def write_header(run: Path, config: Config, attention: dict, resumed_at: int | N
     that it began with, and says where they have changed since; each start has a patch.
     """
     copy_tokenizer(config.tokenizer, run)
-    began = read_json(run / "config.json", dict[str, Any]) if config.resume else None
-    init_from = {"init_from": began.get("init_from", "")} if began else {}  # a resume has none
-    write_json(run / "config.json", config.as_dict() | init_from)
-    made = environment(config.device) | attention
+    settings = config.as_dict()
+    first_settings = read_json(run / "config.json", dict[str, Any]) if config.resume else None
+    if first_settings:  # a resumed run starts from no other weights than its checkpoint's
+        settings["init_from"] = first_settings.get("init_from", "")
+    write_json(run / "config.json", settings)
+    record = environment(config.device) | attention
     if resumed_at is not None:
-        if edited := edited_formulas(run, config):
+        edited = edited_formulas(run, config)
+        if edited is not None:
             print(f"warning: {run} began with {edited}", file=sys.stderr)
-        made["formulas"] = formulas_of(run)
-    write_json(run / "environment.json", made)
-    name = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
-    with atomic_write(run / name) as file:
+        record["formulas"] = formulas_of(run)
+    write_json(run / "environment.json", record)
+    patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
+    with atomic_write(run / patch) as file:
         file.write(uncommitted())
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The settings of a run as a checkpoint holds them, wherever the tokenizer's file lies."""
+    """Return the settings as a checkpoint holds them, wherever the tokenizer's file lies."""
     return config.as_dict() | {"tokenizer": config.tokenizer_id}
 
 
@@ -167,9 +178,12 @@ class Saver:
     """
 
     def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool = False):
-        self.run, self.quiet = run, quiet
-        self.last, self.every = config.keep_last, config.keep_every
-        self.intact = [path for path in checkpoints(run) if step_of(path) <= (resumed_at or 0)]
+        self.run = run
+        self.quiet = quiet
+        self.keep_last = config.keep_last
+        self.keep_every = config.keep_every
+        last_intact = resumed_at or 0
+        self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
 
@@ -201,10 +215,14 @@ class Saver:
     def _write(self, path: Path, content: io.BytesIO) -> None:
         with atomic_write(path) as file:
             file.write(content.getbuffer())
-        if path.name != "best.pt":
-            older, self.intact = self.intact, [path, *self.intact]
-            milestones = [p for p in older if self.every and step_of(p) % self.every == 0]
-            for old in {*checkpoints(self.run)} - {*self.intact[: self.last], *milestones}:
+        if path.name == "best.pt":
+            return
+        self.intact.insert(0, path)
+        keep = set(self.intact[: self.keep_last])
+        if self.keep_every:
+            keep |= {old for old in self.intact if step_of(old) % self.keep_every == 0}
+        for old in checkpoints(self.run):
+            if old not in keep:
                 old.unlink()
 
 
@@ -212,7 +230,7 @@ class Saver:
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """The checkpoints that a run can be resumed from, the newest first."""
+    """Return the checkpoints that a run can be resumed from, the newest first."""
     files = [path for path in Path(run).glob("*.pt") if re.fullmatch(r"step_\d{6,}", path.stem)]
     return sorted(files, key=step_of, reverse=True)
 
@@ -222,22 +240,23 @@ def step_of(path: Path) -> int:
 
 
 def step(run: str | Path) -> int | None:
-    """The step of a run's newest checkpoint, None where there is none."""
-    return next(map(step_of, checkpoints(run)), None)
+    """Return the step of a run's newest checkpoint, None where there is none."""
+    paths = checkpoints(run)
+    return step_of(paths[0]) if paths else None
 
 
 def is_checkpoint(run: str | Path) -> bool:
-    """Whether the path is the file of a checkpoint, not the folder of a run."""
+    """Tell whether the path is the file of a checkpoint, not the folder of a run."""
     return Path(run).suffix == ".pt"
 
 
 def folder_of(run: str | Path) -> Path:
-    """The folder of a run, or the folder that a checkpoint's file lies in."""
+    """Return the folder of a run, or the folder that a checkpoint's file lies in."""
     return Path(run).parent if is_checkpoint(run) else Path(run)
 
 
 def resumes(run: Path, resume: bool | str) -> bool:
-    """Whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
+    """Tell whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
 
     Raises UserError where there is nothing to resume, or a new run would overwrite something. A run
     that ended before its first checkpoint was saved may be overwritten: it has no steps.
@@ -248,20 +267,28 @@ def resumes(run: Path, resume: bool | str) -> bool:
         return True
     if resume is True:
         raise UserError(no_checkpoint(run))
-    path, metrics = run / "config.json", run / "metrics.jsonl"
-    foreign = "attention" not in (read_json(path, dict[str, Any]) or {"attention": None})
-    if foreign or (metrics.is_file() and b'"loss"' in metrics.read_bytes()):
+    path = run / "config.json"
+    metrics = run / "metrics.jsonl"
+    settings = read_json(path, dict[str, Any])
+    blocking = None
+    if settings and "attention" not in settings:
+        blocking = path
+    elif metrics.is_file() and b'"loss"' in metrics.read_bytes():
+        blocking = metrics
+    if blocking is not None:
         raise UserError(
-            f"{path if foreign else metrics} belongs to no run that can be resumed, and a new run "
-            "would overwrite it; move it away, or give another --out_dir"
+            f"{blocking} belongs to no run that can be resumed, and a new run would overwrite it; "
+            "move it away, or give another --out_dir"
         )
     return False
 
 
 def no_checkpoint(run: str | Path) -> str:
-    """A sentence on a path without a checkpoint."""
+    """Return a sentence on a path without a checkpoint."""
     run = Path(run)
-    hint = "" if run.exists() else did_you_mean(str(run), map(str, run.parent.glob("*")))
+    hint = ""
+    if not run.exists():
+        hint = did_you_mean(str(run), map(str, run.parent.glob("*")))
     return (
         f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
         "the .pt file of a checkpoint in it"
@@ -271,15 +298,15 @@ def no_checkpoint(run: str | Path) -> str:
 # ---- reading ----
 
 
-class Found(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint's file, and its step and sha256, which identify its weights in results."""
 
     path: Path
     id: dict[str, Any]
 
 
-def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
-    """The newest intact checkpoint of a run, or its best weights.
+def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Checkpoint:
+    """Find the newest intact checkpoint of a run, or its best weights.
 
     A file whose checksums or content are wrong is reported on standard error, and the previous
     checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError where none is
@@ -287,15 +314,18 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
     """
     if is_checkpoint(run):
         files = [Path(run)]
+    elif which == "best":
+        files = [Path(run) / "best.pt"]
     else:
-        files = [Path(run) / "best.pt"] if which == "best" else checkpoints(run)
+        files = checkpoints(run)
     files = [path for path in files if path.is_file()]
     for path in files:
         try:
             with zipfile.ZipFile(path) as archive:
-                if wrong := archive.testzip():
-                    raise UserError(f"the checksum of {wrong} in it is wrong")
-            return Found(path, {"step": load(path).step, "sha256": sha256_of(path)})
+                damaged_entry = archive.testzip()
+            if damaged_entry is not None:
+                raise UserError(f"the checksum of {damaged_entry} in it is wrong")
+            return Checkpoint(path, {"step": load(path).step, "sha256": sha256_of(path)})
         except Exception as error:  # zipfile raises many types for damaged files
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
@@ -305,7 +335,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Found:
 
 
 def load(path: Path) -> State:
-    """A checkpoint's content, memory-mapped: its CPU tensors are read when first used.
+    """Read a checkpoint's content, memory-mapped: its CPU tensors are read when first used.
 
     Nothing in the file is run as code. Raises UserError where it cannot be read.
     """
@@ -317,7 +347,7 @@ def load(path: Path) -> State:
 
 
 def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
-    """The latest checkpoint of a run that this config continues.
+    """Load the latest checkpoint of a run that this config continues.
 
     Raises UserError where the run was trained with settings that a resumed one may not change, or
     another schedule: the learning rate of its last step would not have been the same.
@@ -326,12 +356,12 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
     before = Config().as_dict() | state.config  # with defaults of settings that came later
     now = settings_of(config)
     schedule = {key: before[key] for key in ("max_iters", "cooldown_iters")}
-    last = max(0, state.step - 1)
-    rates = {learning_rate(last, c) for c in (config, config.replace(**schedule))}
+    last_step = max(0, state.step - 1)
+    rate_before = learning_rate(last_step, config.replace(**schedule))
+    other_rates = state.step > 0 and learning_rate(last_step, config) != rate_before
     for key, saved in before.items():
-        fixed = key not in MAY_CHANGE
-        fixed |= key in schedule and state.step > 0 and len(rates) > 1
-        if fixed and now.get(key) != saved:
+        is_fixed = key not in MAY_CHANGE or (key in schedule and other_rates)
+        if is_fixed and now.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
@@ -341,22 +371,26 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
 
 
 def read_config(run: str | Path) -> Config:
-    """The Config that a run, or the file of a checkpoint, was saved with.
+    """Return the Config that a run, or the file of a checkpoint, was saved with.
 
     Raises UserError where there is none or it is no longer valid.
     """
-    path = Path(run) if is_checkpoint(run) else Path(run) / "config.json"
-    values = load(path).config if is_checkpoint(run) else read_json(path, Settings)
+    if is_checkpoint(run):
+        path = Path(run)
+        values = load(path).config
+    else:
+        path = Path(run) / "config.json"
+        values = read_json(path, Settings)
     if values is None:
         raise UserError(no_checkpoint(run))
     return saved_config(values, path).replace(out_dir=str(folder_of(run)))  # it may have moved
 
 
-def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Found:
+def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Checkpoint:
     """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint."""
-    found = find(run, which)
-    copy_weights(model, load(found.path), found.path)
-    return found
+    checkpoint = find(run, which)
+    copy_weights(model, load(checkpoint.path), checkpoint.path)
+    return checkpoint
 
 
 def copy_weights(model: GPT, state: State, source: str | Path) -> None:
@@ -365,13 +399,20 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the models differ in anything else.
     """
-    settings, wanted = Config().as_dict() | state.config, settings_of(model.config)
-    different = [f"{k} {settings[k]} for {wanted[k]}" for k in HIDDEN if settings[k] != wanted[k]]
-    states = state.model, model.state_dict()
-    there, here = ({name: tuple(x.shape) for name, x in weights.items()} for weights in states)
-    for name in sorted({name for name, _ in there.items() ^ here.items()}):
-        if name.rpartition(".")[2] not in SCALARS or (name in there and name in here):
-            different.append(f"{name} {there.get(name)} for {here.get(name)}")
+    saved = Config().as_dict() | state.config
+    wanted = settings_of(model.config)
+    different = []
+    for key in HIDDEN:
+        if saved[key] != wanted[key]:
+            different.append(f"{key} {saved[key]} for {wanted[key]}")
+    saved_shapes = {name: tuple(x.shape) for name, x in state.model.items()}
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    for name in sorted(saved_shapes.keys() | shapes.keys()):
+        is_optional = name.rpartition(".")[2] in SCALARS
+        if is_optional and not (name in saved_shapes and name in shapes):
+            continue
+        if saved_shapes.get(name) != shapes.get(name):
+            different.append(f"{name} {saved_shapes.get(name)} for {shapes.get(name)}")
     if different:
         raise UserError(
             f"{source}: its model differs: {', '.join(different[:3])} do not fit; only the "

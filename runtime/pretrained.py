@@ -8,45 +8,57 @@ import torch.nn.functional as F
 
 from errors import UserError, first_line
 from model import GPT
-from runtime.checkpoint import Found, State, copy_weights, load_weights, settings_of
+from runtime.checkpoint import Checkpoint, State, copy_weights, load_weights, settings_of
 from runtime.hf_config import PRETRAINED, pretrained_settings
 
 
-def load_initial(model: GPT, source: str) -> Found:
+def load_initial(model: GPT, source: str) -> Checkpoint:
     """Copy the weights of a run, or of a Hugging Face GPT-2, into the model.
 
     Raises UserError where they cannot be loaded or do not fit.
     """
-    return (load_gpt2 if source.startswith(PRETRAINED) else load_weights)(model, source)
+    if source.startswith(PRETRAINED):
+        return load_gpt2(model, source)
+    return load_weights(model, source)
 
 
-def load_gpt2(model: GPT, source: str) -> Found:
+def load_gpt2(model: GPT, source: str) -> Checkpoint:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
-    A model of fewer positions takes the first. The attention's own scalars, such as SSMax's s, keep
+    A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
     their initial values. Raises UserError where transformers or the weights are missing, or a
     setting differs.
     """
-    config, own, renamed = settings_of(model.config), model.state_dict(), {}
-    pretrained_settings(config | {"init_from": source, "vocab_size": model.config.n_vocab})
+    settings = settings_of(model.config)
+    pretrained_settings(settings | {"init_from": source, "vocab_size": model.config.n_vocab})
     try:
         from transformers import GPT2LMHeadModel
 
         weights = GPT2LMHeadModel.from_pretrained(source.removeprefix(PRETRAINED)).state_dict()
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
+    rows = len(model.wte.weight)
+    renamed = {}
     for key, x in weights.items():
-        key = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
-        key = key if key.startswith(("trunk.", "wte.", "lm_head.")) else f"trunk.{key}"
-        if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        name = our_name(key)
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
-        elif key in ("wte.weight", "lm_head.weight"):
-            x = F.pad(x, (0, 0, 0, len(own["wte.weight"]) - len(x)))  # [vocabulary, n_embd]
-        elif key == "trunk.wpe.weight":
+        elif name in ("wte.weight", "lm_head.weight"):
+            x = F.pad(x, (0, 0, 0, rows - len(x)))  # [vocabulary, n_embd]
+        elif name == "trunk.wpe.weight":
             x = x[: model.config.block_size]
-        renamed[key] = x
-    same = {key: config[key] for key in ("tokenizer", "n_head")}
-    copy_weights(model, State(model=renamed, step=0, config=same), source)
-    stored = [weights[key].contiguous().view(torch.uint8) for key in sorted(weights)]
-    digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in stored))
-    return Found(Path(source), {"step": 0, "sha256": digest.hexdigest()})
+        renamed[name] = x
+    required = {key: settings[key] for key in ("tokenizer", "n_head")}
+    copy_weights(model, State(model=renamed, step=0, config=required), source)
+    digest = hashlib.sha256()
+    for key in sorted(weights):
+        digest.update(weights[key].contiguous().view(torch.uint8).numpy().tobytes())
+    return Checkpoint(Path(source), {"step": 0, "sha256": digest.hexdigest()})
+
+
+def our_name(key: str) -> str:
+    """Return our name of a weight of GPT2LMHeadModel."""
+    name = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
+    if name.startswith(("trunk.", "wte.", "lm_head.")):
+        return name
+    return f"trunk.{name}"

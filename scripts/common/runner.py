@@ -113,7 +113,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
-def run_facts(trained: Config, weights: checkpoint.Found, options: Options) -> dict:
+def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
     config = options.applied(trained)
     variant = trained.variant_name
