@@ -79,7 +79,12 @@ RELU = Phi(torch.relu, zero=0.0, kernel="relu")
 RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
 # F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14.
-GELU = Phi(lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)), zero=0.0, signed=True, kernel="gelu")
+GELU = Phi(
+    lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)),
+    zero=0.0,
+    signed=True,
+    kernel="gelu",
+)
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
@@ -119,14 +124,16 @@ class Rows:
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
     def sees(self, keys: int) -> Tensor:
-        """Whether each row sees each of this many keys, [Lq, keys]."""
+        """Tell whether each row sees each of this many keys, [Lq, keys]."""
         key = torch.arange(keys, device=self.last.device)
-        seen = key <= self.last
-        return seen if self.window is None else seen & (key > self.last - self.window)
+        visible = key <= self.last
+        if self.window is not None:
+            visible = visible & (key > self.last - self.window)
+        return visible
 
 
 def relu_power(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """Stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
+    """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
 
     A is [.., Lq, Lk] and at least 0. l1 cancels a factor on a row, so its sum need not be 1, and
     relu(n A - o) becomes relu(A - o mean A). A tied row gets no offset, as if n were at most 3, and
@@ -135,9 +142,12 @@ def relu_power(A: Tensor, rows: Rows, p: float | None) -> Tensor:
     if p is None:
         return A
     total = A.sum(-1, keepdim=True)
-    mean, top = total / rows.n, A.detach().amax(-1, keepdim=True)
-    offset = mean * ((rows.n > 3) & (top - mean > TIED * mean))
-    top = (top - offset.detach()).masked_fill(total <= DEAD, 0)
+    mean = total / rows.n
+    top = A.detach().amax(-1, keepdim=True)
+    is_tied = top - mean <= TIED * mean
+    offset = mean * ((rows.n > 3) & ~is_tied)
+    top = top - offset.detach()
+    top = top.masked_fill(total <= DEAD, 0)
     # A - offset would negate a matrix in the backward pass
     return rows.normalised_power(A + offset.neg(), top, p)
 
@@ -155,9 +165,9 @@ class Variant:
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
     constants: tuple[str, ...] = ()  # the settings that its formulas use: gamma
-    # numbers of each row and head, u and w, that are linear functions of the layer's input
+    # row inputs, any of u and w: for each row and head a linear function of the layer's input
     from_input: tuple[str, ...] = ()
-    # in place of phi and l1, where a weight depends on the whole row: from scores [.., Lq, Lk],
+    # instead of phi and l1, where a weight depends on the whole row: from scores [.., Lq, Lk],
     # -inf for hidden keys, to weights
     row_weights: Callable[[Tensor, Rows], Tensor] | None = None
     # stage 2, from the normalised weights, their rows and p to the weights
@@ -166,34 +176,97 @@ class Variant:
 
     @property
     def is_l1(self) -> bool:
-        """Whether it is phi, then l1, and stage 2, if any, is relu_power."""
-        return self.norm is None and self.row_weights is None and self.reweight is relu_power
+        """Tell whether it is phi, then l1, and stage 2, if any, is relu_power."""
+        if self.norm is not None or self.row_weights is not None:
+            return False
+        return self.reweight is relu_power
 
     @property
     def takes_p(self) -> bool:
-        """relu_power needs l1, which it computes itself, and a phi that is never negative."""
+        """Tell whether it can have a p.
+
+        relu_power needs l1, which it computes itself, and a phi that is never negative.
+        """
         if self.reweight is not relu_power:
             return self.needs_p
         return self.is_l1 and not self.phi.signed
 
     @property
     def takes_sink(self) -> bool:
-        """A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there."""
-        first = torch.zeros((), device="cpu")
-        return self.is_l1 and not self.phi.signed and bool(self.phi.function(first) > 0)
+        """Tell whether it can have a sink.
+
+        A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there.
+        """
+        if not self.is_l1 or self.phi.signed:
+            return False
+        first_score = torch.zeros((), device="cpu")
+        return bool(self.phi.function(first_score) > 0)
 
     @property
     def is_softmax(self) -> bool:
-        """Whether it is softmax at some scale, which torch's own fused attention computes."""
+        """Tell whether it is softmax at any scale, which torch's fused attention computes."""
         return self.is_l1 and self.phi is EXP and self.bias is None
+
+
+# ---- scales, biases and norms of rows ----
+
+
+def log_n(rows: Rows) -> Tensor:
+    return rows.n.log() * rows.d**-0.5
+
+
+def log_n_over_log_L(rows: Rows) -> Tensor:
+    log_L = math.log(max(rows.L, 2))
+    return rows.n.log() / log_L * rows.d**-0.5
+
+
+def log_d_log_n(rows: Rows) -> Tensor:
+    return math.log(rows.d) * rows.n.log()
+
+
+def s_log_n(rows: Rows) -> Tensor:
+    return rows.s * rows.n.log() * rows.d**-0.5
+
+
+def s_log_n_plus_b(rows: Rows) -> Tensor:
+    return (rows.s * rows.n.log() + rows.b) * rows.d**-0.5
+
+
+def s_p_n_plus_b(rows: Rows) -> Tensor:
+    return (rows.s * rows.p_n + rows.b) * rows.d**-0.5
+
+
+def adaptive_log_n(rows: Rows) -> Tensor:
+    """Compute 1 + beta (log n)^gamma, beta and gamma functions of the row's input.
+
+    n + 1 and the range of gamma, 2, are those of the ASEntmax authors' code.
+    """
+    beta = F.softplus(rows.u)
+    gamma = 2 * rows.w.tanh()
+    return (1 + beta * (rows.n + 1).log() ** gamma) * rows.d**-0.5
+
+
+def minus_log_n(rows: Rows) -> Tensor:
+    return -rows.n.log()
+
+
+def minus_log_L(rows: Rows) -> float:
+    return -math.log(rows.L)
 
 
 def unnormalised(rows: Rows) -> float:
     return 1.0
 
 
-def log_d_log_n(rows: Rows) -> Tensor:
-    return math.log(rows.d) * rows.n.log()
+def training_length(rows: Rows) -> float:
+    return rows.L
+
+
+def gamma_sqrt_half_n(rows: Rows) -> Tensor:
+    return rows.gamma * (rows.n / 2).sqrt()
+
+
+# ---- stage 2 of other variants, and weights of whole rows ----
 
 
 def inverse(A: Tensor, rows: Rows, p: float | None) -> Tensor:
@@ -201,51 +274,62 @@ def inverse(A: Tensor, rows: Rows, p: float | None) -> Tensor:
 
 
 def recentre(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """A minus the mean of its row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    return A - (rows.sees(A.shape[-1]) & (rows.n > 3)) / rows.n
+    """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
+    visible = rows.sees(A.shape[-1])
+    return A - (visible & (rows.n > 3)) / rows.n
 
 
 def recentre_l1(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """Recentred, then l1. A tied row, which recentring would make 0, is left as it is too."""
-    return l1_normalise(torch.where(tied(rows.n * A), A, recentre(A, rows, p)), signed=True)
+    """Recentre, then l1. A tied row, which recentring would make 0, is left as it is too."""
+    recentred = recentre(A, rows, p)
+    A = torch.where(tied(rows.n * A), A, recentred)
+    return l1_normalise(A, signed=True)
 
 
 def threshold(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """The weights above their row's mean, then l1: what relu_power keeps, without the power.
+    """Keep the weights above their row's mean, as relu_power does, but without the power; then l1.
 
     Rows with n <= 3 and tied rows are left as they are.
     """
     x = rows.n * A
-    return l1_normalise(A * ((x > 1) | (rows.n <= 3) | tied(x)))
+    is_kept = (x > 1) | (rows.n <= 3) | tied(x)
+    return l1_normalise(A * is_kept)
 
 
 def softpick(z: Tensor, rows: Rows) -> Tensor:
-    """relu(e^z - 1) over the sum of |e^z - 1|: rows sum to at most 1, and may be 0."""
+    """Compute relu(e^z - 1) over the sum of |e^z - 1|: rows sum to at most 1, and may be 0."""
     top = z.detach().amax(-1, keepdim=True)
-    x = torch.where(z == -math.inf, 0, torch.exp(z - top) - torch.exp(-top))
-    return x.relu() * inverse_of_norm(x.abs().sum(-1, keepdim=True))
+    x = torch.exp(z - top) - torch.exp(-top)
+    x = torch.where(z == -math.inf, 0, x)
+    norm = x.abs().sum(-1, keepdim=True)
+    return x.relu() * inverse_of_norm(norm)
 
 
 def entmax(z: Tensor, power: int) -> Tensor:
-    """relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
+    """Compute relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
 
     A power of 1 is sparsemax, 2 is 1.5-entmax. The norm of relu(z / power - tau) is convex in tau
     and falls to 1: Newton's method from below never passes the root. The last step gives tau its
     gradient.
     """
     z = z / power
-    z = (z - z.detach().amax(-1, keepdim=True)).clamp_min(-2)  # tau is within -1 to 0
+    z = z - z.detach().amax(-1, keepdim=True)
+    z = z.clamp_min(-2)  # tau is within -1 to 0
 
     def newton_step(z: Tensor, tau: Tensor | float) -> Tensor:
         above = (z - tau).relu()
         norm = above.pow(power).sum(-1, keepdim=True).pow(1 / power)
-        slopes = above.detach().sign() if power == 1 else above.detach() / norm.detach()
+        if power == 1:
+            slopes = above.detach().sign()
+        else:
+            slopes = above.detach() / norm.detach()
         return tau + (norm - 1) / slopes.sum(-1, keepdim=True)
 
     tau = newton_step(z.detach(), -1.0)
     for _ in range(NEWTON_STEPS // power):
         tau = newton_step(z.detach(), tau)
-    return (z - newton_step(z, tau)).relu().pow(power)
+    above = (z - newton_step(z, tau)).relu()
+    return above.pow(power)
 
 
 def sparsemax(z: Tensor, rows: Rows) -> Tensor:
@@ -257,22 +341,27 @@ def entmax15(z: Tensor, rows: Rows) -> Tensor:
 
 
 def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
-    """sigmoid(z_ij) times the product of 1 - sigmoid(z_ik) over j < k < i; row i does not see i."""
+    """Compute sigmoid(z_ij) times the product of 1 - sigmoid(z_ik) over j < k < i.
+
+    Row i does not see key i.
+    """
     hidden = (z == -math.inf) | (rows.keys == rows.last)
-    left = F.logsigmoid(-z).masked_fill(hidden, 0)  # the logarithm of what key k leaves
-    after = left.flip(-1).cumsum(-1).flip(-1) - left  # of what the keys between j and i leave
-    return (F.logsigmoid(z) + after).exp().masked_fill(hidden, 0)
+    log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
+    log_left_by_later = log_left.flip(-1).cumsum(-1).flip(-1) - log_left  # by j < k < i together
+    weights = (F.logsigmoid(z) + log_left_by_later).exp()
+    return weights.masked_fill(hidden, 0)
 
 
 def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
-    """softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
+    """Compute softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
     hidden = z == -math.inf
     log_A = z.log_softmax(-1).masked_fill(hidden, 0)
     entropy = -(log_A.exp() * log_A).sum(-1, keepdim=True)
     beta = torch.zeros_like(entropy)
     for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):
         beta = beta * entropy + coefficient
-    z = z.masked_fill(hidden, 0) * torch.where(entropy > 0.5, beta.clamp_min(1), 1)
+    beta = torch.where(entropy > 0.5, beta.clamp_min(1), 1)
+    z = z.masked_fill(hidden, 0) * beta
     return z.masked_fill(hidden, -math.inf).softmax(-1)
 
 
@@ -282,20 +371,24 @@ VARIANTS: dict[str, Variant] = {
     # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
     # adds log L. L stays the training length at other lengths: a row must not depend on the text
     # after it, and Ramapuram et al.'s published kernel takes the bias as a fixed number.
-    "sigmoid": Variant(SIGMOID, bias=lambda rows: -math.log(rows.L), norm=unnormalised),
-    "sigmoid_logn": Variant(SIGMOID, bias=lambda rows: -rows.n.log(), norm=unnormalised),
-    "sigmoid_logn_l1": Variant(SIGMOID, bias=lambda rows: -rows.n.log()),
+    "sigmoid": Variant(SIGMOID, bias=minus_log_L, norm=unnormalised),
+    "sigmoid_logn": Variant(SIGMOID, bias=minus_log_n, norm=unnormalised),
+    "sigmoid_logn_l1": Variant(SIGMOID, bias=minus_log_n),
     "sigmoid_l1": Variant(SIGMOID),
-    "relu_wortsman": Variant(RELU, norm=lambda rows: rows.L),  # L as for sigmoid
+    "relu_wortsman": Variant(RELU, norm=training_length),  # L as for sigmoid
     "relu_li": Variant(RELU),
     # The paper gives no gamma. With 1, normal scores and values of unit variance give an output of
     # unit variance: relu(z)^2 is 1/2 on average.
-    "relu_shen": Variant(
-        RELU, norm=lambda rows: rows.gamma * (rows.n / 2).sqrt(), constants=("gamma",)
-    ),
+    "relu_shen": Variant(RELU, norm=gamma_sqrt_half_n, constants=("gamma",)),
     # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
     "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
-    "lssar": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, needs_p=True),
+    "lssar": Variant(
+        SOFTPLUS,
+        scale=log_d_log_n,
+        l2_normalise=True,
+        bounded=True,
+        needs_p=True,
+    ),
     # LSSAR Table A4
     "softmax_inverse": Variant(EXP, reweight=inverse),
     "softmax_recentred": Variant(EXP, reweight=recentre),
@@ -312,36 +405,21 @@ VARIANTS: dict[str, Variant] = {
     "phi_mish": Variant(MISH),
     # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no initial s for (b) and (d):
     # by default it is 1, as in the probe, and as (c) has it throughout.
-    "ssmax": Variant(
-        EXP, scale=lambda rows: rows.s * rows.n.log() * rows.d**-0.5, learnable=("s",)
-    ),
-    "ssmax_fixed": Variant(EXP, scale=lambda rows: rows.n.log() * rows.d**-0.5),
-    "ssmax_bias": Variant(
-        EXP,
-        scale=lambda rows: (rows.s * rows.n.log() + rows.b) * rows.d**-0.5,
-        learnable=("s", "b"),
-    ),
-    "ssmax_probe": Variant(
-        EXP,
-        scale=lambda rows: (rows.s * rows.p_n + rows.b) * rows.d**-0.5,
-        learnable=("s", "b", "p_n"),
-    ),
+    "ssmax": Variant(EXP, scale=s_log_n, learnable=("s",)),
+    "ssmax_fixed": Variant(EXP, scale=log_n),
+    "ssmax_bias": Variant(EXP, scale=s_log_n_plus_b, learnable=("s", "b")),
+    "ssmax_probe": Variant(EXP, scale=s_p_n_plus_b, learnable=("s", "b", "p_n")),
     # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
-    "softmax_logn": Variant(
-        EXP, scale=lambda rows: rows.n.log() / math.log(max(rows.L, 2)) * rows.d**-0.5
-    ),
+    "softmax_logn": Variant(EXP, scale=log_n_over_log_L),
     # Zuhri et al. 2025 (arXiv 2504.20966)
     "softpick": Variant(EXPM1, row_weights=softpick),
     # Martins and Astudillo 2016; Peters et al. 2019
     "sparsemax": Variant(EXP, row_weights=sparsemax),
     "entmax15": Variant(EXP, row_weights=entmax15),
-    # ASEntmax (Vasylenko et al. 2025, arXiv 2506.16640): the scale 1 + beta (log n)^gamma comes
-    # from the row's input. n + 1 and the range of gamma, 2, are the authors' code's.
+    # ASEntmax (Vasylenko et al. 2025, arXiv 2506.16640)
     "asentmax": Variant(
         EXP,
-        scale=lambda rows: (
-            (1 + F.softplus(rows.u) * (rows.n + 1).log() ** (2 * rows.w.tanh())) * rows.d**-0.5
-        ),
+        scale=adaptive_log_n,
         from_input=("u", "w"),
         row_weights=entmax15,
     ),
@@ -353,22 +431,30 @@ VARIANTS: dict[str, Variant] = {
     # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The
     # last entry keeps the weights that stage 2 keeps, but without the power.
     "softmax_cosine": Variant(EXP, scale=log_d_log_n, l2_normalise=True),
-    "softplus_logn": Variant(SOFTPLUS, scale=lambda rows: rows.n.log() * rows.d**-0.5),
+    "softplus_logn": Variant(SOFTPLUS, scale=log_n),
     "lssa_threshold": Variant(
-        SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True, reweight=threshold
+        SOFTPLUS,
+        scale=log_d_log_n,
+        l2_normalise=True,
+        bounded=True,
+        reweight=threshold,
     ),
 }
 
 
 def attention_weights(
-    variant: Variant, q: Tensor, products: Callable[[Tensor], Tensor], rows: Rows
+    variant: Variant,
+    q: Tensor,
+    products: Callable[[Tensor], Tensor],
+    rows: Rows,
 ) -> Tensor:
-    """The readable reference: the weights [B, H, Lq, Lk], 0 for hidden keys.
+    """Compute the weights [B, H, Lq, Lk], 0 for hidden keys: the readable reference.
 
     `products` gives the dot products [B, H, Lq, Lk] of queries like q [B, H, Lq, d] with the keys.
     Where the variant normalises q and k, both are at unit length. Float32 or float64.
     """
-    z = products(q.to(rows.n.dtype) * (rows.score_scale * variant.scale(rows)))
+    scale = rows.score_scale * variant.scale(rows)
+    z = products(q.to(rows.n.dtype) * scale)
     if rows.softcap is not None:
         z = rows.softcap * torch.tanh(z / rows.softcap)
     if variant.bias is not None:
@@ -376,73 +462,87 @@ def attention_weights(
     if rows.slopes is not None:
         z = z - rows.slopes * (rows.last - rows.keys)
     if rows.decay is not None:
-        z = z + (of_queries(rows.decay, rows)[..., None] - rows.decay[:, :, None])
+        decay_of_queries = at_queries(rows.decay, rows)
+        z = z + (decay_of_queries[..., None] - rows.decay[:, :, None])
     z = mask_hidden(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
     if rows.sink is not None:  # the last column
-        z = torch.cat((z, rows.sink.expand(*z.shape[:3], 1)), dim=-1)
-    if (shift := shift_of(variant, rows)) is not None:
-        z = z + shift(z.detach().amax(-1, keepdim=True))
+        sink = rows.sink.expand(*z.shape[:3], 1)
+        z = torch.cat((z, sink), dim=-1)
+    shift = shift_of(variant, rows)
+    if shift is not None:
+        top = z.detach().amax(-1, keepdim=True)
+        z = z + shift(top)
     A = variant.phi.function(z)
     if variant.norm is not None:
         A = A / variant.norm(rows)
     elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power has its own l1
         A = l1_normalise(A, variant.phi.signed)
-    return variant.reweight(A, rows, rows.p)[..., : len(rows.keys)]
+    A = variant.reweight(A, rows, rows.p)
+    return A[..., : len(rows.keys)]
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
-    """phi.shift where the rows need it: phi may underflow, and l1 cancels the shift."""
-    bounded = variant.bounded and rows.slopes is None and rows.decay is None
-    return variant.phi.shift if variant.norm is None and not bounded else None
+    """Return phi.shift if the rows need it: phi may underflow, and l1 cancels the shift."""
+    is_bounded = variant.bounded and rows.slopes is None and rows.decay is None
+    if variant.norm is not None or is_bounded:
+        return None
+    return variant.phi.shift
 
 
-def of_queries(x: Tensor, rows: Rows) -> Tensor:
-    """From numbers of all keys, [B, H, Lk], the numbers at the queries' positions, [B, H, Lq]."""
+def at_queries(x: Tensor, rows: Rows) -> Tensor:
+    """Select from x [B, H, Lk], of all keys, the queries' positions, [B, H, Lq]."""
     return x.index_select(2, rows.last[:, 0])
 
 
 def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """z [.., Lq, Lk] with the scores of hidden keys replaced; z may be overwritten."""
+    """Replace the scores of hidden keys in z [.., Lq, Lk], which may be overwritten."""
     Lq, Lk = z.shape[-2:]
     hidden = ~rows.sees(Lk)
-    value = variant.phi.zero if variant.row_weights is None else -math.inf
-    formulas = variant.row_weights is not None or variant.reweight is not relu_power
-    if formulas or value > -math.inf:  # whose gradient may be infinite or NaN there
+    if variant.row_weights is not None:
+        return torch.where(hidden, -math.inf, z)
+    value = variant.phi.zero
+    if variant.reweight is not relu_power or value > -math.inf:
+        # its gradient at hidden keys may be infinite or NaN
         return torch.where(hidden, value, z)
-    # phi is flat at -inf (check_phi), so autograd need not know; and without a window all rows of
-    # several see the first keys
-    first = Lk - Lq if rows.window is None and Lq > 1 else 0
+    # phi is flat at -inf (check_phi), so autograd need not know. If several rows have no window,
+    # all of them see the first keys.
+    first = 0
+    if rows.window is None and Lq > 1:
+        first = Lk - Lq
     with torch.no_grad():
         z[..., first:].masked_fill_(hidden[:, first:], value)
     return z
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """x at unit length along the last dimension, in float32 at least.
+    """Scale x to unit length along the last dimension, in float32 at least.
 
     The 1e-12 bounds the gradient of a zero vector.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
+    squared_norm = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(squared_norm + 1e-12)
 
 
 def l1_normalise(A: Tensor, signed: bool = False) -> Tensor:
     """Divide rows by their sum of absolute values; a dead row becomes 0 and gets no gradient."""
-    norm = (A.abs() if signed else A).sum(-1, keepdim=True)
+    absolute = A.abs() if signed else A
+    norm = absolute.sum(-1, keepdim=True)
     # times the reciprocal: autograd's division takes three more passes over the matrix
     return A * inverse_of_norm(norm)
 
 
 def inverse_of_norm(norm: Tensor) -> Tensor:
-    """1 / norm, and 0 for dead rows.
+    """Compute 1 / norm, and 0 for dead rows.
 
     A small norm is multiplied by a power of 2 first, because the reciprocal's gradient, the inverse
     square, overflows float32 below 5e-20.
     """
     factor = torch.where(norm < 2.0**-32, 2.0**64, 1.0)
-    return (norm * factor).masked_fill(norm <= DEAD, math.inf).reciprocal() * factor
+    scaled = (norm * factor).masked_fill(norm <= DEAD, math.inf)
+    return scaled.reciprocal() * factor
 
 
 def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
@@ -455,5 +555,6 @@ def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
 
 
 def tied(x: Tensor) -> Tensor:
-    """Whether each row of x = n A, whose mean is 1, is tied: [.., Lq, 1]."""
-    return x.detach().amax(-1, keepdim=True) - 1 <= TIED
+    """Tell whether each row of x = n A, whose mean is 1, is tied: [.., Lq, 1]."""
+    top = x.detach().amax(-1, keepdim=True)
+    return top - 1 <= TIED

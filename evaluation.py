@@ -16,7 +16,10 @@ from runtime.device import autocast
 
 @torch.no_grad()
 def mean_loss(
-    model: GPT, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype
+    model: GPT,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> float:
     """Return the mean loss in nats over the batches (x, y) of all ranks.
 

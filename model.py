@@ -37,18 +37,30 @@ class SelfAttention(nn.Module):
         self.n_head = config.n_head
         self.n_kv_head = config.kv_heads
         self.d_head = config.d_head
-        self.c_attn = nn.Linear(n_embd, sum(self.projected_sizes(config)), bias=config.bias)
-        self.c_proj = nn.Linear(self.n_head * self.d_head, n_embd, bias=config.bias)
+        width = self.n_head * self.d_head
+        projected_width = sum(self.projected_sizes(config))
+        self.c_attn = nn.Linear(n_embd, projected_width, bias=config.bias)
+        self.c_proj = nn.Linear(width, n_embd, bias=config.bias)
         self.add_attention(config, layer)
-        self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else None
-        gates = {"none": 0, "head": self.n_head, "element": self.n_head * self.d_head}[config.gate]
-        self.c_gate = nn.Linear(n_embd, gates, bias=config.bias) if gates else None
+        self.q_norm = None
+        self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5)
+            self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5)
+        self.c_gate = None
+        if config.gate == "head":
+            self.c_gate = nn.Linear(n_embd, self.n_head, bias=config.bias)
+        elif config.gate == "element":
+            self.c_gate = nn.Linear(n_embd, width, bias=config.bias)
         # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
-        self.c_forget = nn.Linear(n_embd, self.n_head) if config.forget else None
+        self.c_forget = None
+        if config.forget:
+            self.c_forget = nn.Linear(n_embd, self.n_head)
+        self.c_rows = None
         self.row_inputs = self.attention.variant.from_input  # of ASEntmax: u and w
-        row_columns = len(self.row_inputs) * self.n_head
-        self.c_rows = nn.Linear(n_embd, row_columns, bias=False) if row_columns else None
+        if self.row_inputs:
+            row_width = len(self.row_inputs) * self.n_head
+            self.c_rows = nn.Linear(n_embd, row_width, bias=False)
 
     @staticmethod
     def projected_sizes(config: Config) -> list[int]:
@@ -63,20 +75,31 @@ class SelfAttention(nn.Module):
         """Return the attention modules of the heads, in the order of the heads."""
         return [self.attention]
 
-    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache | None,
+    ) -> Tensor:
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = self.context(x, rotation)
         y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
         y = y.transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:
-            gate = self.c_gate(x).sigmoid().unflatten(2, (self.n_head, -1))  # [B, L, H, 1 or d]
-            y = y * gate
+            gate = self.c_gate(x).sigmoid()
+            y = y * gate.unflatten(2, (self.n_head, -1))  # [B, L, H, 1 or d]
         return self.c_proj(y.flatten(2))
 
-    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, L, d], k and v [B, Hk, L, d] of x [B, L, n_embd]."""
-        heads = self.c_attn(x).unflatten(2, (-1, self.d_head)).transpose(1, 2)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        heads = self.c_attn(x).unflatten(2, (-1, self.d_head))
+        heads = heads.transpose(1, 2)  # [B, H + 2 Hk, L, d]
+        head_counts = (self.n_head, self.n_kv_head, self.n_kv_head)
+        q, k, v = heads.split(head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q).to(q.dtype)  # autocast on CUDA norms in float32
             k = self.k_norm(k).to(k.dtype)
@@ -92,13 +115,14 @@ class SelfAttention(nn.Module):
         """Return what attention depends on besides q, k and v, for x [B, L, n_embd]."""
         row_inputs = {}
         if self.c_rows is not None:
-            columns = self.c_rows(x).unflatten(2, (len(self.row_inputs), -1))
-            rows = columns.permute(2, 0, 3, 1).unbind()  # each [B, H, L]
-            row_inputs = dict(zip(self.row_inputs, rows, strict=True))
+            columns = self.c_rows(x).unflatten(2, (-1, self.n_head))
+            columns = columns.permute(2, 0, 3, 1)  # [row inputs, B, H, L]
+            row_inputs = dict(zip(self.row_inputs, columns, strict=True))
         log_forget = None
         if self.c_forget is not None:
             gates = self.c_forget(x)
-            gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
+            dtype = torch.promote_types(gates.dtype, torch.float32)
+            gates = gates.to(dtype)
             log_forget = F.logsigmoid(gates).transpose(1, 2)  # [B, H, L]
         score_scale = 1.0 if rotation is None else rotation.score_scale
         return Context(score_scale, row_inputs, log_forget)
@@ -114,7 +138,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the output [B, H, L, d] of these heads, on the cached positions and the new."""
         if cache is not None:
-            k, v, log_forget = cache.append(attention, (k, v, context.log_forget))
+            new = (k, v, context.log_forget)
+            k, v, log_forget = cache.append(attention, new)
             context = replace(context, log_forget=log_forget)
         return attention(q, k, v, context)
 
@@ -129,7 +154,8 @@ class MLP(nn.Module):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
-        self.c_fc = nn.Linear(config.n_embd, hidden * (2 if self.swiglu else 1), bias=config.bias)
+        width = 2 * hidden if self.swiglu else hidden  # of the gate, too
+        self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,14 +171,24 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: Config, layer: int, attention_layer: type[SelfAttention]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layer: int,
+        attention_layer: type[SelfAttention],
+    ) -> None:
         super().__init__()
         self.ln_1 = build_norm(config)
         self.attn = attention_layer(config, layer)
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache | None,
+    ) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -176,23 +212,24 @@ class Trunk(nn.Module):
             self.rope = RopeTable(rope, config.block_size)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        start = cache.length if cache else 0
+        start = 0 if cache is None else cache.length
         end = start + x.shape[1]
         self.check_length(end, cache)
         rotation = None
         if self.rope is not None:
-            rotation = self.rope(start, end, length=cache.size if cache else end)
+            length = end if cache is None else cache.size
+            rotation = self.rope(start, end, length)
         if self.wpe is not None:
             x = x + self.wpe.weight[start:end]
         for block in self.blocks:
             x = block(x, rotation, cache)
-        if cache:
+        if cache is not None:
             cache.length = end
         return self.ln_f(x)
 
     def check_length(self, length: int, cache: KVCache | None) -> None:
         """Raise UserError where this many positions exceed the cache or the learned positions."""
-        if cache and length > cache.size:
+        if cache is not None and length > cache.size:
             raise UserError(f"a cache of {cache.size} positions is too small for {length}")
         if self.wpe is not None and length > self.config.block_size:
             raise UserError(
@@ -208,7 +245,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
-        padded = -(-self.n_vocab // 128) * 128  # for speed; padding is never predicted
+        padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
         trunk = Trunk(config, attention_layer)  # first: the seed's weights depend on the order
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
@@ -269,12 +306,14 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats of hidden states [n, n_embd] with targets [n]."""
         if has_chunked_loss(x, self.n_vocab):
-            return chunked_loss(x, self.lm_head.weight[: self.n_vocab], targets)
+            head = self.lm_head.weight[: self.n_vocab]
+            return chunked_loss(x, head, targets)
         return self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return `loss`, from all logits at once."""
-        return F.cross_entropy(self.logits(x).flatten(0, -2), targets)
+        logits = self.logits(x).flatten(0, -2)
+        return F.cross_entropy(logits, targets)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [.., n_vocab] of hidden states [.., n_embd]."""
@@ -284,17 +323,24 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of every target, in their shape, without holding all logits."""
         x = self.hidden(idx).flatten(0, 1)
-        losses = [self.chunk_losses(*chunk) for chunk in chunks(x, targets.flatten(0, 1))]
+        losses = []
+        for chunk_x, chunk_targets in chunks(x, targets.flatten(0, 1)):
+            losses.append(self.chunk_losses(chunk_x, chunk_targets))
         return torch.cat(losses).view(targets.shape)
 
     def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the float32 losses of targets [n], whose logits may be held at once."""
         if x.is_cpu:
-            return losses_by_parts(x, self.lm_head.weight[: self.n_vocab], targets)
-        return F.cross_entropy(self.logits(x).float(), targets, reduction="none")
+            head = self.lm_head.weight[: self.n_vocab]
+            return losses_by_parts(x, head, targets)
+        logits = self.logits(x).float()
+        return F.cross_entropy(logits, targets, reduction="none")
 
     def scale_rope(
-        self, scaling: str, factor: float | None = None, theta: float | None = None
+        self,
+        scaling: str,
+        factor: float | None = None,
+        theta: float | None = None,
     ) -> "GPT":
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
@@ -307,14 +353,22 @@ class GPT(nn.Module):
             return self
         if theta is None:
             theta = self.config.rope_theta
-        table.set(replace(table.rope, scaling=scaling, factor=factor, theta=theta), table.length)
+        rope = replace(
+            table.rope,
+            scaling=scaling,
+            factor=factor,
+            theta=theta,
+        )
+        table.set(rope, table.length)
         return self
 
     def count_parameters(self) -> int:
         """Count parameters without the embedding's padding; tied weights count once."""
         count = sum(p.numel() for p in self.parameters())
-        tables = 1 if self.config.tie_embeddings else 2
-        return count - tables * self.padding_rows(self.wte.weight).numel()
+        padding = self.padding_rows(self.wte.weight).numel()
+        if not self.config.tie_embeddings:
+            padding *= 2
+        return count - padding
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of a training step per token.
@@ -324,17 +378,19 @@ class GPT(nn.Module):
         runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L of
         them on average.
         """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        matrices -= self.padding_rows(self.lm_head.weight).numel()
+        products = -self.padding_rows(self.lm_head.weight).numel()
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                products += module.weight.numel()
         L = self.config.block_size
         attention_flops = 0
         for layer in self.attention_layers():
-            matrices += layer.extra_products
+            products += layer.extra_products
             for attention in layer.attentions():
-                W = L if attention.window is None else min(attention.window, L)
+                W = min(attention.window or L, L)
                 width = attention.n_head * attention.head_size
                 attention_flops += 6 * width * W * (2 * L - W)  # 3 x 2 products
-        return 6 * matrices + attention_flops // L
+        return 6 * products + attention_flops // L
 
 
 def compile_model(model: GPT, varied_lengths: bool = False) -> GPT:

@@ -72,7 +72,10 @@ def main(config: Config | None = None) -> None:
 
 
 def set_up(
-    config: Config, rank: int, world_size: int, device: torch.device
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: torch.device,
 ) -> tuple[Training, Loader | None, Loss]:
     """Build the data, the model and the optimizers, and say what will be trained.
 
@@ -121,7 +124,12 @@ def set_up(
     return training, loader, loss_fn
 
 
-def train(config: Config, training: Training, loader: Loader, loss_fn: Loss) -> bool:
+def train(
+    config: Config,
+    training: Training,
+    loader: Loader,
+    loss_fn: Loss,
+) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
     run = Path(config.out_dir)
     device = training.device
@@ -192,7 +200,10 @@ def check_data(loader: Loader, config: Config, state: State | None) -> None:
 
 
 def compile_and_distribute(
-    model: GPT, config: Config, attention_path: str, world_size: int
+    model: GPT,
+    config: Config,
+    attention_path: str,
+    world_size: int,
 ) -> Loss:
     """Return the model as a function to the mean loss, compiled and under DDP where it is to be."""
     varied_lengths = TASKS[config.task].varied_lengths
@@ -226,7 +237,10 @@ def micro_batches(loader: Loader, config: Config, step: int) -> Batch:
 
 
 def train_step(
-    training: Training, loss_fn: Loss, batch: Batch, grad_clip: float
+    training: Training,
+    loss_fn: Loss,
+    batch: Batch,
+    grad_clip: float,
 ) -> tuple[float, float]:
     """Update the model once, by the gradient of the batch's loss.
 
@@ -281,7 +295,11 @@ def stop_diverged(run: Path, step: int, error: str) -> NoReturn:
 
 
 def validate(
-    training: Training, config: Config, loader: Loader, log: Log, saver: checkpoint.Saver
+    training: Training,
+    config: Config,
+    loader: Loader,
+    log: Log,
+    saver: checkpoint.Saver,
 ) -> None:
     """Log the validation loss, and save the weights if it is the lowest so far."""
     windows = loader.validation_windows(config.val_tokens)
@@ -300,7 +318,12 @@ def validate(
         saver.save("best", training.state(config, best=True))
 
 
-def save(training: Training, config: Config, log: Log, saver: checkpoint.Saver) -> None:
+def save(
+    training: Training,
+    config: Config,
+    log: Log,
+    saver: checkpoint.Saver,
+) -> None:
     """Save a checkpoint. Ends the run if weights are not finite."""
     if not all(p.isfinite().all() for p in training.model.parameters()):
         stop_diverged(Path(config.out_dir), training.step, "its update left non-finite weights")

@@ -45,7 +45,13 @@ def block_size(layer: ReferenceAttention, q: Tensor, k: Tensor) -> BlockSize:
     return BlockSize(queries, heads, sequences=max(1, matrices // H), keys=keys)
 
 
-def blocked(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+def blocked(
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Context,
+) -> Tensor:
     """Return the output [B, H, Lq, d] of `ReferenceAttention.forward`.
 
     A block is a few queries of a few heads of a few sequences. It reads no keys beyond its last

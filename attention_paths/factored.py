@@ -56,7 +56,11 @@ class Factors:
 
 
 def factored(
-    layer: ReferenceAttention, q: Tensor, k: Factors, v: Factors, context: Context
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Factors,
+    v: Factors,
+    context: Context,
 ) -> Tensor:
     """The output [B, H, 1, d] of `ReferenceAttention.forward` for a single query."""
     with torch.autocast(q.device.type, enabled=False):

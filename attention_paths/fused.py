@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import EXPM1, Variant, l2_normalise, of_queries, relu_power, shift_of
+from attention import EXPM1, Variant, at_queries, l2_normalise, relu_power, shift_of
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -73,7 +73,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         decay = alibi if decay is None else decay + alibi
     if decay is not None:
         decay = entry.argument * decay
-        own, key_bias = of_queries(decay, rows), -decay
+        own, key_bias = at_queries(decay, rows), -decay
         # softmax is the same for all scores of a row shifted alike: no gradient to compute
         shifts = variant.is_softmax and layer.p is None and not layer.has_sink
         bias = (own.detach() if shifts else own) + (0 if bias is None else bias)

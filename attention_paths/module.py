@@ -22,7 +22,13 @@ class Attention(ReferenceAttention):
     refuses, for a missing p, and for a path that cannot compute the variant.
     """
 
-    def __init__(self, variant: Variant, *arguments: Any, impl: str = "auto", **settings: Any):
+    def __init__(
+        self,
+        variant: Variant,
+        *arguments: Any,
+        impl: str = "auto",
+        **settings: Any,
+    ):
         check_variant(variant)
         super().__init__(variant, *arguments, **settings)
         self.impl = impl
@@ -33,7 +39,11 @@ class Attention(ReferenceAttention):
             raise UserError(f"attention_impl = 'triton' cannot compute {name!r}: {reason}")
 
     def forward(
-        self, q: Tensor, k: Tensor | Factors, v: Tensor | Factors, context: Context = PLAIN
+        self,
+        q: Tensor,
+        k: Tensor | Factors,
+        v: Tensor | Factors,
+        context: Context = PLAIN,
     ) -> Tensor:
         if isinstance(k, Factors) and isinstance(v, Factors):
             if self.impl in ("auto", "blocked"):

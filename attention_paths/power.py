@@ -30,7 +30,11 @@ class NormalisedPower(torch.autograd.Function):
         return x_p.div_(norm.masked_fill(norm <= DEAD, math.inf))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor, float],
+        output: Tensor,
+    ) -> None:
         x, _, ctx.p = inputs
         ctx.save_for_backward(x, output)
 

@@ -102,7 +102,13 @@ class ReferenceAttention(nn.Module):
             is_learned = sink == "learned" if name == "sink" else name in variant.learnable
             self.register_parameter(name, nn.Parameter(value) if is_learned else None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = PLAIN) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context = PLAIN,
+    ) -> Tensor:
         """Return the output [B, H, Lq, d] in v's dtype.
 
         q is [B, H, Lq, d], k and v are [B, Hk, Lk, d], all after RoPE, with Lq <= Lk: the queries
@@ -122,7 +128,12 @@ class ReferenceAttention(nn.Module):
             return attention_weights(self.variant, q, keys.dot, rows)
 
     def output(
-        self, q: Tensor, keys: Keys, v: Tensor, context: Context, heads: slice = ALL
+        self,
+        q: Tensor,
+        keys: Keys,
+        v: Tensor,
+        context: Context,
+        heads: slice = ALL,
     ) -> Tensor:
         """Return the output of these heads, for q and keys as `normalise` returns them."""
         rows = self.rows(q, v.shape[2], context, heads)
@@ -145,7 +156,13 @@ class ReferenceAttention(nn.Module):
         inverse_norm = inverse_norm.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return l2_normalise(q), Keys(k, inverse_norm[:, :, None])
 
-    def rows(self, q: Tensor, Lk: int, context: Context, heads: slice = ALL) -> Rows:
+    def rows(
+        self,
+        q: Tensor,
+        Lk: int,
+        context: Context,
+        heads: slice = ALL,
+    ) -> Rows:
         """Return the rows of these heads, for the last queries q [B, H, Lq, d] of Lk positions."""
         keys = torch.arange(Lk, device=q.device)
         last = keys[Lk - q.shape[2] :, None]

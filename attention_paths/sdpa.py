@@ -9,7 +9,13 @@ from attention_paths.blocked import BLOCK_QUERIES, first_key
 from attention_paths.reference import PLAIN, Context, ReferenceAttention
 
 
-def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+def sdpa(
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Context,
+) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
     Lq, Lk = q.shape[2], k.shape[2]
     if layer.variant.l2_normalise:
@@ -31,11 +37,23 @@ def sdpa(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Co
     is_causal = True if 1 < Lq == Lk else False  # never torch.compile's symbolic bool
     is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
+        q,
+        k,
+        v,
+        mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=is_grouped,
     )
 
 
-def windowed(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def windowed(
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+) -> Tensor:
     """Compute softmax with a window: a block of queries has a mask over the keys that it sees."""
     past = k.shape[2] - q.shape[2]
     is_grouped = q.shape[1] != k.shape[1]

@@ -27,7 +27,10 @@ def build_attention(config: Config) -> Attention:
     return build_heads(config, range(config.n_head))
 
 
-def build_hybrid_attention(config: Config, layer: int) -> tuple[Attention, Attention | None]:
+def build_hybrid_attention(
+    config: Config,
+    layer: int,
+) -> tuple[Attention, Attention | None]:
     """Build the attention of all heads of a layer or, where they differ, of both groups of heads.
 
     With a local_window the heads with positions are softmax over that many keys, whatever attention
@@ -36,7 +39,11 @@ def build_hybrid_attention(config: Config, layer: int) -> tuple[Attention, Atten
     if config.local_window is None:
         return build_attention(config), None
     check_settings(config)
-    local = config.replace(attention="softmax", p=None, window=config.local_window)
+    local = config.replace(
+        attention="softmax",
+        p=None,
+        window=config.local_window,
+    )
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
     if nope_heads == 0:

@@ -35,7 +35,12 @@ class HybridAttention(SelfAttention):
             return [self.attention]
         return [self.attention, self.local]
 
-    def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache | None,
+    ) -> Tensor:
         if self.nope_heads == self.n_head:
             rotation = None
         return super().forward(x, rotation, cache)

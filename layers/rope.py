@@ -109,7 +109,11 @@ class RopeTable(nn.Module):
         self.cos, self.sin = (x.to(self.cos.device, dtype) for x in (angles.cos(), angles.sin()))
         self.rope, self.length = rope, length
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RopeTable":
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> "RopeTable":
         # called by .to(): rotations are computed again in the new dtype, not cast from the old one
         super()._apply(fn, recurse)
         self.set(self.rope, self.length)

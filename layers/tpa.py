@@ -85,7 +85,13 @@ class TensorProductAttention(SelfAttention):
         v = self.factors(a_v, b_v, self.kv_rank, None)
         return q, k, v
 
-    def factors(self, a: Tensor, b: Tensor, rank: int, rotation: Rotation | None) -> Factors:
+    def factors(
+        self,
+        a: Tensor,
+        b: Tensor,
+        rank: int,
+        rotation: Rotation | None,
+    ) -> Factors:
         """Return the factors whose product is the mean over ranks, from a [B, L, R H], b [.., R d].
 
         b is turned by RoPE's rotation, if there is one.

@@ -140,7 +140,12 @@ def edited_formulas(run: Path, config: Config) -> str | None:
     return None
 
 
-def write_header(run: Path, config: Config, attention: dict, resumed_at: int | None) -> None:
+def write_header(
+    run: Path,
+    config: Config,
+    attention: dict,
+    resumed_at: int | None,
+) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
     `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
@@ -177,7 +182,13 @@ class Saver:
     deleted once a checkpoint is saved. With `quiet`, as on all ranks but 0, nothing is written.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool = False):
+    def __init__(
+        self,
+        run: Path,
+        config: Config,
+        resumed_at: int | None,
+        quiet: bool = False,
+    ):
         self.run = run
         self.quiet = quiet
         self.keep_last = config.keep_last
@@ -207,7 +218,12 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self,
+        kind: object,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
         if error is None:
             self.wait()
         self.thread.shutdown()  # finishes a write in progress, even after an error

@@ -38,7 +38,13 @@ class Log:
     A run that is resumed continues its metrics.jsonl after the step `resumed_at`.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None, quiet: bool):
+    def __init__(
+        self,
+        run: Path,
+        config: Config,
+        resumed_at: int | None,
+        quiet: bool,
+    ):
         self.config = config
         self.quiet = quiet
         if quiet:
@@ -166,7 +172,12 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     return started
 
 
-def describe(config: Config, training: Training, loader: Loader | None, world_size: int) -> str:
+def describe(
+    config: Config,
+    training: Training,
+    loader: Loader | None,
+    world_size: int,
+) -> str:
     """Describe a run that is about to start or continue; without data there is no loader."""
     step_tokens = config.total_batch_size
     run_tokens = config.max_iters * step_tokens
