@@ -175,7 +175,6 @@ def _cut_shards(
         if filled:
             yield stream, buffer[:filled], shards.Place(stream + 1)
         state = None
-        skip = 0
 
 
 def _tokenise(
