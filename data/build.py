@@ -46,7 +46,7 @@ Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
 
 
 def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
-    """The options that data.text and data.fineweb share, with their default tokenizer."""
+    """Add the options that data.text and data.fineweb share; `tokenizer` is the default one."""
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
@@ -129,7 +129,7 @@ def _write_shards(
 ) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
-    place = done[-1]["next"] if done else shards.Place()
+    place = done[-1]["next"] if done else shards.Place(0, None, 0)
     shards.write_meta(out_dir, meta)
     tokens_done = sum(shard["tokens"] for shard in done)
     with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
@@ -173,9 +173,8 @@ def _cut_shards(
                     filled = 0
             passed += len(tokens)
         if filled:
-            yield stream, buffer[:filled], shards.Place(stream + 1)
+            yield stream, buffer[:filled], shards.Place(stream + 1, None, 0)
         state = None
-        skip = 0
 
 
 def _tokenise(

@@ -39,9 +39,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class Place(NamedTuple):
     """Where a shard starts in the documents."""
 
-    stream: Count = 0  # its index
-    state: Any = None  # from which the stream is read
-    skip: Count = 0  # tokens from there to the shard
+    stream: Count  # its index
+    state: Any  # from which the stream is read; None: from its start
+    skip: Count  # tokens from there to the shard
 
 
 class Entry(TypedDict):
@@ -55,7 +55,7 @@ class Entry(TypedDict):
 class Meta(TypedDict):
     """The content of meta.json."""
 
-    tokenizer: str  # see config.identify
+    tokenizer: str  # as data.vocabulary.identify names it
     shard_size: int
     documents: str  # a hash that changes when the documents do
     source: str  # where the documents come from
@@ -100,12 +100,12 @@ def open_shard(path: str | Path) -> tuple[FileIO, int]:
 
 
 def byte_offset(index: int) -> int:
-    """The offset of token `index` in a shard's file: with all tokens before it, the file's size."""
+    """The byte of a shard's file where token `index` begins, or where the file ends before it."""
     return HEADER_BYTES + index * TOKEN.itemsize
 
 
 def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
-    """Open shards as `open_shard` does, more than the 1,024 files that a process often may open."""
+    """Open many shards as `open_shard` does, after raising the limit on open files, often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
     return [open_shard(path) for path in paths]

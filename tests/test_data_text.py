@@ -31,6 +31,7 @@ def folder(tmp_path):
     write_parquet(deep / "d.parquet", ["first", "second", ""])
     (deep / "empty.txt").write_text("")
     (hidden / "h.txt").write_text("hidden")
+    (deep / ".h.txt").write_text("hidden")
     (deep / "e.html").write_text("<p>")
     return root
 
@@ -108,22 +109,23 @@ def test_text_resumes_after_every_shard(folder, tmp_path, monkeypatch, repeat):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_repeats_in_the_training_text_alone(folder, tmp_path, refused):
+def test_repeats_in_the_training_text_alone(tmp_path, refused):
     lines = [f"line {k} of a longer text\n" for k in range(999)]
-    (folder / "long.txt").write_text("".join(lines))
-    plain = tmp_path / "plain"
+    train = tmp_path / "train.txt"
+    train.write_text("".join(lines))
+    val = tmp_path / "val.txt"
+    val.write_text("".join(lines[:100]))
     out = tmp_path / "out"
-    run_text(folder, "--out_dir", plain)
-    run_text(folder, "--repeat", 0.5, "--within", 64, "--out_dir", out)
+    command = (train, "--val", val, "--out_dir", out)
+    run_text(*command, "--repeat", 0.5, "--within", 64)
     assert shards.read_meta(out)["repeat"] == (0.5, 64)
-    assert documents_of(out, "val") == documents_of(plain, "val")
-    longest = max(map(len, documents_of(out, "train")))
-    longest_plain = max(map(len, documents_of(plain, "train")))
-    assert 1.06 < longest / longest_plain < 1.13  # half of 3/16
-    refused(run_text, folder, "--out_dir", out, says="made with repeat")
+    assert documents_of(out, "val") == [val.read_text()]
+    (document,) = documents_of(out, "train")
+    assert 1.06 < len(document) / len(train.read_text()) < 1.13  # half of 3/16
+    refused(run_text, *command, says="made with repeat")
     for share, within in ((1.5, 64), (0.5, 15), (0.0, 64)):
         says = f"--repeat {share} must be 0 to 1, --within {within} at least 16; or neither"
-        refused(run_text, folder, "--repeat", share, "--within", within, says=says)
+        refused(run_text, train, "--repeat", share, "--within", within, says=says)
 
 
 def test_text_refusals(folder, tmp_path, refused):

@@ -35,23 +35,30 @@ def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch)
         yield
         current.pop()
 
+    def supported(including_emulation=True):
+        return including_emulation or current[-1] == 1
+
     monkeypatch.setattr(torch.cuda, "device", using)
-    supported = lambda including_emulation=True: including_emulation or current[-1] == 1  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    chosen = [device.pick_dtype("auto", torch.device("cuda", index)) for index in range(2)]
-    assert chosen == [torch.float16, torch.bfloat16]
+    assert device.pick_dtype("auto", torch.device("cuda", 0)) == torch.float16
+    assert device.pick_dtype("auto", torch.device("cuda", 1)) == torch.bfloat16
     assert not device.pick_compile(None, torch.device("cuda"), slow=True)
+
+
+def git(folder, *command):
+    subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A git repository of one file in the place of this one."""
+    """A git repository of one file, instead of this one."""
     root = tmp_path / "repository"
     root.mkdir()
     (root / "model.py").write_text("one\ntwo\n")
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for command in (["init"], ["add", "model.py"], [*who, "commit", "-m", "first"]):
-        subprocess.run(["git", *command], cwd=root, check=True, capture_output=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    git(root, "init")
+    git(root, "add", "model.py")
+    git(root, *author, "commit", "-m", "first")
     monkeypatch.setattr(device, "ROOT", root)
     return root
 
@@ -68,9 +75,10 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     (repository / "mine.py").write_text("attention = 'mine'\n")
     checkpoint.write_header(run, Config(), {}, None)
     saved = json.loads((run / "environment.json").read_text())
-    assert saved["modified"] and saved["commit"] == device.environment()["commit"]
+    assert saved["modified"]
+    assert saved["commit"] == device.environment()["commit"]
     (repository / "mine.py").unlink()
-    for command in (["checkout", "model.py"], ["apply", str(run / "uncommitted.patch")]):
-        subprocess.run(["git", *command], cwd=repository, check=True, capture_output=True)
+    git(repository, "checkout", "model.py")
+    git(repository, "apply", run / "uncommitted.patch")
     assert (repository / "model.py").read_bytes() == changed
     assert (repository / "mine.py").read_text() == "attention = 'mine'\n"

@@ -39,8 +39,10 @@ def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, whole, name)
         os.kill(process.pid, getattr(signal, name))
     assert finish(process) == EXIT_STOPPED == 75
     step = saved(folder)["step"]
-    assert f"step {step} of 20 is saved: stopped by a signal" in (tmp_path / "output").read_text()
-    assert 4 <= step < 20 and max(metrics(folder)) == step
+    output = (tmp_path / "output").read_text()
+    assert f"step {step} of 20 is saved: stopped by a signal" in output
+    assert 4 <= step < 20
+    assert max(metrics(folder)) == step
     if name == "SIGHUP":  # the other is handled alike
         assert run([*command, "--resume"]) == 0
         assert_same_run(folder, whole)
@@ -71,14 +73,23 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
 RECALL = ["--task=language+recall", "--block_size=64", "--total_batch_size=512", "--val_tokens=512"]
 
 
-@pytest.mark.parametrize("settings, size", [(["configs/ssmax.py"], 2), (RECALL, 4)])
-def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, settings, size):
-    """With and without accumulation."""
-    one, two, begun = tmp_path / "one", tmp_path / "two", ["--max_iters=3"] * (size == 2)
-    assert run(arguments(shards, one, *settings)) == 0
-    if begun:
-        assert run(arguments(shards, two, *settings, *begun)) == 0
-    pair = group(arguments(shards, two, *settings, "--resume=auto"), {}, batch_size=size)
+def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path):
+    """With accumulation."""
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    assert run(arguments(shards, one, "configs/ssmax.py")) == 0
+    assert run(arguments(shards, two, "configs/ssmax.py", "--max_iters=3")) == 0
+    pair = group(arguments(shards, two, "configs/ssmax.py", "--resume=auto"), {}, batch_size=2)
+    assert both(pair) == [0, 0]
+    agree(one, two)
+
+
+def test_two_processes_agree_with_one_on_text_and_recall(shards, tmp_path):
+    """Without accumulation."""
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    assert run(arguments(shards, one, *RECALL)) == 0
+    pair = group(arguments(shards, two, *RECALL, "--resume=auto"), {}, batch_size=4)
     assert both(pair) == [0, 0]
     agree(one, two)
 
@@ -119,18 +130,22 @@ def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
 
 
 def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    more = ("--max_iters=400", "--checkpoint_interval=5", "--eval_interval=100", "--batch_size=4")
+    folder = tmp_path / "run"
+    whole = tmp_path / "whole"
+    more = ("--checkpoint_interval=5", "--eval_interval=100", "--batch_size=4")
+    command = arguments(shards, folder, "--max_iters=400", *more)
     log = open(tmp_path / "output", "w+")
     process = subprocess.Popen(
-        ["bash", "scripts/train_8gpu.sh", *arguments(shards, folder, *more)], cwd=ROOT,
+        ["bash", "scripts/train_8gpu.sh", *command],
+        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GPUS": "2", "RESTARTS": "1"},
-        stdout=log, stderr=log,
-    )  # fmt: skip
+        stdout=log,
+        stderr=log,
+    )
 
     def workers():
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        return [int(pid) for pid in children]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
 
     try:
         wait_for(lambda: steps_logged(folder) >= 6)
@@ -144,30 +159,38 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
             for pid in [*workers(), process.pid]:
                 os.kill(pid, signal.SIGKILL)
     output = (tmp_path / "output").read_text()
-    assert not any(x in output for x in ("SignalException", "FutureWarning"))  # torch's own
+    assert "SignalException" not in output  # torchrun's
+    assert "FutureWarning" not in output  # torch's
     step = saved(folder)["step"]
-    assert f"step {step} of 400 is saved: stopped by a signal" in output and step < 400
-    assert run(arguments(shards, whole, *more[1:], f"--max_iters={step}")) == 0
+    assert f"step {step} of 400 is saved: stopped by a signal" in output
+    assert step < 400
+    assert run(arguments(shards, whole, *more, f"--max_iters={step}")) == 0
     assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
     assert list(metrics(folder)) == list(range(1, step + 1))
+
+
+def write_command(path, body):
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
 
 
 @pytest.mark.parametrize("signalled", [True, False])
 def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     """The script itself, between a Slurm and a torchrun that only note what they are asked."""
-    bin, notes = tmp_path / "bin", tmp_path / "notes"
+    bin = tmp_path / "bin"
+    notes = tmp_path / "notes"
     bin.mkdir()
-    for name, body in {
-        "scontrol": f'echo "scontrol $*" >>{notes}; echo node1',
-        "srun": f'echo "srun $*" >>{notes}; trap "echo signalled >>{notes}; exit 1" USR1\n'
-        + ("sleep 30 & wait" if signalled else "exit 3"),
-    }.items():
-        (bin / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (bin / name).chmod(0o755)
+    write_command(bin / "scontrol", f'echo "scontrol $*" >>{notes}; echo node1')
+    job = "sleep 30 & wait" if signalled else "exit 3"
+    trap = f'trap "echo signalled >>{notes}; exit 1" USR1'
+    write_command(bin / "srun", f'echo "srun $*" >>{notes}; {trap}\n{job}')
     environment = os.environ | {
-        "PATH": f"{bin}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2",
-    }  # fmt: skip
+        "PATH": f"{bin}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     script = ROOT / "scripts/train_slurm.sh"
     process = subprocess.Popen(["bash", script, "configs/softmax.py"], env=environment)
     if signalled:
@@ -176,5 +199,7 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
         process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == (1 if signalled else 3)
     text = notes.read_text()
-    assert "--nnodes=2" in text and "train.py --resume=auto configs/softmax.py" in text
-    assert ("signalled" in text) == ("scontrol requeue 17" in text) == signalled
+    assert "--nnodes=2" in text
+    assert "train.py --resume=auto configs/softmax.py" in text
+    assert ("signalled" in text) == signalled
+    assert ("scontrol requeue 17" in text) == signalled

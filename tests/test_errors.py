@@ -9,17 +9,18 @@ import pytest
 from config import ROOT
 from errors import UserError, command
 
+TOO_LARGE = "you tried to allocate 4 bytes"
+
 
 @pytest.mark.parametrize(
     "error, code, sentence",
     [
         (UserError("p = 0 must be at least 1"), 2, "error: p = 0 must be at least 1"),
         (MemoryError(), 2, "error: not enough memory: more than this machine has"),
-        (RuntimeError("you tried to allocate 4 bytes\nmore"), 2, "error: not enough memory: you "
-         "tried to allocate 4 bytes"),
+        (RuntimeError(f"{TOO_LARGE}\nmore"), 2, f"error: not enough memory: {TOO_LARGE}"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence(error, code, sentence, capsys):
     @command
     def main():
@@ -27,7 +28,8 @@ def test_a_mistake_is_one_sentence(error, code, sentence, capsys):
 
     with pytest.raises(SystemExit) as stop:
         main()
-    assert (stop.value.code, capsys.readouterr().err) == (code, sentence + "\n")
+    assert stop.value.code == code
+    assert capsys.readouterr().err == sentence + "\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), SystemExit(75)])
@@ -45,6 +47,7 @@ def test_output_that_nobody_reads_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(ROOT / "train.py"), "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert process.returncode == 1
+    assert process.stderr == b""

@@ -36,7 +36,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(ZeroDivisionError), files.atomic_write(path, "w") as file:
         file.write("after")
         1 / 0  # noqa: B018
-    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "before"
     with pytest.raises(UserError, match="cannot be written"):
         files.write_json(tmp_path / "no" / "folder.json", 1)
     with pytest.raises(UserError, match="no file can be written there"):
@@ -60,13 +61,16 @@ def test_nothing_is_written_through_a_link(tmp_path):
 
 
 def test_the_temporary_file_of_a_killed_process_is_deleted_when_the_folder_is_used(tmp_path):
-    path, abandoned = tmp_path / "file.json", tmp_path / ".file.json.0a1b2c3d.tmp"
+    path = tmp_path / "file.json"
+    abandoned = tmp_path / ".file.json.0a1b2c3d.tmp"
     abandoned.touch()
     with files.atomic_write(path, "w") as first:
         with files.lock_folder(tmp_path, "training this run"):
             assert not abandoned.exists()
         files.write_json(path, "second")  # at the same time
         first.write('"first"')
-    assert files.read_json(path) == "first" and not list(tmp_path.glob(".*.tmp"))
-    (tmp_path / "other").touch()
-    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert files.read_json(path) == "first"
+    assert not list(tmp_path.glob(".*.tmp"))
+    other = tmp_path / "other"
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode

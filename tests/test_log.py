@@ -13,11 +13,13 @@ from tests.runs import metrics
 
 def test_wandb_offline_says_how_to_sync(shards, tmp_path):
     # in a process of its own: wandb leaves its service behind in the process that uses it
-    folder, output = tmp_path / "run", tmp_path / "output"
-    assert run(arguments(shards, folder, "--wandb_mode=offline"), output=output) == 0
+    folder = tmp_path / "run"
+    output = tmp_path / "output"
+    command = arguments(shards, folder, "--wandb_mode=offline")
+    assert run(command, output=output) == 0
     identity = json.loads((folder / "wandb.json").read_text())["id"]
-    (told,) = re.findall("wandb sync (.*)", output.read_text())
-    assert Path(told) in folder.glob(f"wandb/offline-run-*-{identity}")
+    (path,) = re.findall("wandb sync (.*)", output.read_text())
+    assert Path(path) in folder.glob(f"wandb/offline-run-*-{identity}")
 
 
 def test_a_full_disk_under_the_output_does_not_end_a_run(shards, tmp_path):
@@ -42,12 +44,15 @@ def test_a_full_disk_ends_the_run_with_a_sentence(train, monkeypatch, refused):
 
 def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     """Steps that a killed process had not sent come from metrics.jsonl."""
-    sent, config = [], Config(wandb_mode="online")
+    config = Config(wandb_mode="online")
+    sent = []
+
+    def send(values, step):
+        sent.append((step, *values))
 
     def init(**settings):
-        log = lambda values, step: sent.append((step, *values))  # noqa: E731
         at = 3 if settings["id"] else 0  # it has steps 0 to 2
-        return SimpleNamespace(id="x1", starting_step=at, log=log)
+        return SimpleNamespace(id="x1", starting_step=at, log=send)
 
     monkeypatch.setattr("wandb.init", init)
     log = Log(tmp_path, config, None, quiet=False)
@@ -57,6 +62,11 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     log = Log(tmp_path, config, 4, quiet=False)
     log.write({"step": 5, "loss": 1.0})
     log.validation(5, 2.0)
-    assert sent == [(n, "step", "loss") for n in (3, 4, 5)] + [(5, "step", "val_loss")]
+    assert sent == [
+        (3, "step", "loss"),
+        (4, "step", "loss"),
+        (5, "step", "loss"),
+        (5, "step", "val_loss"),
+    ]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "x1"}
     assert metrics(tmp_path) == dict.fromkeys(range(6), 1.0)

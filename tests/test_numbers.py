@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 # ---- rounding ----
 
-# whose slopes jump where a key enters the support, or are infinite there
+# Their slopes jump where a key enters the support, or are infinite there.
 SPARSE = {"sparsemax.py", "entmax15.py", "asentmax.py"}
 ROWS = [row for row in ATTENTIONS if row not in SPARSE]
 # (length, window)
@@ -32,60 +32,94 @@ def floor(name, keys, dtype):
     recomputes them from the logsumexp: in float32 it is 2 to 5 times less exact than the textbook.
     """
     eps = torch.finfo(dtype).eps
+    if dtype is BFLOAT16:
+        if name in LEARNABLE:
+            return 2 * eps
+        return eps / 2  # the result itself is rounded
     if name in LEARNABLE:
-        return (48 if dtype is FLOAT32 else 2) * eps
-    if dtype is FLOAT32:
-        return (16 if keys <= 5 else 4) * eps
-    return eps / 2  # the result itself is rounded
+        return 48 * eps
+    if keys <= 5:
+        return 16 * eps
+    return 4 * eps
+
+
+class Evaluations:
+    """Results of several draws, by name: of ours, of the formula in the same dtype, and exact."""
+
+    def __init__(self, case, head_size, window):
+        self.layer = build(case, head_size, f"--window={window}")
+        self.exact_layer = build(case, head_size, f"--window={window}").double()
+        self.ours = []
+        self.printed = []
+        self.exact = []
+        self.squares = 0.0  # sum of the incoming gradient's
+
+    def add(self, tensors):
+        doubles = [x.double() for x in tensors]
+        self.ours.append(evaluate(self.layer, tensors))
+        self.printed.append(evaluate(self.layer, tensors, textbook.attention))
+        self.exact.append(evaluate(self.exact_layer, doubles, textbook.attention))
+        self.squares += doubles[-1].square().sum()
+
+    def errors(self, name, keys):
+        """The relative errors of ours, and of the formula in the same dtype."""
+        exact = torch.cat([result[name] for result in self.exact])
+        ours = torch.cat([result[name] for result in self.ours])
+        printed = torch.cat([result[name] for result in self.printed])
+        scale = self.squares**0.5
+        if keys > 1:  # with one key most gradients are 0
+            scale = max(exact.norm(), 1e-9 * scale)
+        return (ours - exact).norm() / scale, (printed - exact).norm() / scale
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("case", ROWS)
 def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
     for i, (L, window) in enumerate(SIZES):
-        d = (16, 64, 128)[(i + ROWS.index(case)) % 3]  # each pair of L and d in a third of the rows
-        attn, exactly = (build(case, d, f"--window={window}") for _ in range(2))
-        exactly.double()
+        # each pair of length and head size in a third of the rows
+        head_size = (16, 64, 128)[(i + ROWS.index(case)) % 3]
+        evaluations = Evaluations(case, head_size, window)
+        draws = 1
+        B = max(1, 64 // L)
+        if list(evaluations.layer.parameters()):  # few gradients: as many as 8 draws have
+            draws = 8
+            B = 1
+        rows = min(L, 32)  # the last positions
+        for n in range(draws):
+            seed = 100 * n
+            evaluations.add(draw_off_kinks(rows, L, head_size, dtype, B, seed, window))
         keys = min(L, window or L)
-        # the last 32 positions; parameters have few gradients, so those of 8 draws
-        draws, B = (8, 1) if list(attn.parameters()) else (1, max(1, 64 // L))
-        ours, printed, exact, size = [], [], [], 0.0
-        for seed in range(draws):
-            tensors = draw_off_kinks(min(L, 32), L, d, dtype, B, 100 * seed, window)
-            ours.append(evaluate(attn, tensors))
-            printed.append(evaluate(attn, tensors, textbook.attention))
-            exact.append(evaluate(exactly, [x.double() for x in tensors], textbook.attention))
-            size += tensors[-1].double().square().sum()
-        for name in exact[0]:
-            truth, mine, theirs = (
-                torch.cat([result[name] for result in results])
-                for results in (exact, ours, printed)
-            )
-            # with one key most gradients are 0: errors are relative to the incoming gradient
-            scale = max(truth.norm(), 1e-9 * size**0.5) if keys > 1 else size**0.5
-            error, bar = (mine - truth).norm() / scale, (theirs - truth).norm() / scale
+        for name in evaluations.exact[0]:
+            error, bar = evaluations.errors(name, keys)
             assert bar.isfinite()
-            assert error <= 2 * bar + floor(name, keys, dtype), (L, window, d, name, error, bar)
+            limit = 2 * bar + floor(name, keys, dtype)
+            assert error <= limit, (L, window, head_size, name, error, bar)
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked", "triton"])
 @pytest.mark.parametrize(
     "case, score",
-    [("relu_li.py", 1e-22), ("ablations/linear_l1.py", -1e-22), ("ablations/phi_relu2.py", 1e-11),
-     ("ablations/phi_gelu.py", -9.5), ("ablations/phi_mish.py", -50)],
-)  # fmt: skip
+    [
+        ("relu_li.py", 1e-22),
+        ("ablations/linear_l1.py", -1e-22),
+        ("ablations/phi_relu2.py", 1e-11),
+        ("ablations/phi_gelu.py", -9.5),
+        ("ablations/phi_mish.py", -50),
+    ],
+)
 def test_rows_of_tiny_weights(case, score, impl):
-    """Their sums are below 5e-20, whose inverse square overflows; F.gelu would be 0.
-
-    The terms of dq cancel: on some CPUs the kernels' gelu, exact to 1.2e-7, leaves 2.3e-4 of dq.
-    """
+    """Their sums are below 5e-20, whose inverse square overflows; F.gelu would be 0."""
     q, k, v, gradient = draw(9, 9, 16, FLOAT32)
     q = q.abs() * score / (q.abs().sum(-1, keepdim=True) / 4)
     k = 0.9 + 0.1 * k.abs()
-    found = evaluate(build(case, 16, f"--attention_impl={impl}"), (q, k, v, gradient))
+    layer = build(case, 16, f"--attention_impl={impl}")
+    results = evaluate(layer, (q, k, v, gradient))
     for name, exact in exact_evaluation(case, (q, k, v, gradient)).items():
-        cancels = (case, impl, name) == ("ablations/phi_gelu.py", "triton", "dq")
-        assert (found[name] - exact).norm() < (1e-3 if cancels else 1e-4) * exact.norm(), name
+        tolerance = 1e-4
+        if (case, impl, name) == ("ablations/phi_gelu.py", "triton", "dq"):
+            # its terms cancel: on some CPUs the kernels' gelu, exact to 1.2e-7, leaves 2.3e-4 of it
+            tolerance = 1e-3
+        assert (results[name] - exact).norm() < tolerance * exact.norm(), name
 
 
 # ---- 16,384 keys ----
@@ -97,11 +131,12 @@ def test_p_of_100_at_16384_keys_in_bfloat16(case):
     q, k, v, gradient = draw(4, 16384, 64, BFLOAT16)
     q[:, :, 2] = 2 * k[:, :, 100]
     attn = build(case, 64, "--p=100")
-    ours = evaluate(attn, (q, k, v, gradient))
-    assert all(x.isfinite().all() for x in ours.values())
+    results = evaluate(attn, (q, k, v, gradient))
+    for result in results.values():
+        assert result.isfinite().all()
     A = attn.weights(q, k)
     torch.testing.assert_close(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5, atol=0)
     assert (A[:, :, 2, 100] > 0.99).all()
     double = build(case, 64, "--p=100").double()
-    exact = textbook.attention(double, *(x.double() for x in (q, k, v)))
-    assert (ours["out"] - exact.flatten()).norm() < 0.01 * exact.norm()
+    exact = textbook.attention(double, q.double(), k.double(), v.double())
+    assert (results["out"] - exact.flatten()).norm() < 0.01 * exact.norm()

@@ -1,4 +1,4 @@
-"""A tokenizer.json of one's own, from text to shards, a run, its evaluation and its export."""
+"""A user's tokenizer.json, from text to shards, a run, its evaluation and its export."""
 
 import json
 import shutil
@@ -27,10 +27,13 @@ def made(tmp_path_factory):
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        bpe.train([str(folder / "input.txt")], trainers.BpeTrainer(
-            vocab_size=300, special_tokens=[mark], initial_alphabet=alphabet, show_progress=False
-        ))  # fmt: skip
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=[mark],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train([str(folder / "input.txt")], trainer)
         bpe.save(str(folder / name))
     arguments = [str(folder / "input.txt"), "--tokenizer", str(folder / "own.json")]
     text.main([*arguments, f"--out_dir={folder / 'shards'}", "--workers=1"])
@@ -39,10 +42,13 @@ def made(tmp_path_factory):
 
 def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path, capsys, refused):
     file, shards, other = made
-    content, own, identity = file.read_bytes(), get_tokenizer(str(file)), identify(str(file))
+    content = file.read_bytes()
+    tokenizer = get_tokenizer(str(file))
+    identity = identify(str(file))
     assert (shards / "tokenizer.json").read_bytes() == content
     meta = json.loads((shards / "meta.json").read_text())
-    assert meta["tokenizer"] == identity and own.n_vocab == 300
+    assert meta["tokenizer"] == identity
+    assert tokenizer.n_vocab == 300
 
     data = f"--data_dir={shards}"
     hint = f"but tokenizer = 'bytes'; give --tokenizer={shards / 'tokenizer.json'}"
@@ -58,7 +64,8 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
 
     moved = folder.rename(tmp_path / "moved")
     config = checkpoint.read_config(moved)
-    assert config.tokenizer == str(moved / "tokenizer.json") and config.n_vocab == 300
+    assert config.tokenizer == str(moved / "tokenizer.json")
+    assert config.n_vocab == 300
     capsys.readouterr()
     call(sample, moved, "--prompt=the cat", "--max_new_tokens=5")
     assert capsys.readouterr().out.startswith("the cat")
@@ -67,8 +74,9 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     call(export_hf, moved, tmp_path / "export")
     assert (tmp_path / "export/tokenizer.json").read_bytes() == content
     exported = json.loads((tmp_path / "export/config.json").read_text())
-    assert exported["settings"]["tokenizer"] == identity and exported["vocab_size"] == 300
-    assert exported["eos_token_id"] == own.eot
+    assert exported["settings"]["tokenizer"] == identity
+    assert exported["vocab_size"] == 300
+    assert exported["eos_token_id"] == tokenizer.eot
     special = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
     assert special["eos_token"] == "</s>"
 

@@ -11,7 +11,8 @@ from tests.runs import assert_same_run, go_on
 
 def test_killed_and_resumed(shards, tmp_path):
     """Killed at file operations (int) and after seconds (float), and resumed after each."""
-    folder, killed = tmp_path / "killed", 0
+    folder = tmp_path / "killed"
+    killed = 0
     command = arguments(shards, folder, "--checkpoint_interval=2", "--max_iters=8")
     # in a first start 18 is the rename of the first checkpoint, 21 the sync of the second
     for point in (18, 21, 15, 19, 0.6):
@@ -41,31 +42,35 @@ def test_killed_inside_a_shard_write(tmp_path):
     for number in range(8):
         words = [str(rng.randrange(10**6)) for _ in range(300)]
         (source / f"{number}.txt").write_text(" ".join(words))
-    more = [source, "--tokenizer", "bytes", "--shard_size", 2000, "--workers", 1, "--out_dir"]
+    command = [source, "--shard_size=2000", "--workers=1", "--out_dir"]
+    killed = tmp_path / "killed"
     for point in (2, 9, 10, 11, 12):
-        code = run([*more, tmp_path / "killed"], module="data.text", kill_at=point)
+        code = run([*command, killed], module="data.text", kill_at=point)
         assert code == -signal.SIGKILL
-    for name in ("killed", "whole"):
-        assert run([*more, tmp_path / name], module="data.text") == 0
-    contents = [
-        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir() if file.suffix}
-        for name in ("killed", "whole")
-    ]
-    assert contents[0] == contents[1] and len(contents[0]) > 5
+    assert run([*command, killed], module="data.text") == 0
+    whole = tmp_path / "whole"
+    assert run([*command, whole], module="data.text") == 0
+    names = {file.name for file in whole.iterdir()}
+    assert names == {file.name for file in killed.iterdir()}
+    assert len(names) > 6
+    for name in names:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
-    folder, output = tmp_path / "run", tmp_path / "output"
+    folder = tmp_path / "run"
+    output = tmp_path / "output"
     assert run(arguments(shards, folder, "--max_iters=3")) == 0
     before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
     size = max(map(len, before.values()))
-    command = [*arguments(shards, folder), "--resume"]
+    command = arguments(shards, folder, "--resume")
     # best.pt still fits, the checkpoint does not
     assert run(command, output=output, file_limit=size - 1000) == 2
     message = output.read_text().splitlines()[-1]
     assert "step_000006.pt: cannot be written: File too large" in message
     assert "Traceback" not in output.read_text()
-    assert all(before[n] == (folder / n).read_bytes() for n in ("step_000000.pt", "step_000003.pt"))
+    for name in ("step_000000.pt", "step_000003.pt"):
+        assert (folder / name).read_bytes() == before[name]
     assert checkpoint.find(folder).path.name == "step_000003.pt"
     assert run(command) == 0
     assert run(arguments(shards, tmp_path / "whole")) == 0
