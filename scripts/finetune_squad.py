@@ -25,6 +25,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
 from scripts.common.options import RUN, Options, option, parse
 from scripts.common.retrieval import ASK
-from train import Batch, is_finite_step, stop_diverged, train_step
+from train import Batch, is_finite_step, save, stop_diverged, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -117,14 +118,10 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- data ----
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
-    left_out = len(questions) - len(examples)
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.tokens.tobytes())
     data = {
         "examples": len(examples),
-        "left_out": left_out,
-        "sha256": digest.hexdigest(),
+        "left_out": len(questions) - len(examples),
+        "sha256": hash_of(examples),
         "began_with": weights.id,
     }
     steps_per_epoch = math.ceil(len(examples) / options.sequences)
@@ -151,7 +148,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     checkpoint.write_header(out, config, kernels, training.resumed_at)
     write_json(out / "squad.json", data)
     say(
-        f"{config.variant_name}: {len(examples):,} examples ({left_out:,} questions left out), "
+        f"{config.variant_name}: {len(examples):,} examples "
+        f"({data['left_out']:,} questions left out), "
         f"{config.max_iters:,} steps on {device.type}, in {out}"
     )
     return train(training, config, examples, options)
@@ -184,12 +182,8 @@ def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
 def train(training: Training, config: Config, examples: list[Example], options: FineTuning) -> bool:
     """train.py's loop for one process, without validation; returns whether a signal stopped it."""
     out = Path(config.out_dir)
-    model = training.model
     device = training.device
-
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        return answer_loss(model, x, y)
-
+    loss_fn = partial(answer_loss, training.model)
     with (
         stop_signals() as received,
         checkpoint.Saver(out, config, training.resumed_at) as saver,
@@ -200,12 +194,7 @@ def train(training: Training, config: Config, examples: list[Example], options: 
             stopping = finished or len(received) > 0
             is_saved = training.step == training.resumed_at
             if not is_saved and (stopping or training.step % config.checkpoint_interval == 0):
-                if not all(p.isfinite().all() for p in model.parameters()):
-                    stop_diverged(out, training.step, "its update left non-finite weights")
-                log.sync()
-                saver.save("step", training.state(config))
-                if training.step == 0:
-                    saver.wait()  # so any run with a step can be resumed
+                save(training, config, log, saver)
             if stopping:
                 break
 
@@ -289,6 +278,13 @@ def encode(tokenizer: Tokenizer, question: Question) -> Example:
     answer = tokenizer.encode(f" {question.answer}")
     tokens = [tokenizer.eot, *context, *ask, *answer]
     return Example(np.array(tokens, dtype=np.uint16), len(answer))
+
+
+def hash_of(examples: list[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.tokens.tobytes())
+    return digest.hexdigest()
 
 
 def examples_of_step(

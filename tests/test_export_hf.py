@@ -1,5 +1,6 @@
 """An exported run in transformers: in this process, and in one that lacks this repository."""
 
+import ast
 import json
 import os
 import subprocess
@@ -197,6 +198,20 @@ def test_gradient_accumulation_changes_no_loss(tmp_path):
     logged = trainer.state.log_history[0]
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-3)
     assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_an_export_needs_torch_and_transformers_alone():
+    """The code of the data does not come along, nor what it needs."""
+    sources = export_hf.sources()
+    assert not [name for name in sources if name.startswith(("data_", "runtime_", "scripts_"))]
+    libraries = set()
+    for text in sources.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                libraries |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                libraries.add(node.module.partition(".")[0])
+    assert libraries - sys.stdlib_module_names == {"torch", "transformers", "triton"}
 
 
 def test_odd_texts_have_the_same_ids():
