@@ -20,13 +20,6 @@ from attention_paths.kernels.phi import relu
 
 
 @triton.jit
-def load_contiguous(X, b, h, H, rows, L, C: tl.constexpr):
-    """Rows of one head of a contiguous tensor [B, L, H, D], in float32."""
-    head = tiles.contiguous_head_of(X, b, h, H, L, C.D)
-    return tiles.load(head, rows, L, C).to(tl.float32)
-
-
-@triton.jit
 def backward_rows(
     DOUT,
     OUT,
@@ -43,52 +36,50 @@ def backward_rows(
     M: tl.constexpr,
 ):
     """dO', the TERMS of rows and, if there is a sink, what each row adds to its gradient."""
-    bh = tl.program_id(0)
-    rows = tl.program_id(1) * M + tl.arange(0, M)
-    b = bh // H
-    h = bh % H
-    dout = tiles.load(tiles.head_of(DOUT, b, h), rows, L, C).to(tl.float32)
-    out = load_contiguous(OUT, b, h, H, rows, L, C)
+    head, index = tiles.program(H)
+    rows = index * M + tl.arange(0, M)
+    dout = tiles.load(tiles.matrix_of(DOUT, head.b, head.h), rows, L, C).to(tl.float32)
+    out = tiles.load(tiles.contiguous_matrix(OUT, head, L, C), rows, L, C).to(tl.float32)
     along = tl.sum(dout * out, 1)
-    gain = tiles.load_statistic(STATS, tiles.GAIN, bh, rows, L)
+    gain = tiles.load_statistic(STATS, tiles.GAIN, head, rows, L)
     weight = gain
     if C.P > 0:
-        weight = tiles.load_statistic(STATS, tiles.WEIGHT, bh, rows, L)
+        weight = tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
     factor = C.SLOPE * weight
     if C.P > 0:
-        u = load_contiguous(U, b, h, H, rows, L, C)
-        coupling = tiles.load_statistic(STATS, tiles.COUPLING, bh, rows, L)
+        u = tiles.load(tiles.contiguous_matrix(U, head, L, C), rows, L, C).to(tl.float32)
+        coupling = tiles.load_statistic(STATS, tiles.COUPLING, head, rows, L)
         coupled = coupling * (tl.sum(dout * u, 1) - along)
         coupled *= C.SLOPE
-        tiles.store_statistic(TERMS, tiles.COUPLED, coupled, bh, rows, L)
-    tiles.store_statistic(TERMS, tiles.DELTA, factor * along, bh, rows, L)
+        tiles.store_statistic(TERMS, tiles.COUPLED, coupled, head, rows, L)
+    tiles.store_statistic(TERMS, tiles.DELTA, factor * along, head, rows, L)
     if OPTIONAL.sink is not None:  # dz of a key whose value is 0
-        y = tiles.sink_of(OPTIONAL.sink, h, M)
+        y = tiles.sink_of(OPTIONAL.sink, head.h, M)
         if F.shift is not None:
-            y += tiles.load_statistic(STATS, tiles.SHIFT, bh, rows, L)
+            y += tiles.load_statistic(STATS, tiles.SHIFT, head, rows, L)
         a, slope = F.phi(y)
         dz = -factor * along
         if C.P > 0:
-            offset = tiles.load_statistic(STATS, tiles.OFFSET, bh, rows, L)
+            offset = tiles.load_statistic(STATS, tiles.OFFSET, head, rows, L)
             t = tiles.reweighted(a, gain, offset)
             dz = (tiles.power_less_one(t, C) * dz - coupled) * gain
-        tiles.store_statistic(DSINK, 0, dz * slope, bh, rows, L)
+        tiles.store_statistic(DSINK, 0, dz * slope, head, rows, L)
     dout = dout * factor[:, None]
-    tiles.store(tiles.contiguous_head_of(SCALED, b, h, H, L, C.D), rows, L, dout, C)
+    tiles.store(SCALED, head, rows, L, dout, C)
 
 
 @triton.jit
-def load_term(STATS, index, bh, rows, L, AXIS: tl.constexpr):
+def load_term(STATS, index, head, rows, L, AXIS):
     """A statistic of rows, with a new axis for the keys."""
-    return tl.expand_dims(tiles.load_statistic(STATS, index, bh, rows, L), AXIS)
+    return tl.expand_dims(tiles.load_statistic(STATS, index, head, rows, L), AXIS)
 
 
 @triton.jit
-def row_bias(bias, STATS, bh, b, h, rows, L, AXIS: tl.constexpr, F):
+def row_bias(bias, STATS, head, rows, L, AXIS, F):
     """The bias of rows plus their shift, with a new axis for the keys; None if both are missing."""
-    bias = tiles.load_optional(bias, b, h, rows, L, AXIS)
+    bias = tiles.load_optional(bias, head, rows, L, AXIS)
     if F.shift is not None:
-        shift = load_term(STATS, tiles.SHIFT, bh, rows, L, AXIS)
+        shift = load_term(STATS, tiles.SHIFT, head, rows, L, AXIS)
         bias = shift if bias is None else shift + bias
     return bias
 
@@ -104,39 +95,28 @@ class RowTerms(NamedTuple):
 
 
 @triton.jit
-def row_terms(STATS, TERMS, bh, rows, L, AXIS: tl.constexpr, C: tl.constexpr):
+def row_terms(STATS, TERMS, head, rows, L, AXIS, C):
     """The RowTerms of rows. A term that the variant does not need stays delta.
 
     Triton 3.6 cannot return a tuple with None.
     """
-    delta = load_term(TERMS, tiles.DELTA, bh, rows, L, AXIS)
+    delta = load_term(TERMS, tiles.DELTA, head, rows, L, AXIS)
     gain = delta
     offset = delta
     coupled = delta
     floor = delta
     if C.P > 0:
-        gain = load_term(STATS, tiles.GAIN, bh, rows, L, AXIS)
-        offset = load_term(STATS, tiles.OFFSET, bh, rows, L, AXIS)
-        coupled = load_term(TERMS, tiles.COUPLED, bh, rows, L, AXIS)
+        gain = load_term(STATS, tiles.GAIN, head, rows, L, AXIS)
+        offset = load_term(STATS, tiles.OFFSET, head, rows, L, AXIS)
+        coupled = load_term(TERMS, tiles.COUPLED, head, rows, L, AXIS)
     if C.RECTIFIED:
-        shift = tiles.load_statistic(STATS, tiles.SHIFT, bh, rows, L)
+        shift = tiles.load_statistic(STATS, tiles.SHIFT, head, rows, L)
         floor = tl.expand_dims(tl.exp2(shift), AXIS)
     return RowTerms(gain, offset, delta, coupled, floor)
 
 
 @triton.jit
-def gradients(
-    y,
-    dp,
-    bias,
-    key_bias,
-    terms,
-    visible,
-    OPTIONAL,
-    F,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
     """The weights of a tile without their factors, dz, and the gradient of the product."""
     y, cap_slope = tiles.argument(y, bias, key_bias, C)
     a, slope = F.phi(y)
@@ -169,7 +149,7 @@ def gradients(
 
 
 @triton.jit
-def row_spans(block, past, Lq, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+def row_spans(block, past, Lq, C, M, N):
     """The spans of tiles of M rows, for a block of N keys."""
     begin = tl.maximum(block * N - past, 0) // M * M
     # the first block of rows that all see all of these keys, unless a window hides them
@@ -210,29 +190,27 @@ def backward_keys(
 
     Tiles are [keys, rows].
     """
-    bh = tl.program_id(0)
-    block = tl.program_id(1)
-    b = bh // H
-    h = bh % H
+    head, block = tiles.program(H)
     past = Lk - Lq
-    dout_pointer = tiles.contiguous_head_of(DOUT, b, h, H, Lq, C.D).pointer
-    dq_pointer = tiles.contiguous_head_of(DQ, b, h, H, Lq, C.D).pointer
+    dout_pointer = tiles.contiguous_matrix(DOUT, head, Lq, C).pointer
+    dq_pointer = tiles.contiguous_matrix(DQ, head, Lq, C).pointer
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tiles.load(tiles.head_of(K, b, h // GROUP), keys, Lk, C)
-    v = tiles.load(tiles.head_of(V, b, h // GROUP), keys, Lk, C)
-    key_bias = tiles.load_optional(OPTIONAL.key_bias, b, h, keys, Lk, 1)
-    spans = row_spans(block, past, Lq, BLOCK_M, BLOCK_N, C)
+    k = tiles.load(tiles.matrix_of(K, head.b, head.h // GROUP), keys, Lk, C)
+    v = tiles.load(tiles.matrix_of(V, head.b, head.h // GROUP), keys, Lk, C)
+    key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 1)
+    spans = row_spans(block, past, Lq, C, BLOCK_M, BLOCK_N)
 
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(k.shape, tl.float32)
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
     for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(spans[SPAN][0], spans[SPAN][1], BLOCK_M):
+        begin, end = spans[SPAN]
+        for start in range(begin, end, BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
-            q = tiles.load(tiles.head_of(Q, b, h), rows, Lq, C)
-            dout = tiles.load(tiles.Head(dout_pointer, H * C.D), rows, Lq, C)
-            bias = row_bias(OPTIONAL.bias, STATS, bh, b, h, rows, Lq, 0, F)
-            terms = row_terms(STATS, TERMS, bh, rows, Lq, 0, C)
+            q = tiles.load(tiles.matrix_of(Q, head.b, head.h), rows, Lq, C)
+            dout = tiles.load(tiles.Matrix(dout_pointer, H * C.D), rows, Lq, C)
+            bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 0, F)
+            terms = row_terms(STATS, TERMS, head, rows, Lq, 0, C)
             # 0 for rows that do not exist, whose y it could make infinite
             tile_bias = key_bias
             if key_bias is not None:
@@ -249,14 +227,14 @@ def backward_keys(
                 dy = dy.to(k.dtype)
                 # not dot(trans(dy), k): Triton before 3.7.1 miscompiles it for Hopper
                 dq = tl.trans(tiles.dot(tl.trans(k), dy, C))
-                dq_head = tiles.Head(dq_pointer, H * C.D)
-                pointers, inside = tiles.pointers_to(dq_head, rows, Lq, C)
+                dq_matrix = tiles.Matrix(dq_pointer, H * C.D)
+                pointers, inside = tiles.pointers_to(dq_matrix, rows, Lq, C)
                 tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
     dv *= 1 / (C.SLOPE * (C.P if C.P > 0 else 1))
-    tiles.store(tiles.contiguous_head_of(DK, b, h, H, Lk, C.D), keys, Lk, dk, C)
-    tiles.store(tiles.contiguous_head_of(DV, b, h, H, Lk, C.D), keys, Lk, dv, C)
+    tiles.store(DK, head, keys, Lk, dk, C)
+    tiles.store(DV, head, keys, Lk, dv, C)
     if OPTIONAL.key_bias is not None:
-        tiles.store_statistic(DKEY_BIAS, 0, dkey_bias, bh, keys, Lk)
+        tiles.store_statistic(DKEY_BIAS, 0, dkey_bias, head, keys, Lk)
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)
@@ -281,25 +259,27 @@ def backward_queries(
 ):
     """What the atomics would sum for dq, for a block of rows; the gradient of their bias."""
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
-    bh, b, h, rows = block.bh, block.b, block.h, block.rows
-    dout = tiles.load(tiles.contiguous_head_of(DOUT, b, h, H, Lq, C.D), rows, Lq, C)
-    bias = row_bias(OPTIONAL.bias, STATS, bh, b, h, rows, Lq, 1, F)
-    terms = row_terms(STATS, TERMS, bh, rows, Lq, 1, C)
+    head = block.head
+    rows = block.rows
+    dout = tiles.load(tiles.contiguous_matrix(DOUT, head, Lq, C), rows, Lq, C)
+    bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 1, F)
+    terms = row_terms(STATS, TERMS, head, rows, Lq, 1, C)
 
     dq = tl.zeros(block.q.shape, tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)
     for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(block.spans[SPAN][0], block.spans[SPAN][1], BLOCK_N):
+        begin, end = block.spans[SPAN]
+        for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = tiles.load(block.k_head, keys, Lk, C)
-            v = tiles.load(block.v_head, keys, Lk, C)
+            k = tiles.load(block.k, keys, Lk, C)
+            v = tiles.load(block.v, keys, Lk, C)
             y = tiles.dot(block.q, tl.trans(k), C)
             dp = tiles.dot(dout, tl.trans(v), C)
-            key_bias = tiles.load_optional(OPTIONAL.key_bias, b, h, keys, Lk, 0)
+            key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
             visible = tiles.visible_to(rows[:, None], keys[None, :], block.past, C)
             _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
             dbias += tl.sum(dz, 1)
             dq = tiles.dot(dy.to(k.dtype), k, C, dq)
-    tiles.store(tiles.contiguous_head_of(DQ, b, h, H, Lq, C.D), rows, Lq, dq, C)
+    tiles.store(DQ, head, rows, Lq, dq, C)
     if OPTIONAL.bias is not None:
-        tiles.store_statistic(DBIAS, 0, dbias, bh, rows, Lq)
+        tiles.store_statistic(DBIAS, 0, dbias, head, rows, Lq)

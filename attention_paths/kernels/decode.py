@@ -27,27 +27,24 @@ def decode_scores(
     BLOCK_N: tl.constexpr,
 ):
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
-    bh = tl.program_id(0)
-    chunk = tl.program_id(1)
-    b = bh // H
-    h = bh % H
-    k_head = tiles.head_of(K, b, h // GROUP)
-    Y = Y + bh.to(tl.int64) * Lk
+    head, chunk = tiles.program(H)
+    k_matrix = tiles.matrix_of(K, head.b, head.h // GROUP)
+    Y = Y + head.bh.to(tl.int64) * Lk
     row = tl.arange(0, 1)
-    q_pointer = tiles.head_of(Q, b, h).pointer
-    q = tiles.load(tiles.Head(q_pointer, 0), row, 1, C).to(tl.float32)  # [1, d]
-    bias = tiles.load_optional(OPTIONAL.bias, b, h, row, 1, 1)
+    q_pointer = tiles.matrix_of(Q, head.b, head.h).pointer
+    q = tiles.load(tiles.Matrix(q_pointer, 0), row, 1, C).to(tl.float32)  # [1, d]
+    bias = tiles.load_optional(OPTIONAL.bias, head, row, 1, 1)
     total = tl.zeros([1], tl.float32)
     a_max = tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
     end = tl.minimum(chunk * chunk_size + chunk_size, Lk)
     for start in tl.range(chunk * chunk_size, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        k = tiles.load(k_head, keys, Lk, C).to(tl.float32)
+        k = tiles.load(k_matrix, keys, Lk, C).to(tl.float32)
         y = tl.sum(k * q, 1)
         if C.UNIT:  # as in attention.l2_normalise
             y = y * tl.rsqrt(tl.sum(k * k, 1) + 1e-12)
-        key_bias = tiles.load_optional(OPTIONAL.key_bias, b, h, keys, Lk, 0)
+        key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
         y = tiles.argument(y[None, :], bias, key_bias, C)[0]
         visible = (keys < Lk)[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)
@@ -61,7 +58,7 @@ def decode_scores(
         a = tl.where(visible, a, 0.0)
         total += tl.sum(tl.abs(a), 1)
         a_max = tl.maximum(a_max, tl.max(a, 1))
-    CHUNKS += (bh.to(tl.int64) * tl.num_programs(1) + chunk) * 3 + row
+    CHUNKS += (head.bh.to(tl.int64) * tl.num_programs(1) + chunk) * 3 + row
     tl.store(CHUNKS, y_max)
     tl.store(CHUNKS + 1, total)
     tl.store(CHUNKS + 2, a_max)
@@ -84,23 +81,20 @@ def decode_values(
     MAX_CHUNKS: tl.constexpr,
 ):
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
-    bh = tl.program_id(0)
-    chunk = tl.program_id(1)
-    b = bh // H
-    h = bh % H
-    v_head = tiles.head_of(V, b, h // GROUP)
-    Y = Y + bh.to(tl.int64) * Lk
+    head, chunk = tiles.program(H)
+    v_matrix = tiles.matrix_of(V, head.b, head.h // GROUP)
+    Y = Y + head.bh.to(tl.int64) * Lk
 
     # ---- the row's shift and gain, from those of all chunks ----
     chunks = tl.arange(0, MAX_CHUNKS)
     exists = chunks < tl.num_programs(1)
-    CHUNKS += bh.to(tl.int64) * tl.num_programs(1) * 3 + chunks * 3
+    CHUNKS += head.bh.to(tl.int64) * tl.num_programs(1) * 3 + chunks * 3
     total = tl.load(CHUNKS + 1, mask=exists, other=0.0)
     a_max = tl.load(CHUNKS + 2, mask=exists, other=0.0)
     shift = 0.0
     y_sink = 0.0
     if OPTIONAL.sink is not None:
-        y_sink = tl.load(OPTIONAL.sink.data + h)
+        y_sink = tl.load(OPTIONAL.sink.data + head.h)
     if F.shift is not None:
         y_max = tl.load(CHUNKS, mask=exists, other=-float("inf"))
         top = tl.max(y_max, 0)
@@ -118,7 +112,7 @@ def decode_values(
         a_max = tl.maximum(a_max, a_sink)
     gain, offset, _ = tiles.second_stage(total, a_max, Lk.to(tl.float32))
     if OPTIONAL.gain is not None:
-        gain = tl.load(tiles.head_of(OPTIONAL.gain, b, h).pointer)
+        gain = tl.load(tiles.matrix_of(OPTIONAL.gain, head.b, head.h).pointer)
     elif C.P == 0:
         gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
 
@@ -145,9 +139,9 @@ def decode_values(
         skip = skip | (keys >= Lk)
         w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
-        v = tiles.load(v_head, tl.where(skip, Lk, keys), Lk, C)
+        v = tiles.load(v_matrix, tl.where(skip, Lk, keys), Lk, C)
         acc += tl.sum(w[:, None] * v.to(tl.float32), 0)
     columns = tl.arange(0, C.BLOCK_D)
-    SUMS += (bh.to(tl.int64) * tl.num_programs(1) + chunk) * (C.D + 1)
+    SUMS += (head.bh.to(tl.int64) * tl.num_programs(1) + chunk) * (C.D + 1)
     tl.store(SUMS + columns, acc, mask=columns < C.D)
     tl.store(SUMS + C.D, total_w)

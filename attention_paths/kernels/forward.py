@@ -13,21 +13,21 @@ from attention_paths.kernels.phi import relu
 
 
 @triton.jit
-def arguments(block, keys, bias, OPTIONAL, Lk, C: tl.constexpr):
+def arguments(block, keys, bias, OPTIONAL, Lk, C):
     """The argument y of phi for a tile [rows, keys]."""
-    k = tiles.load(block.k_head, keys, Lk, C)
+    k = tiles.load(block.k, keys, Lk, C)
     y = tiles.dot(block.q, tl.trans(k), C)
-    key_bias = tiles.load_optional(OPTIONAL.key_bias, block.b, block.h, keys, Lk, 0)
+    key_bias = tiles.load_optional(OPTIONAL.key_bias, block.head, keys, Lk, 0)
     return tiles.argument(y, bias, key_bias, C)[0]
 
 
 @triton.jit
-def visible_in(block, keys, C: tl.constexpr):
+def visible_in(block, keys, C):
     return tiles.visible_to(block.rows[:, None], keys[None, :], block.past, C)
 
 
 @triton.jit
-def lowest_maximum(C: tl.constexpr, M: tl.constexpr):
+def lowest_maximum(C, M):
     """The maximum of y of M rows that have seen no key."""
     lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
     return tl.full([M], lowest, tl.float32)
@@ -52,17 +52,19 @@ def forward_one_stage(
     BLOCK_N: tl.constexpr,
 ):
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
-    b, h, rows = block.b, block.h, block.rows
-    bias = tiles.load_optional(OPTIONAL.bias, b, h, rows, Lq, 1)
+    head = block.head
+    rows = block.rows
+    bias = tiles.load_optional(OPTIONAL.bias, head, rows, Lq, 1)
 
     acc = tl.zeros(block.q.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     y_max = lowest_maximum(C, BLOCK_M)
     if OPTIONAL.sink is not None:
-        y_max = tiles.sink_of(OPTIONAL.sink, h, BLOCK_M)
+        y_max = tiles.sink_of(OPTIONAL.sink, head.h, BLOCK_M)
         total = tiles.phi_of_maximum(y_max, F)
     for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(block.spans[SPAN][0], block.spans[SPAN][1], BLOCK_N):
+        begin, end = block.spans[SPAN]
+        for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = arguments(block, keys, bias, OPTIONAL, Lk, C)
             visible = visible_in(block, keys, C)
@@ -79,24 +81,22 @@ def forward_one_stage(
                 total += tl.sum(tl.abs(a), 1)
             if C.RECTIFIED:
                 a = relu(a)[0]
-            v = tiles.load(block.v_head, keys, Lk, C)
+            v = tiles.load(block.v, keys, Lk, C)
             acc = tiles.dot(a.to(v.dtype), v, C, acc)
 
     gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
     if OPTIONAL.gain is not None:
-        gain = tl.sum(tiles.load_optional(OPTIONAL.gain, b, h, rows, Lq, 1), 1)
+        gain = tl.sum(tiles.load_optional(OPTIONAL.gain, head, rows, Lq, 1), 1)
     out = acc * gain[:, None]
-    tiles.store(tiles.contiguous_head_of(OUT, b, h, H, Lq, C.D), rows, Lq, out, C)
+    tiles.store(OUT, head, rows, Lq, out, C)
     if SAVE:
-        tiles.store_statistic(STATS, tiles.GAIN, gain, block.bh, rows, Lq)
+        tiles.store_statistic(STATS, tiles.GAIN, gain, head, rows, Lq)
         if F.shift is not None:
-            tiles.store_statistic(STATS, tiles.SHIFT, F.shift(y_max), block.bh, rows, Lq)
+            tiles.store_statistic(STATS, tiles.SHIFT, F.shift(y_max), head, rows, Lq)
 
 
 @triton.jit
-def sum_and_maximum(
-    block, bias, OPTIONAL, Lk, F, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr
-):
+def sum_and_maximum(block, bias, OPTIONAL, Lk, F, C, M, N):
     """Each row's sum and maximum of phi, its maximum of y, and y of the sink.
 
     The sum is compensated: over a thousand tiles a plain sum is too inexact to detect a tied row.
@@ -107,12 +107,13 @@ def sum_and_maximum(
     y_max = lowest_maximum(C, M)
     y_sink = y_max
     if OPTIONAL.sink is not None:
-        y_sink = tiles.sink_of(OPTIONAL.sink, block.h, M)
+        y_sink = tiles.sink_of(OPTIONAL.sink, block.head.h, M)
         total = tiles.phi_of_maximum(y_sink, F)
         y_max = y_sink
         a_max = total
     for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(block.spans[SPAN][0], block.spans[SPAN][1], N):
+        begin, end = block.spans[SPAN]
+        for start in range(begin, end, N):
             keys = start + tl.arange(0, N)
             y = arguments(block, keys, bias, OPTIONAL, Lk, C)
             visible = visible_in(block, keys, C)
@@ -159,8 +160,9 @@ def forward_two_stages(
     BLOCK_N: tl.constexpr,
 ):
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
-    bh, b, h, rows = block.bh, block.b, block.h, block.rows
-    bias = tiles.load_optional(OPTIONAL.bias, b, h, rows, Lq, 1)
+    head = block.head
+    rows = block.rows
+    bias = tiles.load_optional(OPTIONAL.bias, head, rows, Lq, 1)
 
     # ---- pass 1: each row's sum and maximum of phi ----
     total, a_max, y_max, y_sink = sum_and_maximum(block, bias, OPTIONAL, Lk, F, C, BLOCK_M, BLOCK_N)
@@ -188,7 +190,8 @@ def forward_two_stages(
         total_u = tiles.power_less_one(t_sink, C)
         total_w = total_u * t_sink
     for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(block.spans[SPAN][0], block.spans[SPAN][1], BLOCK_N):
+        begin, end = block.spans[SPAN]
+        for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = arguments(block, keys, bias, OPTIONAL, Lk, C)
             a = F.phi(y)[0]
@@ -198,7 +201,7 @@ def forward_two_stages(
             u = tiles.power_less_one(t, C)
             w = u * t
             total_w += tl.sum(w, 1)
-            v = tiles.load(block.v_head, keys, Lk, C)
+            v = tiles.load(block.v, keys, Lk, C)
             acc = tiles.dot(w.to(v.dtype), v, C, acc)
             if SAVE:
                 total_u += tl.sum(u, 1)
@@ -207,15 +210,15 @@ def forward_two_stages(
     # where all weights are 0: 0 for a dead row, whose gain is 0, and NaN for a gain of NaN
     inv_w = tl.where(total_w > 0, 1 / total_w, 0 * gain)
     out = acc * inv_w[:, None]
-    tiles.store(tiles.contiguous_head_of(OUT, b, h, H, Lq, C.D), rows, Lq, out, C)
+    tiles.store(OUT, head, rows, Lq, out, C)
     if SAVE:
         u = acc_u * tl.where(total_u > 0, 1 / total_u, 0.0)[:, None]
-        tiles.store(tiles.contiguous_head_of(U, b, h, H, Lq, C.D), rows, Lq, u, C)
-        tiles.store_statistic(STATS, tiles.GAIN, gain, bh, rows, Lq)
-        tiles.store_statistic(STATS, tiles.OFFSET, offset, bh, rows, Lq)
-        tiles.store_statistic(STATS, tiles.WEIGHT, C.P * inv_w, bh, rows, Lq)
+        tiles.store(U, head, rows, Lq, u, C)
+        tiles.store_statistic(STATS, tiles.GAIN, gain, head, rows, Lq)
+        tiles.store_statistic(STATS, tiles.OFFSET, offset, head, rows, Lq)
+        tiles.store_statistic(STATS, tiles.WEIGHT, C.P * inv_w, head, rows, Lq)
         # E_i / n_i without its factor (dO_i . U_i - D_i)
         coupling = offset * top * C.P * total_u * inv_w / n
-        tiles.store_statistic(STATS, tiles.COUPLING, coupling, bh, rows, Lq)
+        tiles.store_statistic(STATS, tiles.COUPLING, coupling, head, rows, Lq)
         if F.shift is not None:
-            tiles.store_statistic(STATS, tiles.SHIFT, shift, bh, rows, Lq)
+            tiles.store_statistic(STATS, tiles.SHIFT, shift, head, rows, Lq)

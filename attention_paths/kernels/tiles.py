@@ -74,6 +74,15 @@ DELTA, COUPLED = (tl.constexpr(i) for i in range(2))
 
 
 class Head(NamedTuple):
+    """A head of a sequence."""
+
+    bh: tl.tensor
+    b: tl.tensor
+    h: tl.tensor
+    H: tl.tensor
+
+
+class Matrix(NamedTuple):
     """One head [L, D] of a tensor in memory."""
 
     pointer: tl.tensor
@@ -81,60 +90,70 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def head_of(x, b, h):
+def program(H):
+    """The head that a program computes, and the index of its block within it."""
+    bh = tl.program_id(0)
+    index = tl.program_id(1)
+    return Head(bh, bh // H, bh % H, H), index
+
+
+@triton.jit
+def matrix_of(x, b, h):
     """One head of a Strided. A batch may have over 2^31 elements, so offsets have 64 bits."""
     pointer = x.data + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
-    return Head(pointer, x.strides[2])
+    return Matrix(pointer, x.strides[2])
 
 
 @triton.jit
-def contiguous_head_of(X, b, h, H, L, D: tl.constexpr):
+def contiguous_matrix(X, head, L, C):
     """One head of a contiguous tensor [B, L, H, D]."""
-    return Head(X + (b.to(tl.int64) * L * H + h) * D, H * D)
+    pointer = X + (head.b.to(tl.int64) * L * head.H + head.h) * C.D
+    return Matrix(pointer, head.H * C.D)
 
 
 @triton.jit
-def pointers_to(head, rows, L, C: tl.constexpr):
-    """Pointers [rows, BLOCK_D] to rows of a head, and which of them are within bounds."""
+def pointers_to(matrix, rows, L, C):
+    """Pointers [rows, BLOCK_D] to rows of a matrix, and which of them are within bounds."""
     columns = tl.arange(0, C.BLOCK_D)
     inside = (rows < L)[:, None]
     if C.D != C.BLOCK_D:
         inside = inside & (columns < C.D)[None, :]
-    return head.pointer + rows[:, None] * head.stride + columns[None, :], inside
+    return matrix.pointer + rows[:, None] * matrix.stride + columns[None, :], inside
 
 
 @triton.jit
-def load(head, rows, L, C: tl.constexpr):
-    """Rows of a head as [rows, BLOCK_D], 0 where out of bounds."""
-    pointers, inside = pointers_to(head, rows, L, C)
+def load(matrix, rows, L, C):
+    """Rows of a matrix as [rows, BLOCK_D], 0 where out of bounds."""
+    pointers, inside = pointers_to(matrix, rows, L, C)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def store(head, rows, L, value, C: tl.constexpr):
-    pointers, inside = pointers_to(head, rows, L, C)
-    tl.store(pointers, value.to(head.pointer.dtype.element_ty), mask=inside)
+def store(X, head, rows, L, value, C):
+    """Store rows of one head of a contiguous tensor."""
+    pointers, inside = pointers_to(contiguous_matrix(X, head, L, C), rows, L, C)
+    tl.store(pointers, value.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_optional(x, b, h, positions, L, AXIS: tl.constexpr):
+def load_optional(x, head, positions, L, AXIS):
     """Values [positions] of a Strided [B, H, L] or None, with a new axis; None of None."""
     if x is not None:  # and no else: Triton 3.6 has no None to return
-        head = head_of(x, b, h)
-        values = tl.load(head.pointer + positions * head.stride, positions < L, 0.0)
+        vector = matrix_of(x, head.b, head.h)
+        values = tl.load(vector.pointer + positions * vector.stride, positions < L, 0.0)
         return tl.expand_dims(values, AXIS)
 
 
 @triton.jit
-def store_statistic(STATS, index, value, bh, rows, L):
+def store_statistic(STATS, index, value, head, rows, L):
     """Store a statistic of each row: value goes to STATS[index, bh, rows]."""
-    pointers = STATS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+    pointers = STATS + (tl.num_programs(0) * index + head.bh).to(tl.int64) * L + rows
     tl.store(pointers, value, mask=rows < L)
 
 
 @triton.jit
-def load_statistic(STATS, index, bh, rows, L):
-    pointers = STATS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
+def load_statistic(STATS, index, head, rows, L):
+    pointers = STATS + (tl.num_programs(0) * index + head.bh).to(tl.int64) * L + rows
     return tl.load(pointers, mask=rows < L, other=0.0)
 
 
@@ -142,7 +161,7 @@ def load_statistic(STATS, index, bh, rows, L):
 
 
 @triton.jit
-def dot(a, b, C: tl.constexpr, acc=None):
+def dot(a, b, C, acc=None):
     return tl.dot(a, b, acc, input_precision=C.PRECISION)
 
 
@@ -155,30 +174,26 @@ def dot(a, b, C: tl.constexpr, acc=None):
 class RowBlock(NamedTuple):
     """A program's block of rows, and the keys and values for them."""
 
-    bh: tl.tensor
-    b: tl.tensor
-    h: tl.tensor
+    head: Head
     past: tl.tensor  # keys before the first query
     rows: tl.tensor
     q: tl.tensor
-    k_head: Head
-    v_head: Head
+    k: Matrix
+    v: Matrix
     spans: tuple[tuple[tl.tensor, tl.tensor], ...]  # of tiles of keys
 
 
 @triton.jit
-def row_block(Q, K, V, H, GROUP, Lq, Lk, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def row_block(Q, K, V, H, GROUP, Lq, Lk, C, M, N):
     """The RowBlock of a program: M rows, with tiles of N keys."""
+    head, index = program(H)
     # longest rows first, so that the GPU does not wait for one long block at the end
-    bh = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    b = bh // H
-    h = bh % H
+    block = tl.num_programs(1) - 1 - index
     past = Lk - Lq
-    k_head = head_of(K, b, h // GROUP)
-    v_head = head_of(V, b, h // GROUP)
+    k = matrix_of(K, head.b, head.h // GROUP)
+    v = matrix_of(V, head.b, head.h // GROUP)
     rows = block * M + tl.arange(0, M)
-    q = load(head_of(Q, b, h), rows, Lq, C)
+    q = load(matrix_of(Q, head.b, head.h), rows, Lq, C)
     first = block * M + past  # the first row's position among the keys
     full = (first + 1) // N * N
     begin = 0
@@ -188,11 +203,11 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, C: tl.constexpr, M: tl.constexpr, N: tl
         whole = tl.cdiv(tl.maximum(first + M - C.WINDOW, 0), N) * N
         whole = tl.minimum(whole, full)
     spans = (whole, full), (full, tl.minimum(first + M, Lk)), (begin, whole)
-    return RowBlock(bh, b, h, past, rows, q, k_head, v_head, spans)
+    return RowBlock(head, past, rows, q, k, v, spans)
 
 
 @triton.jit
-def visible_to(rows, keys, past, C: tl.constexpr):
+def visible_to(rows, keys, past, C):
     """Whether rows see keys, which broadcast against them."""
     visible = keys <= rows + past
     if C.WINDOW is not None:
@@ -204,7 +219,7 @@ def visible_to(rows, keys, past, C: tl.constexpr):
 
 
 @triton.jit
-def soft_capped(y, C: tl.constexpr):
+def soft_capped(y, C):
     """CAP tanh(y / CAP), and its derivative."""
     e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / C.CAP))
     r = reciprocal(1 + e)
@@ -213,7 +228,7 @@ def soft_capped(y, C: tl.constexpr):
 
 
 @triton.jit
-def argument(y, bias, key_bias, C: tl.constexpr):
+def argument(y, bias, key_bias, C):
     """y of a tile from its product and the biases of rows and keys, and the soft cap's derivative.
 
     A bias may be None.
@@ -229,7 +244,7 @@ def argument(y, bias, key_bias, C: tl.constexpr):
 
 
 @triton.jit
-def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
+def shifted(y, y_max, visible, F, MASKED):
     """y of a tile, shifted, each row's running maximum of y, and the factor of earlier sums of phi.
 
     A new maximum changes the shift, and with it those sums.
@@ -242,7 +257,7 @@ def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
 
 
 @triton.jit
-def sink_of(sink, h, M: tl.constexpr):
+def sink_of(sink, h, M):
     """y of a head's sink, for M rows."""
     return tl.zeros([M], tl.float32) + tl.load(sink.data + h)
 
@@ -280,7 +295,7 @@ def reweighted(a, gain, offset):
 
 
 @triton.jit
-def power_less_one(t, C: tl.constexpr):
+def power_less_one(t, C):
     """t^(P - 1) for t >= 0, and 0 at t = 0."""
     if C.P == 1:
         return tl.where(t > 0, 1.0, 0.0)
