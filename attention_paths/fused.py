@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import EXPM1, Variant, at_queries, l2_normalise, relu_power, shift_of
+from attention import EXPM1, Variant, l2_normalise, relu_power, shift_of
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -52,44 +52,67 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
 def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
-    variant, window = layer.variant, layer.window
-    rows, entry = layer.rows(q, k.shape[2], context), launch.PHIS[variant.phi.kernel]
-    gradients = torch.is_grad_enabled()
-    decodes = q.shape[2] == 1 and not gradients
+    variant = layer.variant
+    entry = launch.PHIS[variant.phi.kernel]
+    rows = layer.rows(q, k.shape[2], context)
+    save = torch.is_grad_enabled()
+    decodes = q.shape[2] == 1 and not save
 
     def per_row(x: Tensor | float) -> Tensor:  # [B, H, Lq]
-        x = x.to(rows.n.dtype) if isinstance(x, Tensor) else rows.n.new_full((), x)
-        return x.expand(*q.shape[:3], 1)[..., 0]
+        if not isinstance(x, Tensor):
+            x = rows.n.new_full((), x)
+        return x.to(rows.n.dtype).expand(*q.shape[:3], 1)[..., 0]
 
     scale = entry.argument * context.score_scale * variant.scale(rows)
     if variant.l2_normalise:
-        q, k = l2_normalise(q), k if decodes else l2_normalise(k)
+        q = l2_normalise(q)
+        if not decodes:
+            k = l2_normalise(k)
     if isinstance(scale, Tensor) or entry.smooth:
-        q, scale = q * scale, 1.0
-    bias = None if variant.bias is None else entry.argument * per_row(variant.bias(rows))
-    key_bias, decay = None, rows.decay
+        q = q * scale
+        scale = 1.0
+    bias = None
+    if variant.bias is not None:
+        bias = entry.argument * per_row(variant.bias(rows))
+    decay = rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
         alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*q.shape[:2], -1)
         decay = alibi if decay is None else decay + alibi
+    key_bias = None
     if decay is not None:
         decay = entry.argument * decay
-        own, key_bias = at_queries(decay, rows), -decay
-        # softmax is the same for all scores of a row shifted alike: no gradient to compute
-        shifts = variant.is_softmax and layer.p is None and not layer.has_sink
-        bias = (own.detach() if shifts else own) + (0 if bias is None else bias)
-    settings = dict(
+        key_bias = -decay
+        query_decay = of_queries(decay, rows)
+        if variant.is_softmax and layer.p is None and not layer.has_sink:
+            # softmax is the same for all scores of a row shifted alike: no gradient to compute
+            query_decay = query_decay.detach()
+        bias = query_decay if bias is None else query_decay + bias
+    gain = None
+    if variant.norm is not None:
+        gain = per_row(1 / (entry.value * variant.norm(rows)))
+    sink = None
+    if rows.sink is not None:
+        sink = entry.argument * rows.sink[:, 0, 0]
+    window = layer.window
+    if window is not None and window >= k.shape[2]:
+        window = None
+    out, _, _ = launch.forward(
+        q=q.to(v.dtype),
+        k=k.to(v.dtype),
+        v=v,
+        bias=bias,
+        gain=gain,
+        sink=sink,
+        key_bias=key_bias,
+        save=save,
         phi=variant.phi.kernel,
         p=float(layer.p or 0),
         scale=scale,
         # softpick, whose weights are of whole rows, is rectified, and always shifted
         shifted=variant.row_weights is not None or shift_of(variant, rows) is not None,
         signed=variant.phi.signed and variant.row_weights is None,
-        window=window if window is not None and window < k.shape[2] else None,
+        window=window,
         softcap=layer.softcap,
         unit=variant.l2_normalise and decodes,
-        bias=bias,
-        gain=None if variant.norm is None else per_row(1 / (entry.value * variant.norm(rows))),
-        sink=None if rows.sink is None else entry.argument * rows.sink[:, 0, 0],
-        key_bias=key_bias,
     )
-    return launch.forward(q.to(v.dtype), k.to(v.dtype), v, save=gradients, **settings)[0]
+    return out

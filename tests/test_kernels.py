@@ -305,14 +305,30 @@ def test_constants_and_phis_are_those_of_the_table():
 def test_the_operators_are_well_formed():
     """Schema, fake tensors and autograd registration, by torch's own checks."""
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    q, k, v, ones = (x.to(DEVICE) for x in (*draw(20, 20, 16, FLOAT32)[:3], torch.ones(1, 2, 20)))
-    choices = "softplus", 3.0, 1.0, False, False, None, None, False
-    numbers = ones, None, None, ones
-    inputs = (x.requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(launch.forward, (*inputs, True, *choices, *numbers), test_utils=checks)
-    one = q[:, :, -1:].detach(), k.detach(), v.detach()
-    arguments = *one, False, *choices, ones[..., :1], *numbers[1:]
-    torch.library.opcheck(launch.forward, arguments, test_utils=checks)
+    q, k, v, _ = (x.to(DEVICE) for x in draw(20, 20, 16, FLOAT32))
+    ones = torch.ones(1, 2, 20, device=DEVICE)
+    choices = dict(
+        phi="softplus",
+        p=3.0,
+        scale=1.0,
+        shifted=False,
+        signed=False,
+        window=None,
+        softcap=None,
+        unit=False,
+    )
+    inputs = launch.Inputs(
+        q.clone().requires_grad_(),
+        k.clone().requires_grad_(),
+        v.clone().requires_grad_(),
+        bias=ones,
+        gain=None,
+        sink=None,
+        key_bias=ones,
+    )
+    torch.library.opcheck(launch.forward, inputs, dict(save=True, **choices), test_utils=checks)
+    last = launch.Inputs(q[:, :, -1:], k, v, ones[..., :1], None, None, ones)
+    torch.library.opcheck(launch.forward, last, dict(save=False, **choices), test_utils=checks)
 
 
 def test_compiles_without_graph_breaks():

@@ -10,6 +10,8 @@ In one stage delta has the sign of a, and without l1 there is none. dv sums a dO
 With the constant SLOPE in factor and in E, dz is the gradient of y.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,181 +21,265 @@ from attention_paths.kernels.phi import relu
 
 @triton.jit
 def backward_rows(
-    DOUT, OUT, U, SCALED, ROWS, TERMS, DSINK, H, L, NUMBERS, F, C: tl.constexpr, M: tl.constexpr
-):  # fmt: skip
-    """dO', the TERMS of rows and, if there is a sink, each row's part of its gradient."""
-    bh, rows = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
-    b, h = bh // H, bh % H
-    dout = tiles.load(tiles.head_of(DOUT, b, h), DOUT.strides[2], rows, L, C).to(tl.float32)
-    out = tiles.load(tiles.own_head_of(OUT, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
+    DOUT,
+    OUT,
+    U,
+    SCALED,
+    STATS,
+    TERMS,
+    DSINK,
+    H,
+    L,
+    OPTIONAL,
+    F,
+    C: tl.constexpr,
+    M: tl.constexpr,
+):
+    """dO', the TERMS of rows and, if there is a sink, what each row adds to its gradient."""
+    head, index = tiles.program(H)
+    rows = index * M + tl.arange(0, M)
+    dout = tiles.load(tiles.matrix_of(DOUT, head.b, head.h), rows, L, C).to(tl.float32)
+    out = tiles.load(tiles.contiguous_matrix(OUT, head, L, C), rows, L, C).to(tl.float32)
     along = tl.sum(dout * out, 1)
-    gain = tiles.saved(ROWS, tiles.GAIN, bh, rows, L)
-    factor = C.SLOPE * (tiles.saved(ROWS, tiles.WEIGHT, bh, rows, L) if C.P > 0 else gain)
+    gain = tiles.load_statistic(STATS, tiles.GAIN, head, rows, L)
+    weight = gain
     if C.P > 0:
-        u = tiles.load(tiles.own_head_of(U, b, h, H, L, C.D), H * C.D, rows, L, C).to(tl.float32)
-        coupled = tiles.saved(ROWS, tiles.COUPLING, bh, rows, L) * (tl.sum(dout * u, 1) - along)
+        weight = tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
+    factor = C.SLOPE * weight
+    if C.P > 0:
+        u = tiles.load(tiles.contiguous_matrix(U, head, L, C), rows, L, C).to(tl.float32)
+        coupling = tiles.load_statistic(STATS, tiles.COUPLING, head, rows, L)
+        coupled = coupling * (tl.sum(dout * u, 1) - along)
         coupled *= C.SLOPE
-        tiles.save(TERMS, tiles.COUPLED, coupled, bh, rows, L)
-    tiles.save(TERMS, tiles.DELTA, factor * along, bh, rows, L)
-    if NUMBERS.sink is not None:  # dz of a key whose value is 0
-        y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink.data + h)
+        tiles.store_statistic(TERMS, tiles.COUPLED, coupled, head, rows, L)
+    tiles.store_statistic(TERMS, tiles.DELTA, factor * along, head, rows, L)
+    if OPTIONAL.sink is not None:  # dz of a key whose value is 0
+        y = tiles.sink_of(OPTIONAL.sink, head.h, M)
         if F.shift is not None:
-            y += tiles.saved(ROWS, tiles.SHIFT, bh, rows, L)
+            y += tiles.load_statistic(STATS, tiles.SHIFT, head, rows, L)
         a, slope = F.phi(y)
         dz = -factor * along
         if C.P > 0:
-            t = tiles.reweighted(a, gain, tiles.saved(ROWS, tiles.OFFSET, bh, rows, L))
+            offset = tiles.load_statistic(STATS, tiles.OFFSET, head, rows, L)
+            t = tiles.reweighted(a, gain, offset)
             dz = (tiles.power_less_one(t, C) * dz - coupled) * gain
-        tiles.save(DSINK, 0, dz * slope, bh, rows, L)
+        tiles.store_statistic(DSINK, 0, dz * slope, head, rows, L)
     dout = dout * factor[:, None]
-    tiles.store(tiles.own_head_of(SCALED, b, h, H, L, C.D), H * C.D, rows, L, dout, C)
+    tiles.store(SCALED, head, rows, L, dout, C)
 
 
 @triton.jit
-def row_bias(NUMBERS, ROWS, b, h, bh, rows, L, AXIS: tl.constexpr, F):
-    """The bias of rows and their shift, with a new axis for keys; None where both are missing."""
-    bias = tiles.numbers_of(NUMBERS.bias, b, h, rows, L, AXIS)
+def load_term(STATS, index, head, rows, L, AXIS):
+    """A statistic of rows, with a new axis for the keys."""
+    return tl.expand_dims(tiles.load_statistic(STATS, index, head, rows, L), AXIS)
+
+
+@triton.jit
+def row_bias(bias, STATS, head, rows, L, AXIS, F):
+    """The bias of rows plus their shift, with a new axis for the keys; None if both are missing."""
+    bias = tiles.load_optional(bias, head, rows, L, AXIS)
     if F.shift is not None:
-        shift = tl.expand_dims(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L), AXIS)
+        shift = load_term(STATS, tiles.SHIFT, head, rows, L, AXIS)
         bias = shift if bias is None else shift + bias
     return bias
 
 
+class RowTerms(NamedTuple):
+    """What the gradients of a tile take from its rows, with a new axis for the keys."""
+
+    gain: tl.tensor
+    offset: tl.tensor
+    delta: tl.tensor
+    coupled: tl.tensor
+    floor: tl.tensor  # what RECTIFIED subtracts from phi
+
+
 @triton.jit
-def row_terms(ROWS, TERMS, bh, rows, L, AXIS: tl.constexpr, C: tl.constexpr):
-    """The numbers of rows that the gradients of a tile need, with a new axis for the keys."""
-    delta = tl.expand_dims(tiles.saved(TERMS, tiles.DELTA, bh, rows, L), AXIS)
-    gain, offset, coupled, floor = delta, delta, delta, delta
+def row_terms(STATS, TERMS, head, rows, L, AXIS, C):
+    """The RowTerms of rows. A term that the variant does not need stays delta.
+
+    Triton 3.6 cannot return a tuple with None.
+    """
+    delta = load_term(TERMS, tiles.DELTA, head, rows, L, AXIS)
+    gain = delta
+    offset = delta
+    coupled = delta
+    floor = delta
     if C.P > 0:
-        gain = tl.expand_dims(tiles.saved(ROWS, tiles.GAIN, bh, rows, L), AXIS)
-        offset = tl.expand_dims(tiles.saved(ROWS, tiles.OFFSET, bh, rows, L), AXIS)
-        coupled = tl.expand_dims(tiles.saved(TERMS, tiles.COUPLED, bh, rows, L), AXIS)
+        gain = load_term(STATS, tiles.GAIN, head, rows, L, AXIS)
+        offset = load_term(STATS, tiles.OFFSET, head, rows, L, AXIS)
+        coupled = load_term(TERMS, tiles.COUPLED, head, rows, L, AXIS)
     if C.RECTIFIED:
-        floor = tl.expand_dims(tl.exp2(tiles.saved(ROWS, tiles.SHIFT, bh, rows, L)), AXIS)
-    return gain, offset, delta, coupled, floor
+        shift = tiles.load_statistic(STATS, tiles.SHIFT, head, rows, L)
+        floor = tl.expand_dims(tl.exp2(shift), AXIS)
+    return RowTerms(gain, offset, delta, coupled, floor)
 
 
 @triton.jit
-def gradients(
-    y, dp, bias, key_bias, terms, visible, NUMBERS, F, C: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
     """The weights of a tile without their factors, dz, and the gradient of the product."""
-    gain, offset, delta, coupled, floor = terms
     y, cap_slope = tiles.argument(y, bias, key_bias, C)
     a, slope = F.phi(y)
     if C.P > 0:
-        t = tiles.reweighted(a, gain, offset)
+        t = tiles.reweighted(a, terms.gain, terms.offset)
         u = tiles.power_less_one(t, C)
         A = u * t
-        dz = (u * (dp - delta) - coupled) * slope * gain
+        dz = (u * (dp - terms.delta) - terms.coupled) * slope * terms.gain
     else:
         A = a
         if C.RECTIFIED:
-            a = a - floor
+            a = a - terms.floor
             A = relu(a)[0]
             dp = tl.where(a > 0, dp, 0.0)
-        if NUMBERS.gain is None:  # the gradient of sum |a|
-            dp -= tl.where(a > 0, delta, tl.where(a < 0, -delta, 0.0)) if C.SIGNED else delta
+        if OPTIONAL.gain is None:  # the gradient of sum |a|
+            if C.SIGNED:
+                dp -= tl.where(a > 0, terms.delta, tl.where(a < 0, -terms.delta, 0.0))
+            else:
+                dp -= terms.delta
         dz = dp * slope
     if MASKED:
-        A, dz = tl.where(visible, A, 0.0), tl.where(visible, dz, 0.0)
-    dy = dz if C.CAP is None else dz * cap_slope
-    return A, dz, dy if C.SCALE == 1 else dy * C.SCALE
+        A = tl.where(visible, A, 0.0)
+        dz = tl.where(visible, dz, 0.0)
+    dy = dz
+    if C.CAP is not None:
+        dy = dz * cap_slope
+    if C.SCALE != 1:
+        dy = dy * C.SCALE
+    return A, dz, dy
 
 
 @triton.jit
-def row_tiles(block, past, Lq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr):
-    """For each part, the first row of its tiles and the end of its rows, for a block of keys."""
-    begin = tl.maximum(block * BLOCK_N - past, 0) // BLOCK_M * BLOCK_M
+def row_spans(block, past, Lq, C, M, N):
+    """The spans of tiles of M rows, for a block of N keys."""
+    begin = tl.maximum(block * N - past, 0) // M * M
     # the first block of rows that all see all of these keys, unless a window hides them
-    full = tl.cdiv(tl.maximum(block * BLOCK_N + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
-    whole, last = Lq, Lq
+    full = tl.cdiv(tl.maximum(block * N + N - 1 - past, 0), M) * M
+    whole = Lq
+    last = Lq
     if C.WINDOW is not None:
-        end = block * BLOCK_N - past + C.WINDOW  # of the rows that see the first of these keys
-        whole = tl.minimum(tl.maximum(end, 0) // BLOCK_M * BLOCK_M, Lq)
-        last = tl.minimum(end + BLOCK_N - 1, Lq)
+        end = block * N - past + C.WINDOW  # of the rows that see the first of these keys
+        whole = tl.minimum(tl.maximum(end, 0) // M * M, Lq)
+        last = tl.minimum(end + N - 1, Lq)
     return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)
 def backward_keys(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DK, DV, DKEY_BIAS, H, GROUP, Lq, Lk, NUMBERS, F,
-    C: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a block of keys, the gradient of its bias and, if ATOMIC, its part of dq.
+    Q,
+    K,
+    V,
+    DOUT,
+    STATS,
+    TERMS,
+    DQ,
+    DK,
+    DV,
+    DKEY_BIAS,
+    H,
+    GROUP,
+    Lq,
+    Lk,
+    OPTIONAL,
+    F,
+    C: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dk and dv of a block of keys, the gradient of its bias and, if ATOMIC, what it adds to dq.
 
     Tiles are [keys, rows].
     """
-    bh, block = tl.program_id(0), tl.program_id(1)
-    b, h, past = bh // H, bh % H, Lk - Lq
-    dout_head = tiles.own_head_of(DOUT, b, h, H, Lq, C.D)
-    dq_head = tiles.own_head_of(DQ, b, h, H, Lq, C.D)
+    head, block = tiles.program(H)
+    past = Lk - Lq
+    dout_pointer = tiles.contiguous_matrix(DOUT, head, Lq, C).pointer
+    dq_pointer = tiles.contiguous_matrix(DQ, head, Lq, C).pointer
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tiles.load(tiles.head_of(K, b, h // GROUP), K.strides[2], keys, Lk, C)
-    v = tiles.load(tiles.head_of(V, b, h // GROUP), V.strides[2], keys, Lk, C)
-    key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 1)
-    parts = row_tiles(block, past, Lq, BLOCK_M, BLOCK_N, C)
+    k = tiles.load(tiles.matrix_of(K, head.b, head.h // GROUP), keys, Lk, C)
+    v = tiles.load(tiles.matrix_of(V, head.b, head.h // GROUP), keys, Lk, C)
+    key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 1)
+    spans = row_spans(block, past, Lq, C, BLOCK_M, BLOCK_N)
 
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(k.shape, tl.float32)
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
-    for PART in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(parts[PART][0], parts[PART][1], BLOCK_M):
+    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+        begin, end = spans[SPAN]
+        for start in range(begin, end, BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
-            q = tiles.load(tiles.head_of(Q, b, h), Q.strides[2], rows, Lq, C)
-            dout = tiles.load(dout_head, H * C.D, rows, Lq, C)
-            bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 0, F)
-            terms = row_terms(ROWS, TERMS, bh, rows, Lq, 0, C)
+            q = tiles.load(tiles.matrix_of(Q, head.b, head.h), rows, Lq, C)
+            dout = tiles.load(tiles.Matrix(dout_pointer, H * C.D), rows, Lq, C)
+            bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 0, F)
+            terms = row_terms(STATS, TERMS, head, rows, Lq, 0, C)
             # 0 for rows that do not exist, whose y it could make infinite
-            own = None if key_bias is None else tl.where((rows < Lq)[None, :], key_bias, 0.0)
-            y = tl.dot(k, tl.trans(q), input_precision=C.PRECISION)
-            dp = tl.dot(v, tl.trans(dout), input_precision=C.PRECISION)
+            tile_bias = key_bias
+            if key_bias is not None:
+                tile_bias = tl.where((rows < Lq)[None, :], key_bias, 0.0)
+            y = tiles.dot(k, tl.trans(q), C)
+            dp = tiles.dot(v, tl.trans(dout), C)
             visible = tiles.visible_to(rows[None, :], keys[:, None], past, C)
-            A, dz, dy = gradients(y, dp, bias, own, terms, visible, NUMBERS, F, C, PART > 0)
-            if NUMBERS.key_bias is not None:
+            A, dz, dy = gradients(y, dp, bias, tile_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
+            if OPTIONAL.key_bias is not None:
                 dkey_bias += tl.sum(dz, 1)
-            dv = tl.dot(A.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
-            dk = tl.dot(dy.to(q.dtype), q, dk, input_precision=C.PRECISION)
+            dv = tiles.dot(A.to(dout.dtype), dout, C, dv)
+            dk = tiles.dot(dy.to(q.dtype), q, C, dk)
             if ATOMIC:
                 dy = dy.to(k.dtype)
                 # not dot(trans(dy), k): Triton before 3.7.1 miscompiles it for Hopper
-                dq = tl.trans(tl.dot(tl.trans(k), dy, input_precision=C.PRECISION))
-                at, inside = tiles.places(dq_head, H * C.D, rows, Lq, C)
-                tl.atomic_add(at, dq, mask=inside, sem="relaxed")
+                dq = tl.trans(tiles.dot(tl.trans(k), dy, C))
+                dq_matrix = tiles.Matrix(dq_pointer, H * C.D)
+                pointers, inside = tiles.pointers_to(dq_matrix, rows, Lq, C)
+                tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
     dv *= 1 / (C.SLOPE * (C.P if C.P > 0 else 1))
-    tiles.store(tiles.own_head_of(DK, b, h, H, Lk, C.D), H * C.D, keys, Lk, dk, C)
-    tiles.store(tiles.own_head_of(DV, b, h, H, Lk, C.D), H * C.D, keys, Lk, dv, C)
-    if NUMBERS.key_bias is not None:
-        tiles.save(DKEY_BIAS, 0, dkey_bias, bh, keys, Lk)
+    tiles.store(DK, head, keys, Lk, dk, C)
+    tiles.store(DV, head, keys, Lk, dv, C)
+    if OPTIONAL.key_bias is not None:
+        tiles.store_statistic(DKEY_BIAS, 0, dkey_bias, head, keys, Lk)
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)
 def backward_queries(
-    Q, K, V, DOUT, ROWS, TERMS, DQ, DBIAS, H, GROUP, Lq, Lk, NUMBERS, F, C: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DOUT,
+    STATS,
+    TERMS,
+    DQ,
+    DBIAS,
+    H,
+    GROUP,
+    Lq,
+    Lk,
+    OPTIONAL,
+    F,
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """What the atomics would sum for dq, for a block of rows; the gradient of their bias."""
-    bh, b, h, past, rows, q, k_head, v_head, parts = tiles.rows_and_keys(
-        Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N
-    )
-    dout = tiles.load(tiles.own_head_of(DOUT, b, h, H, Lq, C.D), H * C.D, rows, Lq, C)
-    bias = row_bias(NUMBERS, ROWS, b, h, bh, rows, Lq, 1, F)
-    terms = row_terms(ROWS, TERMS, bh, rows, Lq, 1, C)
+    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
+    head = block.head
+    rows = block.rows
+    dout = tiles.load(tiles.contiguous_matrix(DOUT, head, Lq, C), rows, Lq, C)
+    bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 1, F)
+    terms = row_terms(STATS, TERMS, head, rows, Lq, 1, C)
 
-    dq = tl.zeros(q.shape, tl.float32)
+    dq = tl.zeros(block.q.shape, tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)
-    for PART in tl.static_range(2 if C.WINDOW is None else 3):
-        for start in range(parts[PART][0], parts[PART][1], BLOCK_N):
+    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+        begin, end = block.spans[SPAN]
+        for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = tiles.load(k_head, K.strides[2], keys, Lk, C)
-            v = tiles.load(v_head, V.strides[2], keys, Lk, C)
-            y = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
-            dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
-            key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
-            visible = tiles.visible_to(rows[:, None], keys[None, :], past, C)
-            _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, NUMBERS, F, C, PART > 0)
+            k = tiles.load(block.k, keys, Lk, C)
+            v = tiles.load(block.v, keys, Lk, C)
+            y = tiles.dot(block.q, tl.trans(k), C)
+            dp = tiles.dot(dout, tl.trans(v), C)
+            key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
+            visible = tiles.visible_to(rows[:, None], keys[None, :], block.past, C)
+            _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
             dbias += tl.sum(dz, 1)
-            dq = tl.dot(dy.to(k.dtype), k, dq, input_precision=C.PRECISION)
-    tiles.store(tiles.own_head_of(DQ, b, h, H, Lq, C.D), H * C.D, rows, Lq, dq, C)
-    if NUMBERS.bias is not None:
-        tiles.save(DBIAS, 0, dbias, bh, rows, Lq)
+            dq = tiles.dot(dy.to(k.dtype), k, C, dq)
+    tiles.store(DQ, head, rows, Lq, dq, C)
+    if OPTIONAL.bias is not None:
+        tiles.store_statistic(DBIAS, 0, dbias, head, rows, Lq)

@@ -1,7 +1,7 @@
 """The fused kernels for a single query against a long cache.
 
 The cache is split into chunks, so that even one sequence fills the GPU. decode_scores computes the
-scores of a chunk and its part of the row's sum and maximum, decode_values its part of the output.
+scores of a chunk, their sum and their maximum, decode_values what the chunk adds to the output.
 """
 
 import triton
@@ -13,81 +13,117 @@ from attention_paths.kernels.phi import relu
 
 @triton.jit
 def decode_scores(
-    Q, K, Y, PARTS, H, GROUP, Lk, chunk, NUMBERS, F, C: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+    Q,
+    K,
+    Y,
+    CHUNKS,
+    H,
+    GROUP,
+    Lk,
+    chunk_size,
+    OPTIONAL,
+    F,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """y of a chunk of the cache, and the chunk's maximum of y, sum of |phi|, and maximum of phi."""
-    bh, split = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    k_head, Y = tiles.head_of(K, b, h // GROUP), Y + bh.to(tl.int64) * Lk
-    one = tl.arange(0, 1)
-    q = tiles.load(tiles.head_of(Q, b, h), 0, one, 1, C).to(tl.float32)  # [1, d]
-    bias = tiles.numbers_of(NUMBERS.bias, b, h, one, 1, 1)
-    total, a_max = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    head, chunk = tiles.program(H)
+    k_matrix = tiles.matrix_of(K, head.b, head.h // GROUP)
+    Y = Y + head.bh.to(tl.int64) * Lk
+    row = tl.arange(0, 1)
+    q_pointer = tiles.matrix_of(Q, head.b, head.h).pointer
+    q = tiles.load(tiles.Matrix(q_pointer, 0), row, 1, C).to(tl.float32)  # [1, d]
+    bias = tiles.load_optional(OPTIONAL.bias, head, row, 1, 1)
+    total = tl.zeros([1], tl.float32)
+    a_max = tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
-    end = tl.minimum(split * chunk + chunk, Lk)
-    for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
+    end = tl.minimum(chunk * chunk_size + chunk_size, Lk)
+    for start in tl.range(chunk * chunk_size, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
-        k = tiles.load(k_head, K.strides[2], keys, Lk, C).to(tl.float32)
+        k = tiles.load(k_matrix, keys, Lk, C).to(tl.float32)
         y = tl.sum(k * q, 1)
         if C.UNIT:  # as in attention.l2_normalise
             y = y * tl.rsqrt(tl.sum(k * k, 1) + 1e-12)
-        key_bias = tiles.numbers_of(NUMBERS.key_bias, b, h, keys, Lk, 0)
+        key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
         y = tiles.argument(y[None, :], bias, key_bias, C)[0]
         visible = (keys < Lk)[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)
         if F.shift is not None:
             y, y_max, rescale = tiles.shifted(y, y_max, visible, F, True)
-            total, a_max = total * rescale, a_max * rescale
+            total = total * rescale
+            a_max = a_max * rescale
         a = F.phi(y)[0]
         if C.RECTIFIED:
             a = a - tl.exp2(F.shift(y_max))[:, None]
         a = tl.where(visible, a, 0.0)
         total += tl.sum(tl.abs(a), 1)
         a_max = tl.maximum(a_max, tl.max(a, 1))
-    at = PARTS + (bh.to(tl.int64) * tl.num_programs(1) + split) * 3 + one
-    tl.store(at, y_max)
-    tl.store(at + 1, total)
-    tl.store(at + 2, a_max)
+    CHUNKS += (head.bh.to(tl.int64) * tl.num_programs(1) + chunk) * 3 + row
+    tl.store(CHUNKS, y_max)
+    tl.store(CHUNKS + 1, total)
+    tl.store(CHUNKS + 2, a_max)
 
 
 @triton.jit(do_not_specialize=["Lk"])
 def decode_values(
-    V, Y, PARTS, SUMS, H, GROUP, Lk, chunk, NUMBERS, F, C: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
+    V,
+    Y,
+    CHUNKS,
+    SUMS,
+    H,
+    GROUP,
+    Lk,
+    chunk_size,
+    OPTIONAL,
+    F,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+):
     """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
-    bh, split = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    v_head, Y = tiles.head_of(V, b, h // GROUP), Y + bh.to(tl.int64) * Lk
-    splits = tl.arange(0, SPLITS)
-    exists = splits < tl.num_programs(1)
-    PARTS += bh.to(tl.int64) * tl.num_programs(1) * 3 + splits * 3
-    total = tl.load(PARTS + 1, mask=exists, other=0.0)
-    a_max = tl.load(PARTS + 2, mask=exists, other=0.0)
-    shift, y_sink = 0.0, 0.0
-    if NUMBERS.sink is not None:
-        y_sink = tl.load(NUMBERS.sink.data + h)
+    head, chunk = tiles.program(H)
+    v_matrix = tiles.matrix_of(V, head.b, head.h // GROUP)
+    Y = Y + head.bh.to(tl.int64) * Lk
+
+    # ---- the row's shift and gain, from those of all chunks ----
+    chunks = tl.arange(0, MAX_CHUNKS)
+    exists = chunks < tl.num_programs(1)
+    CHUNKS += head.bh.to(tl.int64) * tl.num_programs(1) * 3 + chunks * 3
+    total = tl.load(CHUNKS + 1, mask=exists, other=0.0)
+    a_max = tl.load(CHUNKS + 2, mask=exists, other=0.0)
+    shift = 0.0
+    y_sink = 0.0
+    if OPTIONAL.sink is not None:
+        y_sink = tl.load(OPTIONAL.sink.data + head.h)
     if F.shift is not None:
-        y_max = tl.load(PARTS, mask=exists, other=-float("inf"))
-        y_top = tl.max(y_max, 0)
-        shift = F.shift(tl.maximum(y_top, y_sink) if NUMBERS.sink is not None else y_top)
+        y_max = tl.load(CHUNKS, mask=exists, other=-float("inf"))
+        top = tl.max(y_max, 0)
+        if OPTIONAL.sink is not None:
+            top = tl.maximum(top, y_sink)
+        shift = F.shift(top)
         rescale = tl.exp2(shift - F.shift(y_max))
-        total, a_max = total * rescale, a_max * rescale
-    total, a_max = tl.sum(total, 0), tl.max(a_max, 0)
+        total = total * rescale
+        a_max = a_max * rescale
+    total = tl.sum(total, 0)
+    a_max = tl.max(a_max, 0)
     a_sink = F.phi(y_sink + shift)[0]
-    if NUMBERS.sink is not None:
-        total, a_max = total + a_sink, tl.maximum(a_max, a_sink)
-    gain, offset, top = tiles.second_stage(total, a_max, Lk.to(tl.float32))
-    if NUMBERS.gain is not None:
-        gain = tl.load(tiles.head_of(NUMBERS.gain, b, h))
+    if OPTIONAL.sink is not None:
+        total = total + a_sink
+        a_max = tl.maximum(a_max, a_sink)
+    gain, offset, _ = tiles.second_stage(total, a_max, Lk.to(tl.float32))
+    if OPTIONAL.gain is not None:
+        gain = tl.load(tiles.matrix_of(OPTIONAL.gain, head.b, head.h).pointer)
     elif C.P == 0:
         gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
-    acc, total_w = tl.arange(0, C.BLOCK_D) * 0.0, 0.0
-    if C.P > 0 and NUMBERS.sink is not None:  # in the first chunk's sum alone
+
+    # ---- the chunk's sums ----
+    acc = tl.arange(0, C.BLOCK_D) * 0.0
+    total_w = 0.0
+    if C.P > 0 and OPTIONAL.sink is not None:  # in the first chunk's sum alone
         t_sink = tiles.reweighted(a_sink, gain, offset)
-        total_w += tl.where(split == 0, tiles.power_less_one(t_sink, C) * t_sink, 0.0)
-    end = tl.minimum(split * chunk + chunk, Lk)
-    for start in tl.range(split * chunk, end, BLOCK_N, num_stages=3):
+        total_w += tl.where(chunk == 0, tiles.power_less_one(t_sink, C) * t_sink, 0.0)
+    end = tl.minimum(chunk * chunk_size + chunk_size, Lk)
+    for start in tl.range(chunk * chunk_size, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
         a = F.phi(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)[0]
         if C.RECTIFIED:
@@ -103,9 +139,9 @@ def decode_values(
         skip = skip | (keys >= Lk)
         w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
-        v = tiles.load(v_head, V.strides[2], tl.where(skip, Lk, keys), Lk, C)
+        v = tiles.load(v_matrix, tl.where(skip, Lk, keys), Lk, C)
         acc += tl.sum(w[:, None] * v.to(tl.float32), 0)
     columns = tl.arange(0, C.BLOCK_D)
-    SUMS += (bh.to(tl.int64) * tl.num_programs(1) + split) * (C.D + 1)
+    SUMS += (head.bh.to(tl.int64) * tl.num_programs(1) + chunk) * (C.D + 1)
     tl.store(SUMS + columns, acc, mask=columns < C.D)
     tl.store(SUMS + C.D, total_w)

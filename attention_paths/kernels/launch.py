@@ -42,6 +42,8 @@ is float32. float32 inputs are multiplied in full precision, or in TF32 if
 torch.backends.cuda.matmul allows it.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -50,7 +52,7 @@ from attention_paths.kernels.backward import backward_keys, backward_queries, ba
 from attention_paths.kernels.decode import decode_scores, decode_values
 from attention_paths.kernels.forward import forward_one_stage, forward_two_stages
 from attention_paths.kernels.phi import PHIS
-from attention_paths.kernels.tiles import Constants, Functions, Numbers, Strided
+from attention_paths.kernels.tiles import Constants, Functions, OptionalInputs, Strided
 
 # With TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 INTERPRETED = triton.knobs.runtime.interpret
@@ -92,7 +94,7 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
     if INTERPRETED:
         kind = "interpreter"
     elif q.dtype == torch.float32:
-        kind = _precision()
+        kind = matmul_precision()
     else:
         kind = GENERATIONS.get(triton.runtime.driver.active.get_current_target().arch, "small")
     shapes = SHAPES[kind][kernel]
@@ -103,133 +105,192 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 # ---- arguments of kernels ----
 
 
-def _precision() -> str:
+class Inputs(NamedTuple):
+    """The tensors that `forward` takes. Gradients flow to all but gain.
+
+    The optional inputs are in the units of y, in float32 of any strides.
+    """
+
+    q: Tensor  # [B, H, Lq, d], the last Lq positions
+    k: Tensor  # [B, Hk, Lk, d]: each head serves H / Hk consecutive heads of q
+    v: Tensor  # [B, Hk, Lk, d]
+    # [B, H, Lq]. A learnt bias takes the backward pass of 7 products. Where phi is exp, in one
+    # stage without a sink, its gradient is 0: detach it.
+    bias: Tensor | None
+    gain: Tensor | None  # [B, H, Lq], the factor of a row's weights; None: l1
+    # [H], y of one more key, whose value is 0, without scale and bias; n does not count it. It
+    # needs l1 and a phi that is never 0.
+    sink: Tensor | None
+    key_bias: Tensor | None  # [B, H, Lk]
+
+
+class Choices(NamedTuple):
+    """What the kernels of a launch are compiled for, besides the shapes of its inputs."""
+
+    phi: str  # an entry of PHIS
+    p: float  # the power of stage 2; 0: there is none
+    scale: float  # the factor on all products, in float32
+    shifted: bool  # the shift of phi applies
+    signed: bool  # phi may be negative
+    window: int | None  # the number of keys that a row sees
+    softcap: float | None  # c, which makes a scaled product z into c tanh(z / c)
+    unit: bool  # the keys of a single query are to be normalised to length 1
+
+
+# The fields of Inputs and of Choices, as arguments of torch's operators
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? gain, Tensor? sink, Tensor? key_bias"
+CHOICES = (
+    "str phi, float p, float scale, bool shifted, bool signed, "
+    "int? window, float? softcap, bool unit"
+)
+
+
+def matmul_precision() -> str:
     # allow_tf32 raises where a program has set fp32_precision, as transformers does
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _like(x: Tensor, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty [B, H, L, d] laid out as [B, L, H, d], so that joining the heads copies nothing."""
-    B, H, L, d = x.shape
-    return x.new_empty(B, L, heads or H, d, dtype=dtype).transpose(1, 2)
-
-
-def _strided(x: Tensor | None) -> Strided | None:
-    if x is None:
-        return None
+def strided(x: Tensor) -> Strided:
     if x.ndim == 4 and x.stride(3) != 1:
         x = x.contiguous()
     return Strided(x, x.stride()[:3])
 
 
-def _compiled(
-    q: Tensor, phi: str, p: float, scale: float, shifted: bool, signed: bool, window: int | None,
-    softcap: float | None, unit: bool, *numbers: Tensor | None,
-) -> tuple[Numbers, Functions, Constants]:  # fmt: skip
-    """The last arguments of kernels: their Numbers, and what Triton compiles them for."""
-    entry, d = PHIS[phi], q.shape[3]
+def empty_heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty [B, heads, L, d] laid out as [B, L, heads, d]: joining the heads copies nothing."""
+    B, _, L, d = x.shape
+    return x.new_empty(B, L, heads, d, dtype=dtype).transpose(1, 2)
+
+
+class Arguments(NamedTuple):
+    """The arguments of kernels that do not depend on the pass, by their names there."""
+
+    Q: Strided
+    K: Strided
+    V: Strided
+    H: int
+    GROUP: int  # heads of q for each head of k and v
+    Lq: int
+    Lk: int
+    OPTIONAL: OptionalInputs
+    F: Functions
+    C: Constants
+
+
+def kernel_arguments(inputs: Inputs, choices: Choices) -> Arguments:
+    q, k, v, *optional = inputs
+    _, H, Lq, d = q.shape
+    _, Hk, Lk, _ = k.shape
+    entry = PHIS[choices.phi]
     if q.dtype == torch.bfloat16:
-        entry = PHIS.get(f"{phi}16", entry)
-    functions = Functions(entry.function, entry.shift if shifted else None, entry.total)
-    return Numbers(*map(_strided, numbers)), functions, Constants(
-        D=d, BLOCK_D=max(16, triton.next_power_of_2(d)), SCALE=scale,
-        SLOPE=entry.value / entry.argument, RECTIFIED=entry.rectified,
-        CAP=None if softcap is None else entry.argument * softcap, P=int(p) if p % 1 == 0 else p,
-        SIGNED=signed or entry.rectified, WINDOW=window, UNIT=unit, PRECISION=_precision(),
-    )  # fmt: skip
+        entry = PHIS.get(f"{choices.phi}16", entry)
+    functions = Functions(entry.function, entry.shift if choices.shifted else None, entry.total)
+    constants = Constants(
+        D=d,
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
+        SCALE=choices.scale,
+        SLOPE=entry.value / entry.argument,
+        RECTIFIED=entry.rectified,
+        CAP=None if choices.softcap is None else entry.argument * choices.softcap,
+        P=int(choices.p) if choices.p % 1 == 0 else choices.p,
+        SIGNED=choices.signed or entry.rectified,
+        WINDOW=choices.window,
+        UNIT=choices.unit,
+        PRECISION=matmul_precision(),
+    )
+    return Arguments(
+        Q=strided(q),
+        K=strided(k),
+        V=strided(v),
+        H=H,
+        GROUP=H // Hk,
+        Lq=Lq,
+        Lk=Lk,
+        OPTIONAL=OptionalInputs(*(None if x is None else strided(x) for x in optional)),
+        F=functions,
+        C=constants,
+    )
 
 
 # ---- forward ----
 
 
-def _outputs(q: Tensor, save: bool, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty outputs of `forward`: the output, U and ROWS."""
-    u = _like(q) if save and p else q.new_empty(0)
-    return _like(q), u, q.new_empty(5 if p else 2, *q.shape[:3], dtype=torch.float32)
+def empty_outputs(q: Tensor, save: bool, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty outputs of `forward`: the output, U and the statistics of rows."""
+    H = q.shape[1]
+    out = empty_heads(q, H)
+    u = empty_heads(q, H) if save and p else q.new_empty(0)
+    stats = q.new_empty(5 if p else 2, *q.shape[:3], dtype=torch.float32)
+    return out, u, stats
 
 
-@torch.library.custom_op("fused_attention::forward", mutates_args=())
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, save: bool, phi: str, p: float, scale: float, shifted: bool,
-    signed: bool, window: int | None, softcap: float | None, unit: bool, bias: Tensor | None,
-    gain: Tensor | None, sink: Tensor | None, key_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Causal attention of q [B, H, Lq, d] over k, v [B, Hk, Lk, d], Lq <= Lk: the first output.
+@torch.library.custom_op(
+    "fused_attention::forward",
+    mutates_args=(),
+    schema=f"({INPUTS}, *, bool save, {CHOICES}) -> (Tensor, Tensor, Tensor)",
+)
+def forward(*tensors: Any, save: bool, **choices: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of Inputs, as Choices say: the output [B, H, Lq, d], U and statistics.
 
-    Each head of k and v serves H / Hk consecutive heads of q. The queries are the last Lq
-    positions; without gradients a single one has kernels of its own. `save` keeps what the backward
-    pass needs. The kernels are compiled for
-
-        phi         an entry of PHIS
-        p           the power of stage 2; 0: there is none
-        scale       the factor on all products, in float32
-        shifted     whether the shift of phi applies
-        signed      whether phi may be negative
-        window      the number of keys that a row sees
-        softcap     c, which makes a scaled product z into c tanh(z / c)
-        unit        whether the keys of a single query are to be normalised to length 1
-
-    and take these numbers, in the units of y, in float32 of any strides. Gradients flow to all but
-    gain.
-
-        bias        [B, H, Lq]. A learnt bias takes the backward pass of 7 products. Where phi is
-                    exp, in one stage without a sink, its gradient is 0: detach it.
-        gain        [B, H, Lq], the factor of a row's weights; None: l1
-        sink        [H], y of one more key, whose value is 0, without scale and bias; n does not
-                    count it. It needs l1 and a phi that is never 0.
-        key_bias    [B, H, Lk]
+    `save` keeps what the backward pass needs. Without it a single query has kernels of its own.
     """
-    (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
-    outputs = out, u, rows = _outputs(q, save, p)
-    numbers, F, C = _compiled(
-        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
-    )
+    q: Tensor = tensors[0]
+    B, H, Lq, _ = q.shape
+    arguments = kernel_arguments(Inputs(*tensors), Choices(**choices))
+    out, u, stats = empty_outputs(q, save, choices["p"])
     if Lq == 1 and not save:
-        _decode(q, k, v, out, numbers, F, C)
-        return outputs
-    kernel, results = (forward_two_stages, outputs) if p else (forward_one_stage, (out, rows))
+        decode(q, out, arguments)
+        return out, u, stats
     with torch.cuda.device_of(q):
         shape = block_shape(FORWARD, q)
-        kernel[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-            *map(_strided, (q, k, v)), *results, H, H // Hk, Lq, Lk, numbers, F, C=C, SAVE=save,
-            **shape,
-        )  # fmt: skip
-    return outputs
+        grid = B * H, triton.cdiv(Lq, shape["BLOCK_M"])
+        results = dict(OUT=out, STATS=stats, SAVE=save)
+        if arguments.C.P:
+            forward_two_stages[grid](U=u, **results, **arguments._asdict(), **shape)
+        else:
+            forward_one_stage[grid](**results, **arguments._asdict(), **shape)
+    return out, u, stats
 
 
-forward.register_fake(lambda q, k, v, save, phi, p, *_: _outputs(q, save, p))
+@forward.register_fake
+def _(q: Tensor, *others: Any, save: bool, p: float, **choices: Any):
+    return empty_outputs(q, save, p)
 
 
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, numbers: Numbers, F: Functions, C: Constants
-) -> None:
-    """The output of a single query, which sees all keys.
+def decode(q: Tensor, out: Tensor, arguments: Arguments) -> None:
+    """Write the output of a single query, which sees all keys.
 
-    The cache is split over enough programs to fill the GPU.
+    The cache is split into enough chunks to fill the GPU.
     """
-    (B, H, _, d), (Hk, Lk) = q.shape, k.shape[1:3]
+    B, H, _, d = q.shape
+    Lk = arguments.Lk
     block_n = 16 if INTERPRETED else 64
     processors = 2
     if q.is_cuda:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     wanted = max(1, min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256))
-    chunk = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
-    splits = triton.cdiv(Lk, chunk)
-    y, parts, sums = (
-        q.new_empty(B, H, *shape, dtype=torch.float32)
-        for shape in ((Lk,), (splits, 3), (splits, d + 1))
+    chunk_size = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
+    chunks = triton.cdiv(Lk, chunk_size)
+    common = dict(
+        Y=q.new_empty(B, H, Lk, dtype=torch.float32),
+        CHUNKS=q.new_empty(B, H, chunks, 3, dtype=torch.float32),
+        H=H,
+        GROUP=arguments.GROUP,
+        Lk=Lk,
+        chunk_size=chunk_size,
+        OPTIONAL=arguments.OPTIONAL,
+        F=arguments.F,
+        C=arguments.C,
+        BLOCK_N=block_n,
     )
-    sizes = H, H // Hk, Lk, chunk, numbers, F
+    sums = q.new_empty(B, H, chunks, d + 1, dtype=torch.float32)
+    grid = B * H, chunks
+    max_chunks = triton.next_power_of_2(chunks)
     with torch.cuda.device_of(q):
-        decode_scores[B * H, splits](
-            _strided(q), _strided(k), y, parts, *sizes, C=C, BLOCK_N=block_n
-        )
-        decode_values[B * H, splits](
-            _strided(v), y, parts, sums, *sizes, C=C, BLOCK_N=block_n,
-            SPLITS=triton.next_power_of_2(splits),
-        )  # fmt: skip
+        decode_scores[grid](Q=arguments.Q, K=arguments.K, **common)
+        decode_values[grid](V=arguments.V, SUMS=sums, MAX_CHUNKS=max_chunks, **common)
     total, weight = sums.sum(2, keepdim=True).split((d, 1), dim=3)
-    if C.P:  # a dead row's sum is 0
+    if arguments.C.P:  # a dead row's sum is 0
         total = total / weight.where(weight != 0, 1)
     out.copy_(total)
 
@@ -237,81 +298,132 @@ def _decode(
 # ---- backward ----
 
 
-# dq in float32, dk and dv for each head of q, and the gradients of the bias [B, H, Lq], of the sink
-# in parts of rows [B, H, Lq], and of key_bias [B, H, Lk]; without elements where there are none
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+class Gradients(NamedTuple):
+    """The outputs of `backward`; a gradient that does not exist has no elements."""
+
+    dq: Tensor  # [B, H, Lq, d], in float32
+    dk: Tensor  # [B, H, Lk, d], for each head of q
+    dv: Tensor  # [B, H, Lk, d]
+    dbias: Tensor  # [B, H, Lq]
+    dsink: Tensor  # [B, H, Lq], what each row adds
+    dkey_bias: Tensor  # [B, H, Lk]
 
 
-def _gradients_like(
-    q: Tensor, k: Tensor, bias: Tensor | None, sink: Tensor | None, key_bias: Tensor | None
-) -> Gradients:
-    """Empty outputs of `backward`."""
-    dbias, dsink, dkey_bias = (
-        q.new_empty(0 if number is None else (*q.shape[:2], L), dtype=torch.float32)
-        for number, L in ((bias, q.shape[2]), (sink, q.shape[2]), (key_bias, k.shape[2]))
+def empty_gradients(inputs: Inputs) -> Gradients:
+    q, k = inputs.q, inputs.k
+    B, H, Lq, _ = q.shape
+    Lk = k.shape[2]
+
+    def gradient_of(x: Tensor | None, L: int) -> Tensor:
+        shape = (0,) if x is None else (B, H, L)
+        return q.new_empty(shape, dtype=torch.float32)
+
+    return Gradients(
+        dq=empty_heads(q, H, torch.float32),
+        dk=empty_heads(k, H),
+        dv=empty_heads(k, H),
+        dbias=gradient_of(inputs.bias, Lq),
+        dsink=gradient_of(inputs.sink, Lq),
+        dkey_bias=gradient_of(inputs.key_bias, Lk),
     )
-    dk, dv = (_like(k, q.shape[1]) for _ in range(2))
-    return _like(q, dtype=torch.float32), dk, dv, dbias, dsink, dkey_bias
 
 
-@torch.library.custom_op("fused_attention::backward", mutates_args=())
+@torch.library.custom_op(
+    "fused_attention::backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor out, Tensor u, Tensor stats, {INPUTS}, *, "
+        f"bool learns_bias, {CHOICES}) -> ({', '.join(['Tensor'] * len(Gradients._fields))})"
+    ),
+)
 def backward(
-    dout: Tensor, learns_bias: bool, out: Tensor, u: Tensor, rows: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, phi: str, p: float, scale: float, shifted: bool, signed: bool, window: int | None,
-    softcap: float | None, unit: bool, bias: Tensor | None, gain: Tensor | None,
-    sink: Tensor | None, key_bias: Tensor | None,
-) -> Gradients:  # fmt: skip
-    (B, H, Lq, _), (Hk, Lk) = q.shape, k.shape[1:3]
-    outputs = dq, dk, dv, dbias, dsink, dkey_bias = _gradients_like(q, k, bias, sink, key_bias)
+    dout: Tensor,
+    out: Tensor,
+    u: Tensor,
+    stats: Tensor,
+    *tensors: Any,
+    learns_bias: bool,
+    **choices: Any,
+) -> Gradients:
+    """The Gradients, from that of `forward`'s first output, all of its outputs, and its inputs."""
+    inputs = Inputs(*tensors)
+    q = inputs.q
+    B, H, Lq, _ = q.shape
+    arguments = kernel_arguments(inputs, Choices(**choices))
+    gradients = empty_gradients(inputs)
     atomic = not (learns_bias or torch.are_deterministic_algorithms_enabled())
-    scaled_dout, terms = _like(dout), q.new_empty(2, B, H, Lq, dtype=torch.float32)
-    numbers, F, C = _compiled(
-        q, phi, p, scale, shifted, signed, window, softcap, unit, bias, gain, sink, key_bias
+    scaled_dout = empty_heads(dout, H)
+    terms = q.new_empty(2, B, H, Lq, dtype=torch.float32)
+    common = dict(
+        DOUT=scaled_dout, STATS=stats, TERMS=terms, DQ=gradients.dq, **arguments._asdict()
     )
-    inputs = *map(_strided, (q, k, v)), scaled_dout, rows, terms, dq
-    sizes = H, H // Hk, Lq, Lk, numbers, F
     with torch.cuda.device_of(q):
         backward_rows[B * H, triton.cdiv(Lq, 64)](
-            _strided(dout), out, u, scaled_dout, rows, terms, dsink, H, Lq, numbers, F, C=C, M=64
+            DOUT=strided(dout),
+            OUT=out,
+            U=u,
+            SCALED=scaled_dout,
+            STATS=stats,
+            TERMS=terms,
+            DSINK=gradients.dsink,
+            H=H,
+            L=Lq,
+            OPTIONAL=arguments.OPTIONAL,
+            F=arguments.F,
+            C=arguments.C,
+            M=64,
         )
         if atomic:
-            dq.zero_()
+            gradients.dq.zero_()
         shape = block_shape(KEYS, q)
-        backward_keys[B * H, triton.cdiv(Lk, shape["BLOCK_N"])](
-            *inputs, dk, dv, dkey_bias, *sizes, C=C, ATOMIC=atomic, **shape
+        backward_keys[B * H, triton.cdiv(arguments.Lk, shape["BLOCK_N"])](
+            DK=gradients.dk,
+            DV=gradients.dv,
+            DKEY_BIAS=gradients.dkey_bias,
+            ATOMIC=atomic,
+            **common,
+            **shape,
         )
         if not atomic:
             shape = block_shape(QUERIES, q)
-            backward_queries[B * H, triton.cdiv(Lq, shape["BLOCK_M"])](
-                *inputs, dbias, *sizes, C=C, **shape
-            )
-    return outputs
+            grid = B * H, triton.cdiv(Lq, shape["BLOCK_M"])
+            backward_queries[grid](DBIAS=gradients.dbias, **common, **shape)
+    return gradients
 
 
 @backward.register_fake
-def _(dout, learns_bias, out, u, rows, q, k, *others):
-    bias, _, sink, key_bias = others[-4:]
-    return _gradients_like(q, k, bias, sink, key_bias)
+def _(dout, out, u, stats, *tensors, **choices):
+    return empty_gradients(Inputs(*tensors))
 
 
-def _save_for_backward(ctx, inputs, output):
-    q, k, v, _, *ctx.choices, bias, gain, sink, key_bias = inputs
-    ctx.save_for_backward(*output, q, k, v, bias, gain, sink, key_bias)
+def save_for_backward(ctx, inputs, keyword_only_inputs, output):
+    ctx.choices = {name: keyword_only_inputs[name] for name in Choices._fields}
+    ctx.save_for_backward(*output, *inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _call_backward(ctx, dout, *_):
-    *saved, bias, gain, sink, key_bias = ctx.saved_tensors
-    q, k = saved[3:5]
-    dq, dk, dv, *gradients = backward(
-        dout, ctx.needs_input_grad[-4], *saved, *ctx.choices, bias, gain, sink, key_bias
+def call_backward(ctx, dout, *_):
+    """The gradients of Inputs."""
+    out, u, stats, *tensors = ctx.saved_tensors
+    inputs = Inputs(*tensors)
+    learns_bias = Inputs(*ctx.needs_input_grad).bias
+    dq, dk, dv, dbias, dsink, dkey_bias = backward(
+        dout, out, u, stats, *inputs, learns_bias=learns_bias, **ctx.choices
     )
-    if k.shape[1] < dk.shape[1]:
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    dbias, dsink, dkey_bias = (x if x.numel() else None for x in gradients)
-    dsink = None if dsink is None else dsink.sum((0, 2))
-    return dq.to(q.dtype), dk, dv, *(None,) * 9, dbias, None, dsink, dkey_bias
+    Hk = inputs.k.shape[1]
+    if Hk < dk.shape[1]:
+        dk = dk.unflatten(1, (Hk, -1)).sum(2)
+        dv = dv.unflatten(1, (Hk, -1)).sum(2)
+    return Inputs(
+        q=dq.to(inputs.q.dtype),
+        k=dk,
+        v=dv,
+        bias=None if inputs.bias is None else dbias,
+        gain=None,
+        sink=None if inputs.sink is None else dsink.sum((0, 2)),
+        key_bias=None if inputs.key_bias is None else dkey_bias,
+    )
 
 
-forward.register_autograd(_call_backward, setup_context=_save_for_backward)
+forward.register_autograd(call_backward, setup_context=save_for_backward)

@@ -1,7 +1,7 @@
 """What the fused kernels share: their arguments, loads and stores, the scores of a tile, stage 2.
 
-Tensors that the kernels make are laid out as [B, L, H, d], or [.., B, H, L] for numbers of rows,
-and need no strides. Their inputs have any strides, but contiguous columns.
+A tensor that a kernel writes is contiguous, as [B, L, H, d], or as [.., B, H, L] for statistics of
+rows. The inputs of the kernels have any strides, but contiguous columns.
 """
 
 from typing import NamedTuple
@@ -31,8 +31,8 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Numbers(NamedTuple):
-    """The numbers that launch.forward takes."""
+class OptionalInputs(NamedTuple):
+    """The optional inputs of launch.forward."""
 
     bias: Strided | None
     gain: Strided | None
@@ -64,8 +64,8 @@ class Constants(NamedTuple):
     PRECISION: str  # of products of float32
 
 
-# Numbers of rows, float32 [number, B, H, Lq]: ROWS comes from the forward pass, TERMS from dO.
-# Only two stages have the last three of ROWS and COUPLED.
+# Statistics of rows, float32 [statistic, B, H, Lq]: the forward pass writes STATS, and
+# backward_rows writes TERMS, from dO. Only two stages have the last three of STATS and COUPLED.
 GAIN, SHIFT, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED = (tl.constexpr(i) for i in range(2))
 
@@ -73,91 +73,141 @@ DELTA, COUPLED = (tl.constexpr(i) for i in range(2))
 # ---- loads and stores ----
 
 
-@triton.jit
-def head_of(x, b, h):
-    """A pointer to one head of a Strided x, in 64 bits: a batch may have over 2^31 elements."""
-    return x.data + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+class Head(NamedTuple):
+    """A head of a sequence."""
+
+    bh: tl.tensor
+    b: tl.tensor
+    h: tl.tensor
+    H: tl.tensor
+
+
+class Matrix(NamedTuple):
+    """One head [L, D] of a tensor in memory."""
+
+    pointer: tl.tensor
+    stride: tl.tensor  # between rows
 
 
 @triton.jit
-def own_head_of(X, b, h, H, L, D: tl.constexpr):
-    """The same for a tensor that a kernel has made."""
-    return X + (b.to(tl.int64) * L * H + h) * D
+def program(H):
+    """The head that a program computes, and the index of its block within it."""
+    bh = tl.program_id(0)
+    index = tl.program_id(1)
+    return Head(bh, bh // H, bh % H, H), index
 
 
 @triton.jit
-def places(X, stride, rows, L, C: tl.constexpr):
-    """Pointers [rows, BLOCK_D] to rows of X [L, D], and which of them are within bounds."""
+def matrix_of(x, b, h):
+    """One head of a Strided. A batch may have over 2^31 elements, so offsets have 64 bits."""
+    pointer = x.data + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+    return Matrix(pointer, x.strides[2])
+
+
+@triton.jit
+def contiguous_matrix(X, head, L, C):
+    """One head of a contiguous tensor [B, L, H, D]."""
+    pointer = X + (head.b.to(tl.int64) * L * head.H + head.h) * C.D
+    return Matrix(pointer, head.H * C.D)
+
+
+@triton.jit
+def pointers_to(matrix, rows, L, C):
+    """Pointers [rows, BLOCK_D] to rows of a matrix, and which of them are within bounds."""
     columns = tl.arange(0, C.BLOCK_D)
     inside = (rows < L)[:, None]
     if C.D != C.BLOCK_D:
         inside = inside & (columns < C.D)[None, :]
-    return X + rows[:, None] * stride + columns[None, :], inside
+    return matrix.pointer + rows[:, None] * matrix.stride + columns[None, :], inside
 
 
 @triton.jit
-def load(X, stride, rows, L, C: tl.constexpr):
-    """Rows of X [L, D] as [rows, BLOCK_D], 0 where out of bounds."""
-    at, inside = places(X, stride, rows, L, C)
-    return tl.load(at, mask=inside, other=0.0)
+def load(matrix, rows, L, C):
+    """Rows of a matrix as [rows, BLOCK_D], 0 where out of bounds."""
+    pointers, inside = pointers_to(matrix, rows, L, C)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def store(X, stride, rows, L, value, C: tl.constexpr):
-    at, inside = places(X, stride, rows, L, C)
-    tl.store(at, value.to(X.dtype.element_ty), mask=inside)
+def store(X, head, rows, L, value, C):
+    """Store rows of one head of a contiguous tensor."""
+    pointers, inside = pointers_to(contiguous_matrix(X, head, L, C), rows, L, C)
+    tl.store(pointers, value.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def numbers_of(x, b, h, at, L, AXIS: tl.constexpr):
-    """The numbers of rows or keys, with a new axis, from a Strided x [B, H, L]; None of None."""
+def load_optional(x, head, positions, L, AXIS):
+    """Values [positions] of a Strided [B, H, L] or None, with a new axis; None of None."""
     if x is not None:  # and no else: Triton 3.6 has no None to return
-        return tl.expand_dims(tl.load(head_of(x, b, h) + at * x.strides[2], at < L, 0.0), AXIS)
+        vector = matrix_of(x, head.b, head.h)
+        values = tl.load(vector.pointer + positions * vector.stride, positions < L, 0.0)
+        return tl.expand_dims(values, AXIS)
 
 
 @triton.jit
-def save(ROWS, index, value, bh, rows, L):
-    """Store a number of each row: value goes to ROWS[index, bh, rows]."""
-    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
-    tl.store(at, value, mask=rows < L)
+def store_statistic(STATS, index, value, head, rows, L):
+    """Store a statistic of each row: value goes to STATS[index, bh, rows]."""
+    pointers = STATS + (tl.num_programs(0) * index + head.bh).to(tl.int64) * L + rows
+    tl.store(pointers, value, mask=rows < L)
 
 
 @triton.jit
-def saved(ROWS, index, bh, rows, L):
-    at = ROWS + (tl.num_programs(0) * index + bh).to(tl.int64) * L + rows
-    return tl.load(at, mask=rows < L, other=0.0)
+def load_statistic(STATS, index, head, rows, L):
+    pointers = STATS + (tl.num_programs(0) * index + head.bh).to(tl.int64) * L + rows
+    return tl.load(pointers, mask=rows < L, other=0.0)
+
+
+# ---- matrix products ----
+
+
+@triton.jit
+def dot(a, b, C, acc=None):
+    return tl.dot(a, b, acc, input_precision=C.PRECISION)
 
 
 # ---- which keys a row sees ----
-# Each loop over tiles runs in parts: part 0, without a mask, over the tiles that every row of a
-# block sees whole, part 1 over those on the diagonal, and with a window part 2 over those on its
-# edge.
+# Each loop over tiles runs over spans of them: span 0, without a mask, has the tiles that every row
+# of a block sees whole, span 1 those on the diagonal, and with a window span 2 those on its edge. A
+# span is the first position of its first tile and the end of its positions.
+
+
+class RowBlock(NamedTuple):
+    """A program's block of rows, and the keys and values for them."""
+
+    head: Head
+    past: tl.tensor  # keys before the first query
+    rows: tl.tensor
+    q: tl.tensor
+    k: Matrix
+    v: Matrix
+    spans: tuple[tuple[tl.tensor, tl.tensor], ...]  # of tiles of keys
 
 
 @triton.jit
-def rows_and_keys(Q, K, V, H, GROUP, Lq, Lk, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """A program's block of M rows, the heads of K and V for it, and its parts of tiles of N keys.
-
-    A part is the first key of its tiles and the end of its keys.
-    """
+def row_block(Q, K, V, H, GROUP, Lq, Lk, C, M, N):
+    """The RowBlock of a program: M rows, with tiles of N keys."""
+    head, index = program(H)
     # longest rows first, so that the GPU does not wait for one long block at the end
-    bh, block = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h, past = bh // H, bh % H, Lk - Lq
-    k_head, v_head = head_of(K, b, h // GROUP), head_of(V, b, h // GROUP)
+    block = tl.num_programs(1) - 1 - index
+    past = Lk - Lq
+    k = matrix_of(K, head.b, head.h // GROUP)
+    v = matrix_of(V, head.b, head.h // GROUP)
     rows = block * M + tl.arange(0, M)
-    q = load(head_of(Q, b, h), Q.strides[2], rows, Lq, C)
-    row = block * M + past  # the first row's own key
-    full, begin, whole = (row + 1) // N * N, 0, 0
+    q = load(matrix_of(Q, head.b, head.h), rows, Lq, C)
+    first = block * M + past  # the first row's position among the keys
+    full = (first + 1) // N * N
+    begin = 0
+    whole = 0
     if C.WINDOW is not None:
-        begin = tl.maximum(row + 1 - C.WINDOW, 0) // N * N
-        whole = tl.cdiv(tl.maximum(row + M - C.WINDOW, 0), N) * N
+        begin = tl.maximum(first + 1 - C.WINDOW, 0) // N * N
+        whole = tl.cdiv(tl.maximum(first + M - C.WINDOW, 0), N) * N
         whole = tl.minimum(whole, full)
-    parts = (whole, full), (full, tl.minimum(row + M, Lk)), (begin, whole)
-    return bh, b, h, past, rows, q, k_head, v_head, parts
+    spans = (whole, full), (full, tl.minimum(first + M, Lk)), (begin, whole)
+    return RowBlock(head, past, rows, q, k, v, spans)
 
 
 @triton.jit
-def visible_to(rows, keys, past, C: tl.constexpr):
+def visible_to(rows, keys, past, C):
     """Whether rows see keys, which broadcast against them."""
     visible = keys <= rows + past
     if C.WINDOW is not None:
@@ -169,7 +219,7 @@ def visible_to(rows, keys, past, C: tl.constexpr):
 
 
 @triton.jit
-def soft_capped(y, C: tl.constexpr):
+def soft_capped(y, C):
     """CAP tanh(y / CAP), and its derivative."""
     e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / C.CAP))
     r = reciprocal(1 + e)
@@ -178,7 +228,7 @@ def soft_capped(y, C: tl.constexpr):
 
 
 @triton.jit
-def argument(y, bias, key_bias, C: tl.constexpr):
+def argument(y, bias, key_bias, C):
     """y of a tile from its product and the biases of rows and keys, and the soft cap's derivative.
 
     A bias may be None.
@@ -194,22 +244,30 @@ def argument(y, bias, key_bias, C: tl.constexpr):
 
 
 @triton.jit
-def shifted(y, y_max, visible, F, MASKED: tl.constexpr):
+def shifted(y, y_max, visible, F, MASKED):
     """y of a tile, shifted, each row's running maximum of y, and the factor of earlier sums of phi.
 
     A new maximum changes the shift, and with it those sums.
     """
-    seen = tl.where(visible, y, -float("inf")) if MASKED else y
-    top = tl.maximum(y_max, tl.max(seen, 1))
+    visible_y = y
+    if MASKED:
+        visible_y = tl.where(visible, y, -float("inf"))
+    top = tl.maximum(y_max, tl.max(visible_y, 1))
     return y + F.shift(top)[:, None], top, tl.exp2(F.shift(top) - F.shift(y_max))
 
 
 @triton.jit
-def sink_of(NUMBERS, h, F, M: tl.constexpr):
-    """y of a head's sink for M rows, and phi of it where it is the row's maximum."""
-    y = tl.zeros([M], tl.float32) + tl.load(NUMBERS.sink.data + h)
-    a = F.phi(y + F.shift(y) if F.shift is not None else y)[0]
-    return y, a
+def sink_of(sink, h, M):
+    """y of a head's sink, for M rows."""
+    return tl.zeros([M], tl.float32) + tl.load(sink.data + h)
+
+
+@triton.jit
+def phi_of_maximum(y, F):
+    """phi of y where it is the row's maximum."""
+    if F.shift is not None:
+        y = y + F.shift(y)
+    return F.phi(y)[0]
 
 
 # ---- stage 2 ----
@@ -237,7 +295,7 @@ def reweighted(a, gain, offset):
 
 
 @triton.jit
-def power_less_one(t, C: tl.constexpr):
+def power_less_one(t, C):
     """t^(P - 1) for t >= 0, and 0 at t = 0."""
     if C.P == 1:
         return tl.where(t > 0, 1.0, 0.0)
