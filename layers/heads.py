@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from attention import VARIANTS, Variant
-from attention_paths.fingerprint import fingerprint
 from attention_paths.module import Attention
 from config import Config
 from errors import UserError, check_choice
+from runtime.source import Definition, contents, source_hash
 
 # Settings that only some variants take: which, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
@@ -16,6 +16,17 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "b_init": (lambda v: "b" in v.learnable, "it is the first value of a learned b"),
     "gamma": (lambda v: "gamma" in v.constants, "it is a constant of a formula"),
 }
+
+# The formulas that all variants share.
+SHARED_FORMULAS = (
+    Definition("attention", "attention_weights"),
+    Definition("attention_paths.reference", "ReferenceAttention.normalise"),
+    Definition("attention_paths.reference", "ReferenceAttention.rows"),
+    Definition("layers.heads", "alibi_heads"),
+    Definition("config", "Config.nope_heads"),
+)
+# Modules that have no formulas, though the script of a variant may import them.
+ABOVE = ("train", "model", "optim", "generation", "evaluation", "data", "scripts")
 
 
 def build_attention(config: Config) -> Attention:
@@ -59,9 +70,6 @@ def check_attention(config: Config) -> None:
 
 
 def build_heads(config: Config, heads: range) -> Attention:
-    alibi_heads = 0
-    if config.positions == "alibi":
-        alibi_heads = len([h for h in heads if h >= config.nope_heads()])
     return Attention(
         VARIANTS[config.attention],
         len(heads),
@@ -70,17 +78,39 @@ def build_heads(config: Config, heads: range) -> Attention:
         p=config.p,
         window=config.window,
         softcap=config.softcap,
-        alibi_heads=alibi_heads,
+        alibi_heads=alibi_heads(config, heads),
         sink=config.sink,
         scalars={"s": config.s_init, "b": config.b_init, "gamma": config.gamma},
         impl=config.attention_impl,
     )
 
 
+def alibi_heads(config: Config, heads: range) -> int:
+    """How many of these heads of a layer have ALiBi."""
+    if config.positions != "alibi":
+        return 0
+    return len([head for head in heads if head >= config.nope_heads()])
+
+
 def formulas_hash(config: Config) -> str:
-    """The fingerprint of the formulas of a layer's attention."""
-    local = [VARIANTS["softmax"]] if config.local_window else []
-    return fingerprint(VARIANTS[config.attention], *local)
+    """A hash of the source of the formulas of a layer's attention; runtime.source describes it.
+
+    Of an entry that a script has put into VARIANTS it is the source of the modules that define its
+    functions.
+    """
+    names = [config.attention]
+    if config.local_window is not None:
+        names.append("softmax")
+    roots = list(SHARED_FORMULAS)
+    words = []
+    for name in names:
+        roots.append(Definition("attention", "VARIANTS", name))
+        for content in contents(VARIANTS[name]):
+            if isinstance(content, str):
+                words.append(content)
+            elif content.module != "attention":
+                roots.append(content)
+    return source_hash(tuple(roots), ABOVE, tuple(words))
 
 
 def check_settings(config: Config) -> None:

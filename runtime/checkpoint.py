@@ -29,7 +29,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from attention_paths.fingerprint import differs
 from config import MAY_CHANGE, Config, saved_config
 from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
@@ -38,6 +37,7 @@ from model import GPT
 from optim import learning_rate
 from runtime.device import environment, uncommitted
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
+from runtime.source import differs
 
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]
@@ -129,7 +129,7 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def formulas_of(run: Path) -> str | None:
-    """Return the fingerprint of the formulas that a run began with, if it is recorded."""
+    """Return the hash of the formulas that a run began with, if it is recorded."""
     return (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
 
 
@@ -148,8 +148,8 @@ def write_header(
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `attention` is what layers.selfcheck found. A resumed run keeps the fingerprint of the formulas
-    that it began with, and says where they have changed since; each start has a patch.
+    `attention` is what layers.selfcheck found. A resumed run keeps the hash of the formulas that
+    it began with, and says where they have changed since; each start has a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()

@@ -10,7 +10,7 @@ from tests.runs import ROOT
 LAYERS = (
     ("errors",),
     ("data.vocabulary", "runtime.hf_config"),
-    ("config", "runtime.files"),
+    ("config", "runtime.files", "runtime.source"),
     ("runtime.device", "runtime.distributed"),
     ("data", "attention"),
     ("attention_paths.kernels",),

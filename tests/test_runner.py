@@ -1,7 +1,11 @@
 """What all evaluations share: options, opening a run, stored measurements, names of pictures."""
 
+import importlib
 import json
 import re
+import shutil
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +15,7 @@ import torch
 
 from attention import VARIANTS
 from config import Config
+from data.shards import read_shard, write_shard
 from errors import UserError
 from layers.build import build_model
 from layers.heads import formulas_hash
@@ -18,10 +23,12 @@ from runtime import checkpoint
 from scripts import eval_length
 from scripts.common import runner
 from scripts.common.labels import picture_path, run_names
-from scripts.common.options import Options, parse
+from scripts.common.options import EvaluationOptions, Options, parse
 from scripts.common.planned import PlannedRun
+from scripts.common.runner import NO_TEXT
 from tests.helpers import measured_losses, saved_run, small_config
 from tests.runs import ROOT
+from tests.test_source import forget_sources
 
 # ---- options ----
 
@@ -135,17 +142,114 @@ def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, mon
 
     before = losses()
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr(runner, "code_of", lambda name: "other")
+    monkeypatch.setattr(runner, "code_hash", lambda evaluation: "source other")
     assert losses() == before
     assert capsys.readouterr().out.count("with other code; --again repeats it") == 1
     other_formula()
-    assert losses()[:1] == before and losses()[1] != before[0]
-    # one made before formulas were recorded is taken
+    assert losses()[:1] == before
+    assert losses()[1] != before[0]
+    assert losses("--again")[1] != before[0]
+
+
+def test_measurements_of_earlier_versions_are_taken(run, call, pictures, other_formula, capsys):
+    """What was not recorded, or in another way, cannot be compared; it is no reason to repeat."""
     results = run / "eval_length.json"
-    old = json.loads(results.read_text())[:1]
-    del old[0]["formulas"]
-    results.write_text(json.dumps(old))
-    assert losses() == before and losses("--again")[0] != before[0]
+    call(eval_length, run, "--lengths=128", "--tokens=128")
+    (measurement,) = json.loads(results.read_text())
+    chunk = measurement["parts"]["128 tokens"]
+    del measurement["tokenizer"]
+    other_formula()
+    for formulas in (None, "3.11 0123456789abcdef"):
+        measurement["formulas"] = formulas
+        measurement["code"] = {"128 tokens": "0123456789abcdef"}
+        if formulas is None:
+            del measurement["formulas"], measurement["code"]
+        results.write_text(json.dumps([measurement]))
+        capsys.readouterr()
+        call(eval_length, run, "--lengths=128", "--tokens=128")
+        (taken,) = json.loads(results.read_text())
+        assert taken["parts"]["128 tokens"] == chunk
+        assert "other code" not in capsys.readouterr().out
+
+
+# ---- an evaluation of one's own ----
+
+
+@pytest.fixture
+def likeliest(tmp_path, monkeypatch):
+    """The evaluation of the docstring of scripts.common.runner, in a file of any name."""
+    code = re.search(r"is a file with\n\n(.*?)\n\n`measured", runner.__doc__, re.S)[1]
+    (tmp_path / "my_file.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("my_file")
+    del sys.modules["my_file"]
+
+
+def test_the_documented_evaluation(run, call, likeliest, capsys):
+    call(likeliest, run, "--tokens=256", "--device=cpu")
+    printed = capsys.readouterr().out
+    options = likeliest.LikeliestOptions(tokens=256, device="cpu")
+    result = runner.measured(likeliest.LIKELIEST, options, run)
+    probability = result["parts"]["256 tokens"]["probability"]
+    assert 0 < probability < 1
+    assert printed == f"lssar_p3, 256 tokens: {probability:.4f}\n"
+    (stored,) = json.loads((run / "likeliest_token.json").read_text())
+    assert stored["parts"] == result["parts"]
+
+
+def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest, tmp_path, capsys):
+    """Whatever its options are, and whatever its file is called."""
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    model = build_model(small_config("softmax.py", f"--data_dir={folder}"))
+    run = saved_run(tmp_path / "run", model)
+
+    class OptionsWithoutText(EvaluationOptions):
+        tokens = 256
+
+    def measurements(name="likeliest_token", **functions):
+        """How many there are after another process has measured the run."""
+        runner.validation_id.cache_clear()
+        forget_sources()
+        evaluation = replace(
+            likeliest.LIKELIEST, name=name, options=OptionsWithoutText, **functions
+        )
+        runner.measured(evaluation, OptionsWithoutText(device="cpu"), run)
+        return len(json.loads((run / f"{name}.json").read_text()))
+
+    def change_shards():
+        (shard,) = folder.glob("*_val_*.bin")
+        write_shard(shard, read_shard(shard)[::-1].copy())
+
+    without_text = {"name": "without_text", "identify": lambda options, config: NO_TEXT}
+    assert measurements() == measurements() == 1
+    assert measurements(**without_text) == 1
+    change_shards()
+    assert measurements() == measurements() == 2
+    assert measurements(**without_text) == 1
+    assert "other code" not in capsys.readouterr().out
+    file = tmp_path / "my_file.py"
+    file.write_text(file.read_text().replace("softmax(-1)", "sigmoid()"))
+    assert measurements() == 2
+    assert "with other code; --again repeats it" in capsys.readouterr().out
+
+
+def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file, tmp_path):
+    config = small_config("softmax.py", f"--tokenizer={words_file}")
+    run = saved_run(tmp_path / "run", build_model(config))
+    evaluation = replace(
+        likeliest.LIKELIEST,
+        options=EvaluationOptions,
+        identify=lambda options, config: NO_TEXT,
+        chunks=lambda options, config: {"all": None},
+        measure=lambda options, run, chunk: {"value": 1},
+    )
+    options = EvaluationOptions(device="cpu")
+    runner.measured(evaluation, options, run)
+    assert runner.stored(evaluation, options, run) is not None
+    (run / "tokenizer.json").write_text(words_file.read_text() + "\n")
+    assert runner.stored(evaluation, options, run) is None
+    with pytest.raises(UserError, match="tokenizer sha256:.* do not fit"):
+        runner.measured(evaluation, options, run)
 
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):

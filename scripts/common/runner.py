@@ -1,7 +1,16 @@
-"""Evaluations of finished runs: what one is, how a run is measured, stored, shown.
+"""Evaluations of finished runs: what one is, how a run is measured once, how it is shown.
 
-An evaluation is a few functions, and the dataclass of their options, which are options of the
-command and of scripts.reproduce alike:
+An evaluation is a few functions, and a dataclass whose fields are its options on the command line
+and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's folder, is a file with
+
+    from dataclasses import dataclass
+
+    import torch
+
+    from scripts.common.options import option
+    from scripts.common.runner import Evaluation, as_command
+    from scripts.common.validation import TextOptions, stretches, windows
+
 
     @dataclass(frozen=True, kw_only=True)
     class LikeliestOptions(TextOptions):
@@ -9,15 +18,27 @@ command and of scripts.reproduce alike:
 
         tokens: int = option(1000, "validation tokens", at_least=1)
 
-    def chunks(options: LikeliestOptions, config: Config) -> dict[str, int]:
+
+    def chunks(options, config):
         return {f"{options.tokens} tokens": options.tokens}
 
-    def measure(options: LikeliestOptions, run: Run, tokens: int) -> dict:
-        return {"probability": ...}
 
-    def show(options: LikeliestOptions, results: Results) -> dict[str, Figure]:
-        print(results)
-        return {}
+    def measure(options, run, tokens):
+        length = run.config.block_size
+        text = stretches((length,), tokens, run.config)
+        means = []
+        with torch.no_grad(), run.autocast():
+            for x, _ in windows(text, length, run.device):
+                means.append(run.model(x).softmax(-1).amax(-1).mean())
+        return {"probability": torch.stack(means).mean().item()}
+
+
+    def show(options, results):
+        for name, result in results.items():
+            for chunk, values in result["parts"].items():
+                print(f"{name}, {chunk}: {values['probability']:.4f}")
+        return {}  # pictures by name
+
 
     LIKELIEST = Evaluation(
         name="likeliest_token",  # measurements go to RUN/likeliest_token.json
@@ -28,8 +49,13 @@ command and of scripts.reproduce alike:
     )
     main = as_command(LIKELIEST)
 
+    if __name__ == "__main__":
+        main()
+
 `measured(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run once: a measurement
-is stored with the facts that identify it, and found again by them.
+is stored with the facts that identify it, and found again by them. These are the run's checkpoint
+and how it was opened, the formulas of its attention, its validation shards, and what `identify`
+adds. Where other code has changed since, a sentence says so.
 """
 
 import functools
@@ -47,8 +73,7 @@ from filelock import FileLock
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from attention_paths.fingerprint import differs
-from config import ROOT, Config
+from config import Config
 from data.shards import list_shards
 from errors import UserError, command
 from layers.build import build_model
@@ -58,12 +83,15 @@ from model import GPT
 from runtime import checkpoint
 from runtime.device import autocast, environment, pick_device, pick_dtype
 from runtime.files import check_writable, read_json, sha256_of, write_json
+from runtime.source import definition_of, differs, source_hash
 from scripts.common.labels import common_folder, picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options, parse
 from scripts.common.plots import save_picture
 
 # Tokens of an evaluation batch, unless one sequence is longer.
 BATCH_TOKENS = 16384
+# Modules whose source decides no number of an evaluation, or is part of the formulas' own hash.
+NO_CODE = ("config", "errors", "runtime", "attention")
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 
@@ -197,11 +225,11 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
 
     Unless the evaluation says NO_TEXT, validation shards that have changed are measured anew.
     """
-    facts = evaluation.identify(options, config)
-    if options.task != "language" or "val_sha256" in facts:
-        return facts
-    text = {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
-    return text | facts
+    facts = {"tokenizer": config.tokenizer_id}
+    own_facts = evaluation.identify(options, config)
+    if options.task == "language" and "val_sha256" not in own_facts:
+        facts |= {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
+    return facts | own_facts
 
 
 @functools.cache
@@ -211,14 +239,17 @@ def validation_id(data_dir: str) -> str:
     return hashlib.sha256("".join(map(sha256_of, shards)).encode()).hexdigest()
 
 
-@functools.cache
-def code_of(name: str) -> str:
-    """A hash of the code of the model, its attention and the evaluation of this name."""
-    model = ("attention.py", "model.py", "generation.py", "attention_paths/**/*.py", "layers/*.py")
-    shared = ("scripts/common/retrieval.py", "scripts/common/validation.py")
-    code = (*model, "evaluation.py", "data/*.py", *shared, f"scripts/{name}.py")
-    files = [file for pattern in code for file in sorted(ROOT.glob(pattern))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+def code_hash(evaluation: Evaluation) -> str:
+    """A hash of the source behind the numbers of an evaluation, besides the formulas."""
+    functions = (
+        load_run,
+        evaluation.options,
+        evaluation.identify,
+        evaluation.chunks,
+        evaluation.measure,
+        evaluation.summarise,
+    )
+    return source_hash(tuple(map(definition_of, functions)), NO_CODE)
 
 
 # ---- measuring a run once ----
@@ -236,8 +267,9 @@ def measured(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) 
             measured(evaluation, control, path)
         result = stored(evaluation, options, path)
         assert result is not None  # all of it has been measured
-    code = result.get("code", {})
-    if any(code.get(name) != code_of(evaluation.name) for name in result["parts"]):
+    now = code_hash(evaluation)
+    before = result.get("code", {})
+    if any(differs(before.get(name), now) for name in result["parts"]):
         print(f"{path}: measured with other code; --again repeats it")
     return result
 
@@ -247,12 +279,13 @@ def measure_missing(evaluation: Evaluation[Chosen], options: Chosen, run: Run) -
     file = results_file(evaluation, run.path)
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
+    code = code_hash(evaluation)  # before the source may be edited
     known = {} if options.again else find_measurement(file, facts).get("parts", {})
     missing = [name for name in chunks if name not in known]
     for name in tqdm(missing, str(run.path), unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
         made = environment(options.device)
-        store(file, facts, name, values, code_of(evaluation.name), made)
+        store(file, facts, name, values, code, made)
 
 
 def stored(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) -> dict | None:
@@ -300,14 +333,19 @@ def find_measurement(file: Path, facts: dict) -> dict:
 
 
 def is_of(measurement: dict, facts: dict) -> bool:
-    """Whether a measurement has these facts, as far as the formulas can be compared.
-
-    The same data may lie in several folders: the hash of the shards tells them apart.
-    """
-    now = {key: facts.get(key, "") for key in ("formulas", "data_dir")}
-    old = {"val_sha256": facts.get("val_sha256")}  # not recorded by every evaluation, once
-    same = facts.items() <= (old | measurement | now).items()
-    return same and not differs(measurement.get("formulas"), now["formulas"])
+    """Whether a measurement has these facts, as far as they were recorded when it was made."""
+    for key, value in facts.items():
+        if key == "formulas":
+            same = not differs(measurement.get(key), value)
+        elif key == "data_dir":
+            same = True  # the same data may lie in several folders: the hash tells them apart
+        elif key in ("val_sha256", "tokenizer"):  # once not recorded by every evaluation
+            same = measurement.get(key, value) == value
+        else:
+            same = key in measurement and measurement[key] == value
+        if not same:
+            return False
+    return True
 
 
 def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dict) -> None:

@@ -1,0 +1,436 @@
+"""Which edits of the source make a number another one: each is noticed, and nothing else is."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import pytest
+import torch
+
+from attention import VARIANTS, Phi
+from config import Config
+from layers.heads import formulas_hash
+from runtime import source
+from runtime.source import Definition, definition_of, differs, source_hash
+from scripts import eval_length, passkey, recall
+from scripts.common.runner import code_hash
+from tests.runs import ROOT
+
+ATTENTION = (ROOT / "attention.py").read_text()
+
+
+def forget_sources():
+    """As in another process, which reads all source anew."""
+    for function in vars(source).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
+    forget_sources()
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Let hashes see a file of the repository after an edit."""
+    file_of = source.file_of
+
+    def edit(file, before, after):
+        text = (ROOT / file).read_text()
+        assert before in text
+        copy = tmp_path / file.replace("/", "_")
+        copy.write_text(text.replace(before, after, 1))
+        module = file.removesuffix(".py").replace("/", ".")
+        monkeypatch.setattr(source, "file_of", lambda x: copy if x == module else file_of(x))
+        forget_sources()
+
+    return edit
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Write a module of a user's own, and let it be found."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        forget_sources()
+
+    return write
+
+
+# ---- formulas ----
+
+LSSAR = {"attention": "lssar", "p": 15.0}
+HYBRID = LSSAR | {"nope_share": 0.5, "local_window": 64}
+EDITED_FORMULAS = {
+    "a formula": (
+        {"attention": "softpick"},
+        ("attention.py", "torch.exp(z - top) - torch", "torch.exp(z - top) + torch"),
+    ),
+    "a formula of another's scale": (
+        {"attention": "softmax_cosine"},
+        ("attention.py", "math.log(rows.d) * rows.n.log()", "2 * rows.n.log()"),
+    ),
+    "a lambda in the table": (
+        {"attention": "ssmax"},
+        ("attention.py", "rows.s * rows.n.log() * rows.d**-0.5", "rows.s * rows.d**-0.5"),
+    ),
+    "a flag in the table": (
+        {"attention": "softmax_inverse"},
+        ("attention.py", "Variant(EXP, reweight=inverse)", "Variant(EXP, reweight=recentre)"),
+    ),
+    "a helper two calls deep": ({}, ("attention.py", "norm < 2.0**-32", "norm < 2.0**-30")),
+    "a constant": ({}, ("attention.py", "DEAD = 1e-30", "DEAD = 1e-29")),
+    "a constant in a function": (LSSAR, ("attention.py", "threshold=40", "threshold=41")),
+    "a constant of an algorithm": (
+        {"attention": "sparsemax"},
+        ("attention.py", "NEWTON_STEPS = 16", "NEWTON_STEPS = 8"),
+    ),
+    "a constant in a tuple": (
+        {"attention": "adaptive_temperature"},
+        ("attention.py", "4.917", "4.916"),
+    ),
+    "a default argument": ({}, ("attention.py", "signed: bool = False)", "signed: bool = True)")),
+    "a default of a field": ({}, ("attention.py", "zero: float = -math.inf", "zero: float = 0.0")),
+    "a default formula": (
+        {},
+        ("attention.py", "lambda rows: rows.d**-0.5\n", "lambda rows: rows.d**-0.4\n"),
+    ),
+    "a later statement": (
+        LSSAR,
+        ("attention.py", "\n\ndef attention_w", '\nVARIANTS["lssar"] = other\n\ndef attention_w'),
+    ),
+    "a loop": (
+        LSSAR,
+        ("attention.py", "\n\ndef attention_w", "\nfor x in VARIANTS: pass\n\ndef attention_w"),
+    ),
+    "an import": ({}, ("attention.py", "import torch\n", "import jax as torch\n")),
+    "the re-weighting": (LSSAR, ("attention.py", "(rows.n > 3) &", "(rows.n > 2) &")),
+    "the window": ({"window": 8}, ("attention.py", "self.last - self.window", "self.last")),
+    "the soft cap": ({"softcap": 9.0}, ("attention.py", "torch.tanh(z", "torch.sin(z")),
+    "the sink": ({"sink": "one"}, ("attention.py", "(z, rows.sink", "(z, 2 * rows.sink")),
+    "unit vectors": (LSSAR, ("attention.py", "+ 1e-12)", "+ 1e-6)")),
+    "unit vectors of a cache": (
+        LSSAR,
+        ("attention_paths/reference.py", " + 1e-12)", " + 1e-6)"),
+    ),
+    "slopes of ALiBi": (
+        {"positions": "alibi"},
+        ("attention_paths/reference.py", "-8 * h", "-320 * h"),
+    ),
+    "heads with ALiBi": (
+        {"positions": "alibi"},
+        ("layers/heads.py", "head >= config.nope_heads()", "head > config.nope_heads()"),
+    ),
+    "forget gates": (
+        {"forget": True},
+        ("attention_paths/reference.py", ".cumsum(-1)", ".cumprod(-1)"),
+    ),
+    "powers on a CPU": (LSSAR, ("attention_paths/power.py", "if not 3 < p", "if not 2 < p")),
+    "heads without positions": (
+        {"nope_share": 0.5},
+        ("config.py", "return round(self.n_head", "return int(self.n_head"),
+    ),
+    "softmax beside another variant": (
+        HYBRID,
+        ("attention.py", '"softmax": Variant(EXP)', '"softmax": Variant(SIGMOID)'),
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, edit", EDITED_FORMULAS.values(), ids=EDITED_FORMULAS)
+def test_an_edited_formula_is_noticed(settings, edit, edited):
+    config = Config(**settings)
+    before = formulas_hash(config)
+    edited(*edit)
+    assert differs(before, formulas_hash(config))
+
+
+SOFTPLUS_LINE, RELU_LINE = re.findall("^(?:SOFTPLUS|RELU) = .*", ATTENTION, re.M)
+SAME_FORMULAS = {
+    "a comment": ("attention.py", "# LSSAR Table 1.", "# Another comment."),
+    "a comment in a function": ("attention.py", "# A - offset would negate", "# A - offset is"),
+    "a docstring": ("attention.py", "Stage 2, LSSAR Eq. 5", "Stage 2"),
+    "format": (
+        "attention.py",
+        "mean, top = total / rows.n, A.detach()",
+        "mean, top = (  # in parentheses\n    total/rows . n), A.detach()",
+    ),
+    "an annotation": ("attention.py", "p: float | None) -> Tensor:", "p: float) -> object:"),
+    "another variant": ("attention.py", "torch.exp(z - top) -", "torch.exp(z - top) +"),
+    "a new variant": (
+        "attention.py",
+        "\n\ndef attention_w",
+        '\nVARIANTS["elu"] = Variant(Phi(F.elu))\n\ndef attention_w',
+    ),
+    "a new entry of the table": (
+        "attention.py",
+        '    "softmax": Variant(EXP),\n',
+        '    "softmax": Variant(EXP),\n    "elu": Variant(Phi(F.elu)),\n',
+    ),
+    "a function that is not used": (
+        "attention.py",
+        "\n\ndef tied",
+        "\n\ndef unused(x):\n    return x\n\n\ndef tied",
+    ),
+    "the order of definitions": (
+        "attention.py",
+        f"{SOFTPLUS_LINE}\n{RELU_LINE}\n",
+        f"{RELU_LINE}\n{SOFTPLUS_LINE}\n",
+    ),
+    "a new import": ("attention.py", "import math\n", "import math\nimport os\n"),
+    "a new setting": ("config.py", "    def nope_heads", "    new = 1\n\n    def nope_heads"),
+    "how a kernel is launched": ("attention_paths/fused.py", "return ", "return 1 and "),
+}
+
+
+@pytest.mark.parametrize("edit", SAME_FORMULAS.values(), ids=SAME_FORMULAS)
+def test_what_is_no_formula_changes_no_hash(edit, edited):
+    config = Config(**LSSAR)
+    before = formulas_hash(config)
+    edited(*edit)
+    assert formulas_hash(config) == before
+
+
+def test_no_two_variants_share_a_hash():
+    hashes = {formulas_hash(Config(attention=name, p=15.0)) for name in VARIANTS}
+    assert len(hashes) == len(VARIANTS)
+
+
+# ---- formulas of a user's own ----
+
+MINE = '''
+import functools
+
+import torch
+
+import shapes
+from shapes import Base, gain
+
+
+FACTOR = torch.tensor([0.12345678])
+FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh}
+NAMES = {"relu", "tanh", "elu", "gelu"}
+LIMITS = {}
+LIMITS["low"] = -1.0
+STEEP = functools.partial(gain, by=3)
+SOFTPLUS = torch.nn.Softplus(beta=2)
+
+
+class Tent(Base):
+    """A tent."""
+
+    height = 1.0
+
+    def __call__(self, z):
+        return self.clipped(z) * self.height
+
+
+@functools.lru_cache(maxsize=4)
+def width(n, *, least=1):
+    return max(n, least)
+
+
+def tent(z):
+    for name in NAMES:
+        z = FUNCTIONS.get(name, shapes.bend)(z)
+    return STEEP(Tent()(z) * FACTOR / width(3)) + SOFTPLUS(z).clamp_min(LIMITS["low"])
+'''
+SHAPES = """
+import sys
+
+
+def gain(z, by):
+    return z * by
+
+
+def bend(z):
+    return bent(z, 0.5)
+
+
+def bent(z, by):
+    return z.abs() * by
+
+
+class Base:
+    low = 0
+
+    def clipped(self, z):
+        return z.clamp_min(self.low)
+"""
+EDITED_MODULES = {
+    "a tensor": ("FACTOR = torch.tensor([0.12345678])", "FACTOR = torch.tensor([0.12345679])"),
+    "a dict of functions": ('"tanh": torch.tanh', '"tanh": torch.sin'),
+    "a set of names": ('"gelu"}', '"silu"}'),
+    "an item of a dict": ('LIMITS["low"] = -1.0', 'LIMITS["low"] = -2.0'),
+    "an argument of a partial function": ("by=3)", "by=4)"),
+    "an argument of an object": ("Softplus(beta=2)", "Softplus(beta=3)"),
+    "an attribute of a class": ("height = 1.0", "height = 2.0"),
+    "a call of an object": ("* self.height", "+ self.height"),
+    "an argument of a decorator": ("maxsize=4", "maxsize=5"),
+    "a cached function": ("max(n, least)", "max(n, least + 1)"),
+    "a keyword-only default": ("least=1)", "least=2)"),
+    "a module's function": ("return bent(z, 0.5)", "return bent(z, 0.4)"),
+    "what a module's function calls": ("z.abs() * by", "z.abs() + by"),
+    "what is imported": ("return z * by", "return z + by"),
+    "a base class": ("clamp_min(self.low)", "clamp_max(self.low)"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED_MODULES.values(), ids=EDITED_MODULES)
+def test_an_edited_module_of_ones_own_is_noticed(edit, own_module):
+    own_module("mine", MINE)
+    own_module("shapes", SHAPES)
+    before = source_hash((Definition("mine", "tent"),))
+    assert (edit[0] in MINE) != (edit[0] in SHAPES)
+    own_module("mine", MINE.replace(*edit))
+    own_module("shapes", SHAPES.replace(*edit))
+    assert differs(before, source_hash((Definition("mine", "tent"),)))
+
+
+def test_a_module_that_attention_imports(edited, own_module):
+    own_module("mine", "def half(z):\n    return z / 2\n")
+    entry = '\nfrom mine import half\nVARIANTS["softmax"] = Variant(Phi(half))\n\ndef attention_w'
+    edit = ("attention.py", "\n\ndef attention_w", entry)
+    edited(*edit)
+    before = formulas_hash(Config())
+    own_module("mine", "def half(z):\n    return z / 3\n")
+    edited(*edit)
+    assert differs(before, formulas_hash(Config()))
+
+
+def test_a_variant_that_a_script_adds(own_module, monkeypatch):
+    """Its source is the module of its functions: of a lambda, a partial function, an object."""
+    module = "from functools import partial\nhalf = lambda z, by=2: z / by\n"
+    module += "class Third:\n    def __call__(self, z):\n        return z / 3\n"
+    own_module("script", module)
+    script = importlib.import_module("script")
+    functions = (script.half, partial(script.half, by=4), script.Third(), lru_cache(script.half))
+    before = []
+    for function in functions:
+        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
+        before.append(formulas_hash(Config().replace(attention="own")))
+    own_module("script", module.replace("z / by", "z * by"))
+    for function, hash_before in zip(functions, before, strict=True):
+        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
+        assert differs(hash_before, formulas_hash(Config().replace(attention="own")))
+    # what has no source of a user's own is hashed all the same
+    for phi in (Phi(torch.nn.Softplus(beta=2)), Phi(eval("lambda z: z")), Phi(torch.exp)):
+        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=phi))
+        assert formulas_hash(Config().replace(attention="own")).startswith("source ")
+    del sys.modules["script"]
+
+
+# ---- evaluations ----
+
+EDITED_CODE = {
+    "its own function": ("scripts/eval_length.py", "losses.cpu().double().sum(0)", "losses.sum(0)"),
+    "its own constant": ("scripts/eval_length.py", "weights // 24", "weights // 25"),
+    "an option": ("scripts/eval_length.py", "per_position: bool = option(False", "x = option(True"),
+    "its chunks": ("scripts/eval_length.py", 'name = f"{length} tokens"', 'name = f"{length}"'),
+    "shared code": ("scripts/common/validation.py", "math.lcm(*lengths)", "max(lengths)"),
+    "how runs are opened": ("scripts/common/runner.py", "model.scale_rope(", "model.rescale("),
+    "the size of a batch": ("scripts/common/runner.py", "BATCH_TOKENS = 16384", "BATCH_TOKENS = 9"),
+    "the model": ("model.py", "F.gelu(", "F.relu("),
+    "the shards' format": ("data/shards.py", "HEADER_INTS = 256", "HEADER_INTS = 128"),
+    "RoPE": ("layers/rope.py", "return ", "return 2 * "),
+    "a path of attention": ("attention_paths/sdpa.py", "enable_gqa=", "enable="),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED_CODE.values(), ids=EDITED_CODE)
+def test_edited_code_of_an_evaluation_is_noticed(edit, edited):
+    before = code_hash(eval_length.EVAL_LENGTH)
+    edited(*edit)
+    assert differs(before, code_hash(eval_length.EVAL_LENGTH))
+
+
+SAME_CODE = {
+    "a docstring": ("scripts/eval_length.py", "Mean loss in nats at every position", "The mean"),
+    "its table": ("scripts/eval_length.py", "print_table(table, width=9)", "print_table(table)"),
+    "its picture": ("scripts/eval_length.py", "SMOOTHING = 16", "SMOOTHING = 17"),
+    "another evaluation": ("scripts/passkey.py", "LARGEST_KEY = 50000", "LARGEST_KEY = 5"),
+    "all pictures": ("scripts/common/plots.py", "figure", "picture"),
+    "a variant": ("attention.py", "torch.exp(z - top) -", "torch.exp(z - top) +"),
+    "a setting": ("config.py", "    def nope_heads", "    new = 1\n\n    def nope_heads"),
+}
+
+
+@pytest.mark.parametrize("edit", SAME_CODE.values(), ids=SAME_CODE)
+def test_what_decides_no_number_of_an_evaluation(edit, edited):
+    before = code_hash(eval_length.EVAL_LENGTH)
+    edited(*edit)
+    assert code_hash(eval_length.EVAL_LENGTH) == before
+
+
+@pytest.mark.parametrize(
+    "evaluation, edit",
+    [
+        (passkey.PASSKEY, ("scripts/common/retrieval.py", "[0-9]+", "[0-9]*")),
+        (passkey.PASSKEY, ("generation.py", "return ", "return 1 + ")),
+        (passkey.PASSKEY, ("data/tokenizer.py", "return ", "return 1 + ")),
+        (recall.RECALL, ("data/recall.py", "PAIRS = 4", "PAIRS = 3")),
+    ],
+)
+def test_edited_code_of_other_evaluations(evaluation, edit, edited):
+    before = code_hash(evaluation)
+    edited(*edit)
+    assert differs(before, code_hash(evaluation))
+
+
+def test_the_file_of_an_evaluation_may_have_any_name(own_module):
+    """By the module of its functions, also of those in partial functions."""
+    text = "HALF = 0.5\ndef measure(options, run, chunk):\n    return {'value': HALF}\n"
+    own_module("any_file", text)
+    module = importlib.import_module("any_file")
+    evaluation = replace(eval_length.EVAL_LENGTH, name="other", measure=partial(module.measure))
+    before = code_hash(evaluation)
+    own_module("any_file", text.replace("0.5", "0.4"))
+    assert differs(before, code_hash(evaluation))
+    del sys.modules["any_file"]
+
+
+# ---- hashes ----
+
+
+def test_every_process_finds_the_same_hash(own_module, tmp_path):
+    own_module("mine", MINE)
+    own_module("shapes", SHAPES)
+    code = """
+from runtime.source import Definition, source_hash
+roots = Definition("mine", "tent"), Definition("attention", "VARIANTS", "lssar")
+print(source_hash(roots))
+"""
+    hashes = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        hashes.add(done.stdout.decode().strip())
+    roots = Definition("mine", "tent"), Definition("attention", "VARIANTS", "lssar")
+    assert hashes == {source_hash(roots)}
+
+
+def test_only_hashes_of_one_kind_are_compared():
+    now = formulas_hash(Config())
+    assert differs("source 0123456789abcdef", now)
+    # none recorded; one of instructions, by version of Python; one of the bytes of files
+    for before in (None, "3.12 0123456789abcdef", "0123456789abcdef", now):
+        assert not differs(before, now)
+
+
+def test_a_definition_that_is_gone_is_an_error():
+    with pytest.raises(LookupError, match="attention does not define nothing"):
+        source_hash((Definition("attention", "nothing"),))
+    assert definition_of(forget_sources) == Definition(__name__, "forget_sources")
+    assert definition_of(lambda: None) == Definition(
+        __name__, "test_a_definition_that_is_gone_is_an_error"
+    )
