@@ -59,9 +59,10 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
     environment
 """
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
-# The name of the part of --distances.
+# The name of the chunk of --distances.
 BY_DISTANCE = "by distance"
 # A distance is near below this share of the length, and far from half of it.
 NEAR = 1 / 16
@@ -117,33 +118,36 @@ class MapOptions(LengthOptions, TextOptions):
         return ids
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
-        return super().lengths_of(*configs) if self.tokens else ()
+        """The lengths of the validation windows; none without --tokens."""
+        if self.tokens == 0:
+            return ()
+        return super().lengths_of(*configs)
 
-    def validation(self, config: Config) -> NDArray:
-        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
+    def layer_of(self, config: Config) -> int:
+        """The number of the layer, from 0."""
+        return self.layer % config.n_layer
+
+    def validation(self, config: Config) -> NDArray[np.uint16]:
+        """The validation text that is cut into windows of all lengths."""
+        lengths = self.lengths_of(config)
+        if self.distances:
+            lengths += (config.block_size,)
         return stretches(lengths, self.tokens, config)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What is measured at once: the text, or the windows of a length by keys or by distance."""
-
-    length: int | None  # of a window; None: the text
-    by_distance: bool = False
-
-
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
-    if len({len(chunks(options, config)) for config in configs}) > 1:
+    """The same options, if all runs have as many chunks."""
+    counts = {len(chunks(options, config)) for config in configs}
+    if len(counts) > 1:
         raise UserError("learned positions end before a default length: give --lengths")
     return options
 
 
 def identify(options: MapOptions, config: Config) -> dict:
-    last = config.n_layer - 1
-    if not -config.n_layer <= options.layer <= last:
-        raise UserError(f"--layer {options.layer}: this model has layers 0 to {last}")
+    if not -config.n_layer <= options.layer < config.n_layer:
+        raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
     options.ids(config)
-    facts = {"layer": options.layer % config.n_layer, "head_windows": head_windows(config)}
+    facts = {"layer": options.layer_of(config), "head_windows": head_windows(config)}
     if not (options.tokens or options.distances):
         return facts | NO_TEXT | {"tokens": 0}
     if min(options.lengths_of(config), default=2) < 2:
@@ -151,23 +155,36 @@ def identify(options: MapOptions, config: Config) -> dict:
     return facts | {"tokens": options.validation(config)[:, 1:].size}
 
 
-def chunks(options: MapOptions, config: Config) -> dict[str, Chunk]:
-    found = {f"text: {options.text}": Chunk(None)} if options.text else {}
-    found |= {f"{length} tokens": Chunk(length) for length in options.lengths_of(config)}
+def chunks(options: MapOptions, config: Config) -> dict[str, Callable[..., dict]]:
+    """The text, the windows of each length, and the shares by distance: how each is measured."""
+    measures: dict[str, Callable[..., dict]] = {}
+    if options.text:
+        measures[f"text: {options.text}"] = measure_text
+    for length in options.lengths_of(config):
+        measures[f"{length} tokens"] = functools.partial(measure_length, length=length)
     if options.distances:
-        found[BY_DISTANCE] = Chunk(config.block_size, by_distance=True)
-    return found
+        measures[BY_DISTANCE] = measure_distances
+    return measures
 
 
-def measure(options: MapOptions, run: Run, chunk: Chunk) -> dict:
-    layer = options.layer % run.config.n_layer
-    if chunk.length is None:
-        return measure_rows(run, layer, [torch.tensor([options.ids(run.config)])])
-    validation = windows(options.validation(run.config), chunk.length, run.device)
-    one_by_one = (idx for x, _ in validation for idx in x.split(1))
-    if chunk.by_distance:
-        return measure_distances(run, one_by_one)
-    return measure_rows(run, layer, one_by_one)
+def measure(options: MapOptions, run: Run, chunk: Callable[..., dict]) -> dict:
+    return chunk(options, run)
+
+
+def measure_text(options: MapOptions, run: Run) -> dict:
+    idx = torch.tensor([options.ids(run.config)])
+    return measure_rows(run, options.layer_of(run.config), [idx])
+
+
+def measure_length(options: MapOptions, run: Run, length: int) -> dict:
+    windows = single_windows(options, run, length)
+    return measure_rows(run, options.layer_of(run.config), windows)
+
+
+def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tensor]:
+    """The windows [1, length] of the validation text."""
+    for x, _ in windows(options.validation(run.config), length, run.device):
+        yield from x.split(1)
 
 
 # ---- groups of positions or distances ----
@@ -288,12 +305,12 @@ def mean_over_heads(part: dict, name: str) -> float:
 # ---- weights, by distance ----
 
 
-def measure_distances(run: Run, windows: Iterable[Tensor]) -> dict:
-    """The shares of --distances, means over windows [1, block_size]."""
+def measure_distances(options: MapOptions, run: Run) -> dict:
+    """The shares of --distances, means over windows of the training length."""
     length = run.config.block_size
     pairs = visible_pairs(length, head_windows(run.config))  # [layers, H, groups]
     by_window = []
-    for idx in windows:
+    for idx in single_windows(options, run, length):
         with run.autocast():
             # the signs of weights, in a byte each
             signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
@@ -377,9 +394,10 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
 
 
 def show(options: MapOptions, results: Results) -> dict[str, Figure]:
-    """Print a table of every part, with a line for every run; draw the distances."""
-    # the lengths of runs with other training lengths differ
-    for names in zip(*(result["parts"] for result in results.values()), strict=True):
+    """Print a table of every chunk, with a line for every run; draw the distances."""
+    # the default lengths of runs with other training lengths differ
+    parts = [result["parts"] for result in results.values()]
+    for names in zip(*parts, strict=True):
         if names[0] == BY_DISTANCE:
             return {"weights_by_distance": show_distances(results)}
         print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
@@ -413,7 +431,8 @@ def show_distances(results: Results) -> Figure:
 def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure | None:
     if not options.text:
         return None
-    run, layer = load_run(path, options), measurement["layer"]
+    run = load_run(path, options)
+    layer = measurement["layer"]
     ids = options.ids(run.config)
     return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
 
