@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.loader import epoch_order
 from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
+from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
@@ -106,7 +107,7 @@ def measure(options: PhysicsOptions, run: Run, probe: Callable[..., dict]) -> di
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences, and the force at the planets' positions: every other entry from the second on."""
+    """Sequences of one planet, and the force on it at all points in time."""
 
     tokens: NDArray[np.uint16]  # [sequences, entries, 2]
     states: Floats  # [sequences, points, features] that determine the force
@@ -232,35 +233,47 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
     open_device(options.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
     outputs = task.forces.shape[-1]
-    model = copy.deepcopy(run.model)
-    model.lm_head = nn.Linear(config.n_embd, outputs)
-    nn.init.normal_(model.lm_head.weight, std=0.02)
-    nn.init.zeros_(model.lm_head.bias)
-    model.to(run.device).train()
+    model = with_new_head(run.model, outputs).to(run.device).train()
     optimizers = build_optimizers(model, config)
     training = Training(model, run.dtype, optimizers, build_scaler(run.device, run.dtype))
     labels = np.where(task.labelled[..., None], task.targets, np.nan)
     x = torch.from_numpy(task.tokens).long().to(run.device)
     y = torch.from_numpy(labels).float().to(run.device)
 
-    def squared_error(x: Tensor, y: Tensor) -> Tensor:
-        return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
+    def forces(tokens: Tensor) -> Tensor:
+        """The outputs at the planets' positions: every other entry from the second on."""
+        return model(tokens)[:, 1::2].float()
+
+    def squared_error(tokens: Tensor, labels: Tensor) -> Tensor:
+        errors = forces(tokens) - labels
+        return errors[~labels.isnan()].square().sum()
 
     for step in tqdm(range(options.steps), "fine-tuning", leave=False, disable=None):
         sequences = min(options.batch, len(x))
-        indices = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
+        order = epoch_order(step * sequences, sequences, len(x), config.seed)
+        indices = torch.from_numpy(order)
         xs = x[indices].split(config.batch_size)
         ys = y[indices].split(config.batch_size)
-        labels_in_batch = int(task.labelled[indices].sum()) * outputs
-        batch = Batch(list(zip(xs, ys, strict=True)), labels_in_batch, 0)
+        count = int(task.labelled[order].sum()) * outputs
+        batch = Batch(list(zip(xs, ys, strict=True)), count, 0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not is_finite_step(loss, norm, training.scaler):
-            at = f"{run.path}: {probe} diverged at step {step + 1}"
-            raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
+            raise RuntimeError(
+                f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
+            )
     model.eval()
     with torch.no_grad(), run.autocast():
-        predicted = [model(tokens)[:, 1::2].float().cpu() for tokens in x.split(config.batch_size)]
+        predicted = [forces(tokens).cpu() for tokens in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
+
+
+def with_new_head(model: GPT, outputs: int) -> GPT:
+    """A copy of the model whose head is a new linear layer, with a bias, of so many outputs."""
+    model = copy.deepcopy(model)
+    model.lm_head = nn.Linear(model.config.n_embd, outputs)
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    nn.init.zeros_(model.lm_head.bias)
+    return model
 
 
 def probe_vectors(options: PhysicsOptions, run: Run) -> dict:

@@ -24,10 +24,7 @@ class Inducing:
     def __init__(self, window):
         self.window = window
 
-    def wte(self, idx):
-        return idx
-
-    def trunk(self, idx):
+    def hidden(self, idx):
         predicted = torch.full_like(idx, -1)
         for row, ids in zip(predicted, idx.tolist(), strict=True):
             for i in range(1, len(ids)):
