@@ -4,24 +4,22 @@ python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
 python -m scripts.attention_maps RUN [RUN ...] --distances
 
-Draws RUN/attention_maps.png, the weights of all heads of the layer on a text. Prints a table for
-the text and for the same validation tokens at each length, with a line for every run. The model
-reads the text without end-of-text before it.
+Draws RUN/attention_maps.png, the weights of all heads of a layer on a text. Prints a table for the
+text, and for each length a table for the same validation tokens, with a line for every run. The
+model reads the text without end-of-text before it.
 
-A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
-window, the last of them. The first query has no choice and is left out. Reported are means over
-rows of
+A row is the weights of one query over the n keys that it sees: all keys up to its own position, or
+the last of them in a head with a window. The first query sees a single key and is left out. The
+columns are means over rows:
 
     first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal,
                         or 0 where a window hides it
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all weights are equal, also for n = 1; 0 if one of
-                        several keys gets all
+    entropy_share       entropy / log n: 1 if all weights are equal, also for n = 1; 0 if a single
+                        key of several gets all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
+    dead                share of the rows that are all 0; they are left out of the other means
     sum                 sum |A|: 1 for a distribution
-
-So a row that is not a distribution is normalised as |A| / sum |A|. A row of zeros is dead: it is
-counted, and excluded from the means.
 
 LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
 diagonal, and that a score below 0 gets no gradient, which isolates its token. --distances measures
@@ -39,7 +37,7 @@ query and key: near, at distances below 1/16 of the length; far, from half of it
 picture is weights_by_distance.png in the run's folder, or for several runs
 weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 
-RUN/attention_maps.json is a list of measurements. What it has is not measured again.
+RUN/attention_maps.json is a list of measurements; what it has is not measured again. A measurement:
 
     variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
@@ -47,8 +45,8 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
-        keys            groups of rows with up to 2, 4, 8, ... keys up to their own, including keys
-                        that a window hides
+        keys            groups of rows with up to 2, 4, 8, ... keys up to their position, including
+                        keys that a window hides
         groups          {"dead": [heads][groups] share of rows, "first_token": [heads][groups], ...}
         heads           {"dead": [heads], "first_token": [heads], ...}, over all rows
                         and "by distance": {...} with
@@ -105,10 +103,10 @@ class MapOptions(LengthOptions, TextOptions):
 
     multiples = (1, 8)
 
-    layer: int = option(-1, "0 is the first, -1 the last")
-    text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
+    layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
+    text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
-    distances: bool = option(False, "also positive weights by distance, dead rows, in all layers")
+    distances: bool = option(False, "also measure positive weights by distance in all layers")
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -241,9 +239,9 @@ def weights(
 
 def visible_keys(config: Config, layer: int, length: int) -> Tensor:
     """The number of keys that each row of each head sees, [H, length]."""
-    before = torch.arange(1, length + 1)  # the keys up to a row's own
+    causal = torch.arange(1, length + 1)
     limits = torch.tensor([window or length for window in head_windows(config)[layer]])
-    return before.minimum(limits[:, None])
+    return causal.minimum(limits[:, None])
 
 
 def row_statistics(A: Tensor) -> Tensor:
@@ -297,9 +295,9 @@ def means(sums: dict[str, Tensor]) -> dict[str, list]:
     return result
 
 
-def mean_over_heads(part: dict, name: str) -> float:
-    """Mean over the heads that have a value."""
-    return with_nan(part["heads"][name]).nanmean().item()
+def mean_over_heads(chunk: dict, name: str) -> float:
+    """The mean of a column over the heads that have a value."""
+    return with_nan(chunk["heads"][name]).nanmean().item()
 
 
 # ---- weights, by distance ----
@@ -362,11 +360,11 @@ def mean_shares(result: dict) -> dict[str, float]:
 
     NaN where there is no such pair.
     """
-    part = result["parts"][BY_DISTANCE]
-    length = part["length"]
+    chunk = result["parts"][BY_DISTANCE]
+    length = chunk["length"]
     pairs = visible_pairs(length, result["head_windows"])  # [layers, H, groups]
-    positive = with_nan(part["positive"]).nan_to_num() * pairs  # as many have a positive weight
-    last = torch.tensor(part["distances"])  # of each group
+    positive = with_nan(chunk["positive"]).nan_to_num() * pairs  # pairs with a positive weight
+    last = torch.tensor(chunk["distances"])  # of each group
     first = torch.cat((torch.tensor([0]), last[:-1] + 1))
     groups = {
         "near": last < max(1, NEAR * length),
@@ -377,16 +375,16 @@ def mean_shares(result: dict) -> dict[str, float]:
     for name, group in groups.items():
         share = positive[..., group].sum() / pairs[..., group].sum()
         means[name] = share.item()
-    means["dead rows"] = torch.tensor(part["dead_rows"]).mean().item()
-    means["dead keys"] = torch.tensor(part["dead_keys"]).mean().item()
+    means["dead rows"] = torch.tensor(chunk["dead_rows"]).mean().item()
+    means["dead keys"] = torch.tensor(chunk["dead_keys"]).mean().item()
     return means
 
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     """The distances + 1, and the mean share of positive weights over the heads that see so far."""
-    part = result["parts"][BY_DISTANCE]
-    by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
-    distances = [distance + 1 for distance in part["distances"]]
+    chunk = result["parts"][BY_DISTANCE]
+    by_head = with_nan(chunk["positive"]).flatten(0, 1)  # [layers * H, groups]
+    distances = [distance + 1 for distance in chunk["distances"]]
     return distances, by_head.nanmean(0).tolist()
 
 
@@ -403,9 +401,9 @@ def show(options: MapOptions, results: Results) -> dict[str, Figure]:
         print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
         for (run, result), name in zip(results.items(), names, strict=True):
-            part = result["parts"][name]
-            means = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
-            table.append([run, str(part["length"]), *means])
+            chunk = result["parts"][name]
+            means = [f"{mean_over_heads(chunk, column):.4f}" for column in COLUMNS]
+            table.append([run, str(chunk["length"]), *means])
         print_table(table)
     return {}
 

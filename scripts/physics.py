@@ -2,22 +2,22 @@
 
 python -m scripts.physics RUN [RUN ...]
 
-Two probes, each a fine-tuning of all weights under a new head, from the run's weights:
+Two probes fine-tune all weights under a new head, each from the run's weights:
 
-vectors     the force on each planet of the solar system, 10 positions of each orbit labelled
-magnitudes  F = G m1 m2 / r^2 of two-body systems, 9 of 10 with all positions labelled, the others
-            with two; then symbolic regression of F on r, m1 (planet) and m2 (star)
+vectors     the force on each planet of the solar system; 10 positions of each orbit are labelled
+magnitudes  F = G m1 m2 / r^2 of two-body systems; 9 systems of 10 have labels at all positions, the
+            last tenth at two; then symbolic regression of F on r, m1 (planet) and m2 (star)
 
 Both are judged at the positions without a label, after the last step. (The code of Vafa et al. 2025
 chooses a checkpoint by a validation set that is the test set, unmasked.) --oracle averages the
-nearest labelled states in place of the model. Writes RUN/physics.json, and draws forces.png in the
-run's folder, or for several runs forces_RUN_RUN.png in the folder that contains them (or --out).
-Nothing is measured twice.
+nearest labelled states instead of asking the model. Writes RUN/physics.json, and draws forces.png
+in the run's folder, or for several runs forces_RUN_RUN.png in the folder that contains them (or
+--out). Nothing is measured twice.
 
-Choices that the publications leave open: a planet of the solar system begins at its perihelion on
-the x axis; its time step is a week for the four inner planets and half a year for the others; a
-batch has at most as many sequences as there are; F is divided by the root of its mean square over
-the labels. An interrupted fine-tuning begins anew.
+The publications leave some choices open. Here a planet of the solar system begins at its perihelion
+on the x axis; its time step is a week for the four inner planets and half a year for the outer
+ones; a batch has at most as many sequences as there are; F is divided by the root of its mean
+square over the labels. An interrupted fine-tuning begins anew.
 """
 
 import copy
@@ -59,7 +59,7 @@ from train import Batch, is_finite_step, train_step
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
 INNER_PLANETS = 4
 WEEK, HALF_YEAR = TIME_STEPS
-# Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
+# Labelled positions of a planet, and of each two-body system of the last tenth.
 VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
 # Learning rates over the learning rate of training: the published 2e-4 and 6e-4 over 6e-4.
 LEARNING_RATES = {"vectors": 1 / 3, "magnitudes": 1.0}
@@ -82,10 +82,10 @@ class PhysicsOptions(EvaluationOptions):
 
     task = "orbits"
 
-    steps: int = option(10_000, "of each fine-tuning", at_least=1)
-    batch: int = option(64, "sequences of a step", at_least=1)
-    pairs: int = option(10_000, "two-body systems; one of ten is judged", at_least=10)
-    oracle: bool = option(False, "the nearest labels, not the model")
+    steps: int = option(10_000, "steps of each fine-tuning", at_least=1)
+    batch: int = option(64, "sequences in a step", at_least=1)
+    pairs: int = option(10_000, "two-body systems, a tenth of which is judged", at_least=10)
+    oracle: bool = option(False, "average the nearest labels instead of asking the model")
 
 
 def identify(options: PhysicsOptions, config: Config) -> dict:
@@ -277,7 +277,7 @@ def with_new_head(model: GPT, outputs: int) -> GPT:
 
 
 def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
-    """Cosine and relative error of each planet's forces without a label, and some arrows."""
+    """Cosine and relative error of each planet's unlabelled forces, and up to ARROWS of them."""
     task = vector_task(run.config)
     predictions = predict(options, run, "vectors", task)
     planets = {}
@@ -421,7 +421,7 @@ def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
 def law(formula: str, deviation: float) -> dict[str, Any]:
     """The equation as text, and the powers and the factor of a product of powers, else None.
 
-    `deviation` is that of F.
+    `deviation` is the standard deviation of F.
     """
     import sympy
 
