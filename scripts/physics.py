@@ -22,7 +22,6 @@ square over the labels. An interrupted fine-tuning begins anew.
 
 import copy
 import importlib.metadata
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -228,17 +227,15 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
         min_lr=0.0,
         optimizer="adamw",
-        dtype=str(run.dtype).removeprefix("torch."),
     )
     open_device(options.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
-    outputs = task.forces.shape[-1]
-    model = with_new_head(run.model, outputs).to(run.device).train()
+    model = with_new_head(run.model, task.forces.shape[-1]).to(run.device).train()
     optimizers = build_optimizers(model, config)
     training = Training(model, run.dtype, optimizers, build_scaler(run.device, run.dtype))
-    labels = np.where(task.labelled[..., None], task.targets, np.nan)
     x = torch.from_numpy(task.tokens).long().to(run.device)
-    y = torch.from_numpy(labels).float().to(run.device)
+    labelled = np.where(task.labelled[..., None], task.targets, np.nan)
+    y = torch.from_numpy(labelled).float().to(run.device)
 
     def forces(tokens: Tensor) -> Tensor:
         """The outputs at the planets' positions: every other entry from the second on."""
@@ -252,10 +249,12 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         sequences = min(options.batch, len(x))
         order = epoch_order(step * sequences, sequences, len(x), config.seed)
         indices = torch.from_numpy(order)
-        xs = x[indices].split(config.batch_size)
-        ys = y[indices].split(config.batch_size)
-        count = int(task.labelled[order].sum()) * outputs
-        batch = Batch(list(zip(xs, ys, strict=True)), count, 0)
+        tokens = x[indices]
+        labels = y[indices]
+        micro_batches = zip(
+            tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
+        )
+        batch = Batch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not is_finite_step(loss, norm, training.scaler):
             raise RuntimeError(
@@ -263,7 +262,7 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
             )
     model.eval()
     with torch.no_grad(), run.autocast():
-        predicted = [forces(tokens).cpu() for tokens in x.split(config.batch_size)]
+        predicted = [forces(batch).cpu() for batch in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
 
 
@@ -375,18 +374,10 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
             front.append(equation)
     if len(front) == 1:
         return front[0]
-
-    def score(step: tuple[Equation, Equation]) -> float:
-        simpler, equation = step
-        drop = log_loss(simpler) - log_loss(equation)
-        return drop / (equation.nodes - simpler.nodes)
-
-    _, best = max(itertools.pairwise(front), key=score)
-    return best
-
-
-def log_loss(equation: Equation) -> float:
-    return math.log(max(equation.loss, SMALLEST))
+    losses = np.array([equation.loss for equation in front])
+    nodes = np.array([equation.nodes for equation in front])
+    drops = -np.diff(np.log(np.maximum(losses, SMALLEST)))
+    return front[1 + int(np.argmax(drops / np.diff(nodes)))]
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
@@ -434,13 +425,11 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
     factor, product = expression.as_coeff_Mul()
     powers = product.as_powers_dict()
     symbols = sympy.symbols(VARIABLES)
-    if not all(base in symbols and power.is_number for base, power in powers.items()):
-        return {"equation": equation, "powers": None, "factor": None}
-    return {
-        "equation": equation,
-        "powers": [float(powers[symbol]) for symbol in symbols],
-        "factor": float(factor),
-    }
+    result: dict[str, Any] = {"equation": equation, "powers": None, "factor": None}
+    if all(base in symbols and power.is_number for base, power in powers.items()):
+        result["powers"] = [float(powers[symbol]) for symbol in symbols]
+        result["factor"] = float(factor)
+    return result
 
 
 # ---- the table and the picture ----
@@ -484,13 +473,9 @@ def plot_forces(results: Results) -> Figure:
 
 def draw_arrows(axes: Axes, places: list, forces: list, scale: float, color: str) -> None:
     """Draw forces [n, 2] at places [n, 2] around the Sun; `scale` is force per length."""
-    x, y = np.transpose(places)
-    force_x, force_y = np.transpose(forces)
     axes.quiver(
-        x,
-        y,
-        force_x,
-        force_y,
+        *np.transpose(places),
+        *np.transpose(forces),
         angles="xy",
         scale_units="xy",
         scale=scale,
