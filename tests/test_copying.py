@@ -79,10 +79,8 @@ def test_where_there_is_no_share():
     for lag in ("13", "16", "32"):  # 13: asked for too
         parts[lag] = {"loss": 3.0, "worth": [1.0, 1.0]}
     result = {"trained_length": 16, "parts": parts}
-    assert copying.shares_kept(result) == {
-        16: "undecided",
-        32: "undecided",
-    }  # the error is 0.5, as the worth
+    # the error is 0.5, as the worth
+    assert copying.shares_kept(result) == {16: "undecided", 32: "undecided"}
     for lag in ("4", "8", "12"):
         parts[lag]["worth"] = [1.0, 2.0]
     assert copying.shares_kept(result) == {16: 1 / 1.5, 32: 1 / 1.5}
