@@ -4,24 +4,22 @@ python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
 python -m scripts.attention_maps RUN [RUN ...] --distances
 
-Draws RUN/attention_maps.png, the weights of all heads of the layer on a text. Prints a table for
-the text and for the same validation tokens at each length, with a line for every run. The model
-reads the text without end-of-text before it.
+Draws RUN/attention_maps.png, the weights of all heads of a layer on a text. Prints a table for the
+text, and for each length a table for the same validation tokens, with a line for every run. The
+model reads the text without end-of-text before it.
 
-A row is one query's weights over the n keys that it sees: all up to its own or, in a head with a
-window, the last of them. The first query has no choice and is left out. Reported are means over
-rows of
+A row is the weights of one query over the n keys that it sees: all keys up to its own position, or
+the last of them in a head with a window. The first query sees a single key and is left out. The
+columns are means over rows:
 
     first_token         share of the first token in sum |A|: the sink; 1/n if all weights are equal,
                         or 0 where a window hides it
     entropy             of the shares |A| / sum |A|, in nats
-    entropy_share       entropy / log n: 1 if all weights are equal, also for n = 1; 0 if one of
-                        several keys gets all
+    entropy_share       entropy / log n: 1 if all weights are equal, also for n = 1; 0 if a single
+                        key of several gets all
     zeros               share of the n weights that are exactly 0 in float32, underflow included
+    dead                share of the rows that are all 0; they are left out of the other means
     sum                 sum |A|: 1 for a distribution
-
-So a row that is not a distribution is normalised as |A| / sum |A|. A row of zeros is dead: it is
-counted, and excluded from the means.
 
 LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
 diagonal, and that a score below 0 gets no gradient, which isolates its token. --distances measures
@@ -39,7 +37,7 @@ query and key: near, at distances below 1/16 of the length; far, from half of it
 picture is weights_by_distance.png in the run's folder, or for several runs
 weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 
-RUN/attention_maps.json is a list of measurements. What it has is not measured again.
+RUN/attention_maps.json is a list of measurements; what it has is not measured again. A measurement:
 
     variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
     layer               from 0
@@ -47,8 +45,8 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
-        keys            groups of rows with up to 2, 4, 8, ... keys up to their own, including keys
-                        that a window hides
+        keys            groups of rows with up to 2, 4, 8, ... keys up to their position, including
+                        keys that a window hides
         groups          {"dead": [heads][groups] share of rows, "first_token": [heads][groups], ...}
         heads           {"dead": [heads], "first_token": [heads], ...}, over all rows
                         and "by distance": {...} with
@@ -59,9 +57,10 @@ RUN/attention_maps.json is a list of measurements. What it has is not measured a
     environment
 """
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,7 @@ TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
-# The name of the part of --distances.
+# The name of the chunk of --distances.
 BY_DISTANCE = "by distance"
 # A distance is near below this share of the length, and far from half of it.
 NEAR = 1 / 16
@@ -104,10 +103,10 @@ class MapOptions(LengthOptions, TextOptions):
 
     multiples = (1, 8)
 
-    layer: int = option(-1, "0 is the first, -1 the last")
-    text: str = option(TEXT, "to map; empty: none (default: the text of LSSAR's Figure A1)")
+    layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
+    text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
-    distances: bool = option(False, "also positive weights by distance, dead rows, in all layers")
+    distances: bool = option(False, "also measure positive weights by distance in all layers")
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -117,33 +116,36 @@ class MapOptions(LengthOptions, TextOptions):
         return ids
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
-        return super().lengths_of(*configs) if self.tokens else ()
+        """The lengths of the validation windows; none without --tokens."""
+        if self.tokens == 0:
+            return ()
+        return super().lengths_of(*configs)
 
-    def validation(self, config: Config) -> NDArray:
-        lengths = (*self.lengths_of(config), *([config.block_size] if self.distances else []))
+    def layer_of(self, config: Config) -> int:
+        """The number of the layer, from 0."""
+        return self.layer % config.n_layer
+
+    def validation(self, config: Config) -> NDArray[np.uint16]:
+        """The validation text that is cut into windows of all lengths."""
+        lengths = self.lengths_of(config)
+        if self.distances:
+            lengths += (config.block_size,)
         return stretches(lengths, self.tokens, config)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What is measured at once: the text, or the windows of a length by keys or by distance."""
-
-    length: int | None  # of a window; None: the text
-    by_distance: bool = False
-
-
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
-    if len({len(chunks(options, config)) for config in configs}) > 1:
+    """The same options, if all runs have as many chunks."""
+    counts = {len(chunks(options, config)) for config in configs}
+    if len(counts) > 1:
         raise UserError("learned positions end before a default length: give --lengths")
     return options
 
 
 def identify(options: MapOptions, config: Config) -> dict:
-    last = config.n_layer - 1
-    if not -config.n_layer <= options.layer <= last:
-        raise UserError(f"--layer {options.layer}: this model has layers 0 to {last}")
+    if not -config.n_layer <= options.layer < config.n_layer:
+        raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
     options.ids(config)
-    facts = {"layer": options.layer % config.n_layer, "head_windows": head_windows(config)}
+    facts = {"layer": options.layer_of(config), "head_windows": head_windows(config)}
     if not (options.tokens or options.distances):
         return facts | NO_TEXT | {"tokens": 0}
     if min(options.lengths_of(config), default=2) < 2:
@@ -151,23 +153,36 @@ def identify(options: MapOptions, config: Config) -> dict:
     return facts | {"tokens": options.validation(config)[:, 1:].size}
 
 
-def chunks(options: MapOptions, config: Config) -> dict[str, Chunk]:
-    found = {f"text: {options.text}": Chunk(None)} if options.text else {}
-    found |= {f"{length} tokens": Chunk(length) for length in options.lengths_of(config)}
+def chunks(options: MapOptions, config: Config) -> dict[str, Callable[..., dict]]:
+    """The text, the windows of each length, and the shares by distance: how each is measured."""
+    measures: dict[str, Callable[..., dict]] = {}
+    if options.text:
+        measures[f"text: {options.text}"] = measure_text
+    for length in options.lengths_of(config):
+        measures[f"{length} tokens"] = functools.partial(measure_length, length=length)
     if options.distances:
-        found[BY_DISTANCE] = Chunk(config.block_size, by_distance=True)
-    return found
+        measures[BY_DISTANCE] = measure_distances
+    return measures
 
 
-def measure(options: MapOptions, run: Run, chunk: Chunk) -> dict:
-    layer = options.layer % run.config.n_layer
-    if chunk.length is None:
-        return measure_rows(run, layer, [torch.tensor([options.ids(run.config)])])
-    validation = windows(options.validation(run.config), chunk.length, run.device)
-    one_by_one = (idx for x, _ in validation for idx in x.split(1))
-    if chunk.by_distance:
-        return measure_distances(run, one_by_one)
-    return measure_rows(run, layer, one_by_one)
+def measure(options: MapOptions, run: Run, chunk: Callable[..., dict]) -> dict:
+    return chunk(options, run)
+
+
+def measure_text(options: MapOptions, run: Run) -> dict:
+    idx = torch.tensor([options.ids(run.config)])
+    return measure_rows(run, options.layer_of(run.config), [idx])
+
+
+def measure_length(options: MapOptions, run: Run, length: int) -> dict:
+    windows = single_windows(options, run, length)
+    return measure_rows(run, options.layer_of(run.config), windows)
+
+
+def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tensor]:
+    """The windows [1, length] of the validation text."""
+    for x, _ in windows(options.validation(run.config), length, run.device):
+        yield from x.split(1)
 
 
 # ---- groups of positions or distances ----
@@ -224,9 +239,9 @@ def weights(
 
 def visible_keys(config: Config, layer: int, length: int) -> Tensor:
     """The number of keys that each row of each head sees, [H, length]."""
-    before = torch.arange(1, length + 1)  # the keys up to a row's own
+    causal = torch.arange(1, length + 1)
     limits = torch.tensor([window or length for window in head_windows(config)[layer]])
-    return before.minimum(limits[:, None])
+    return causal.minimum(limits[:, None])
 
 
 def row_statistics(A: Tensor) -> Tensor:
@@ -280,20 +295,20 @@ def means(sums: dict[str, Tensor]) -> dict[str, list]:
     return result
 
 
-def mean_over_heads(part: dict, name: str) -> float:
-    """Mean over the heads that have a value."""
-    return with_nan(part["heads"][name]).nanmean().item()
+def mean_over_heads(chunk: dict, name: str) -> float:
+    """The mean of a column over the heads that have a value."""
+    return with_nan(chunk["heads"][name]).nanmean().item()
 
 
 # ---- weights, by distance ----
 
 
-def measure_distances(run: Run, windows: Iterable[Tensor]) -> dict:
-    """The shares of --distances, means over windows [1, block_size]."""
+def measure_distances(options: MapOptions, run: Run) -> dict:
+    """The shares of --distances, means over windows of the training length."""
     length = run.config.block_size
     pairs = visible_pairs(length, head_windows(run.config))  # [layers, H, groups]
     by_window = []
-    for idx in windows:
+    for idx in single_windows(options, run, length):
         with run.autocast():
             # the signs of weights, in a byte each
             signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
@@ -345,11 +360,11 @@ def mean_shares(result: dict) -> dict[str, float]:
 
     NaN where there is no such pair.
     """
-    part = result["parts"][BY_DISTANCE]
-    length = part["length"]
+    chunk = result["parts"][BY_DISTANCE]
+    length = chunk["length"]
     pairs = visible_pairs(length, result["head_windows"])  # [layers, H, groups]
-    positive = with_nan(part["positive"]).nan_to_num() * pairs  # as many have a positive weight
-    last = torch.tensor(part["distances"])  # of each group
+    positive = with_nan(chunk["positive"]).nan_to_num() * pairs  # pairs with a positive weight
+    last = torch.tensor(chunk["distances"])  # of each group
     first = torch.cat((torch.tensor([0]), last[:-1] + 1))
     groups = {
         "near": last < max(1, NEAR * length),
@@ -360,16 +375,16 @@ def mean_shares(result: dict) -> dict[str, float]:
     for name, group in groups.items():
         share = positive[..., group].sum() / pairs[..., group].sum()
         means[name] = share.item()
-    means["dead rows"] = torch.tensor(part["dead_rows"]).mean().item()
-    means["dead keys"] = torch.tensor(part["dead_keys"]).mean().item()
+    means["dead rows"] = torch.tensor(chunk["dead_rows"]).mean().item()
+    means["dead keys"] = torch.tensor(chunk["dead_keys"]).mean().item()
     return means
 
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     """The distances + 1, and the mean share of positive weights over the heads that see so far."""
-    part = result["parts"][BY_DISTANCE]
-    by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
-    distances = [distance + 1 for distance in part["distances"]]
+    chunk = result["parts"][BY_DISTANCE]
+    by_head = with_nan(chunk["positive"]).flatten(0, 1)  # [layers * H, groups]
+    distances = [distance + 1 for distance in chunk["distances"]]
     return distances, by_head.nanmean(0).tolist()
 
 
@@ -377,17 +392,18 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
 
 
 def show(options: MapOptions, results: Results) -> dict[str, Figure]:
-    """Print a table of every part, with a line for every run; draw the distances."""
-    # the lengths of runs with other training lengths differ
-    for names in zip(*(result["parts"] for result in results.values()), strict=True):
+    """Print a table of every chunk, with a line for every run; draw the distances."""
+    # the default lengths of runs with other training lengths differ
+    parts = [result["parts"] for result in results.values()]
+    for names in zip(*parts, strict=True):
         if names[0] == BY_DISTANCE:
             return {"weights_by_distance": show_distances(results)}
         print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
         for (run, result), name in zip(results.items(), names, strict=True):
-            part = result["parts"][name]
-            means = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
-            table.append([run, str(part["length"]), *means])
+            chunk = result["parts"][name]
+            means = [f"{mean_over_heads(chunk, column):.4f}" for column in COLUMNS]
+            table.append([run, str(chunk["length"]), *means])
         print_table(table)
     return {}
 
@@ -413,7 +429,8 @@ def show_distances(results: Results) -> Figure:
 def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure | None:
     if not options.text:
         return None
-    run, layer = load_run(path, options), measurement["layer"]
+    run = load_run(path, options)
+    layer = measurement["layer"]
     ids = options.ids(run.config)
     return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
 

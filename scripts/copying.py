@@ -4,19 +4,21 @@ python -m scripts.copying RUN [RUN ...]
 python -m scripts.copying RUN [RUN ...] --lags 2048,8192,32768 --rope yarn
 
 A window is a passage of T / 4 held-out tokens (T: the training length), the text that follows it,
-and the passage again. The lag is the number of tokens from the first copy to the second. The same
-window with another passage in place of the first copy has the same second copy after the same
-filler. Its loss on the second copy minus the loss where the first copy is there is what the first
-copy is worth, in nats per token: 0 for a model that does not use it. The first token of the second
-copy does not count, because nothing announces it.
+and the passage again. The lag is the number of tokens from the first copy to the second. A second
+window has another passage instead of the first copy, and is the same from there on. Its loss on the
+second copy minus the loss where the first copy is there is what the first copy is worth, in nats
+per token: 0 for a model that does not use it. The first token of the second copy does not count,
+because nothing announces it.
 
 The lags T / 4, T / 2 and 3 T / 4 are within the training length. The mean worth over them, the
 worth within T, is what the model has to lose. The share kept at a longer lag is the worth there
-over the worth within T. It is undecided where the worth within T is less than twice its standard
-error over passages: such a model hardly copies, and has nothing to keep. In place of the share
-stands "hurt" where the loss on the second copy, with the first in view, is above the loss within T
-without it: there a long context costs more than the copy gives, and any text that resembles the
-passage may sway the model as much. Such a worth is not drawn.
+over the worth within T. Two words stand instead of a share:
+
+undecided   the worth within T is less than twice its standard error over passages: such a model
+            hardly copies, and has nothing to keep
+hurt        the loss on the second copy, with the first in view, is above the loss within T without
+            it: a long context costs more than the copy gives, and any text that resembles the
+            passage may sway the model as much. Such a worth is not drawn.
 
 Beside every run stands its control, the same weights with plain RoPE where each query sees the last
 T keys only. From a lag of T on it sees no token of the first copy directly, so that what it keeps
@@ -24,7 +26,7 @@ there went through several layers. Passages are the same for all lags and all ru
 in the validation text, whose beginning follows its end.
 
 Writes RUN/copying.json and copying.png, for several runs as copying_RUN_RUN.png in the folder that
-contains them (or --out). Nothing is measured twice. A part of the JSON is a lag, "1024":
+contains them (or --out). Nothing is measured twice. In the JSON `parts` are by lag, "1024":
 
     lag     in tokens
     loss    on the second copy, mean in nats per token
@@ -73,9 +75,9 @@ class CopyingOptions(ControlOptions):
     """What a passage is worth to a model that meets it again, by the distance in tokens."""
 
     lags: tuple[int, ...] | None = option(
-        None, "in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
+        None, "lags in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
     )
-    passages: int = option(64, "to copy", at_least=2)
+    passages: int = option(64, "passages to copy", at_least=2)
 
     def lags_of(self, config: Config) -> list[int]:
         """The lags in ascending order, in tokens."""

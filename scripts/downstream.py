@@ -55,9 +55,9 @@ BATCH_TOKENS = 4096
 class DownstreamOptions(EvaluationOptions):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
 
-    tasks: str = option("paper", "such as arc_easy,piqa; paper: those of LSSAR's tables")
+    tasks: str = option("paper", "tasks, such as arc_easy,piqa; paper: the tasks of LSSAR's tables")
     max_length: int | None = option(None, "most tokens at once (default: 2x training)", at_least=1)
-    limit: int | None = option(None, "only this many samples of each task, to try it", at_least=1)
+    limit: int | None = option(None, "only so many samples of each task, to try it", at_least=1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ def show(options: DownstreamOptions, results: Results) -> dict[str, Figure]:
     first = next(iter(results.values()))
     for name, part in first["parts"].items():
         scores = part["scores"]
-        # a group has its own score, a tag has only the scores of its tasks
+        # a group has a score, a tag has only the scores of its tasks
         tasks = [name] if name in scores else scores
         for task in tasks:
             for metric in scores[task]["metrics"]:

@@ -2,27 +2,26 @@
 
 python -m scripts.physics RUN [RUN ...]
 
-Two probes, each a fine-tuning of all weights under a new head, from the run's weights:
+Two probes fine-tune all weights under a new head, each from the run's weights:
 
-vectors     the force on each planet of the solar system, 10 positions of each orbit labelled
-magnitudes  F = G m1 m2 / r^2 of two-body systems, 9 of 10 with all positions labelled, the others
-            with two; then symbolic regression of F on r, m1 (planet) and m2 (star)
+vectors     the force on each planet of the solar system; 10 positions of each orbit are labelled
+magnitudes  F = G m1 m2 / r^2 of two-body systems; 9 systems of 10 have labels at all positions, the
+            last tenth at two; then symbolic regression of F on r, m1 (planet) and m2 (star)
 
 Both are judged at the positions without a label, after the last step. (The code of Vafa et al. 2025
 chooses a checkpoint by a validation set that is the test set, unmasked.) --oracle averages the
-nearest labelled states in place of the model. Writes RUN/physics.json, and draws forces.png in the
-run's folder, or for several runs forces_RUN_RUN.png in the folder that contains them (or --out).
-Nothing is measured twice.
+nearest labelled states instead of asking the model. Writes RUN/physics.json, and draws forces.png
+in the run's folder, or for several runs forces_RUN_RUN.png in the folder that contains them (or
+--out). Nothing is measured twice.
 
-Choices that the publications leave open: a planet of the solar system begins at its perihelion on
-the x axis; its time step is a week for the four inner planets and half a year for the others; a
-batch has at most as many sequences as there are; F is divided by the root of its mean square over
-the labels. An interrupted fine-tuning begins anew.
+The publications leave some choices open. Here a planet of the solar system begins at its perihelion
+on the x axis; its time step is a week for the four inner planets and half a year for the outer
+ones; a batch has at most as many sequences as there are; F is divided by the root of its mean
+square over the labels. An interrupted fine-tuning begins anew.
 """
 
 import copy
 import importlib.metadata
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.loader import epoch_order
 from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
+from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
@@ -58,7 +58,7 @@ from train import Batch, is_finite_step, train_step
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
 INNER_PLANETS = 4
 WEEK, HALF_YEAR = TIME_STEPS
-# Labelled positions of a sequence: of a planet, and of one of the last two-body systems.
+# Labelled positions of a planet, and of each two-body system of the last tenth.
 VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
 # Learning rates over the learning rate of training: the published 2e-4 and 6e-4 over 6e-4.
 LEARNING_RATES = {"vectors": 1 / 3, "magnitudes": 1.0}
@@ -81,10 +81,10 @@ class PhysicsOptions(EvaluationOptions):
 
     task = "orbits"
 
-    steps: int = option(10_000, "of each fine-tuning", at_least=1)
-    batch: int = option(64, "sequences of a step", at_least=1)
-    pairs: int = option(10_000, "two-body systems; one of ten is judged", at_least=10)
-    oracle: bool = option(False, "the nearest labels, not the model")
+    steps: int = option(10_000, "steps of each fine-tuning", at_least=1)
+    batch: int = option(64, "sequences in a step", at_least=1)
+    pairs: int = option(10_000, "two-body systems, a tenth of which is judged", at_least=10)
+    oracle: bool = option(False, "average the nearest labels instead of asking the model")
 
 
 def identify(options: PhysicsOptions, config: Config) -> dict:
@@ -106,7 +106,7 @@ def measure(options: PhysicsOptions, run: Run, probe: Callable[..., dict]) -> di
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences, and the force at the planets' positions: every other entry from the second on."""
+    """Sequences of one planet, and the force on it at all points in time."""
 
     tokens: NDArray[np.uint16]  # [sequences, entries, 2]
     states: Floats  # [sequences, points, features] that determine the force
@@ -227,44 +227,56 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
         min_lr=0.0,
         optimizer="adamw",
-        dtype=str(run.dtype).removeprefix("torch."),
     )
     open_device(options.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
-    outputs = task.forces.shape[-1]
-    model = copy.deepcopy(run.model)
-    model.lm_head = nn.Linear(config.n_embd, outputs)
-    nn.init.normal_(model.lm_head.weight, std=0.02)
-    nn.init.zeros_(model.lm_head.bias)
-    model.to(run.device).train()
+    model = with_new_head(run.model, task.forces.shape[-1]).to(run.device).train()
     optimizers = build_optimizers(model, config)
     training = Training(model, run.dtype, optimizers, build_scaler(run.device, run.dtype))
-    labels = np.where(task.labelled[..., None], task.targets, np.nan)
     x = torch.from_numpy(task.tokens).long().to(run.device)
-    y = torch.from_numpy(labels).float().to(run.device)
+    labelled = np.where(task.labelled[..., None], task.targets, np.nan)
+    y = torch.from_numpy(labelled).float().to(run.device)
 
-    def squared_error(x: Tensor, y: Tensor) -> Tensor:
-        return (model(x)[:, 1::2].float() - y)[~y.isnan()].square().sum()
+    def forces(tokens: Tensor) -> Tensor:
+        """The outputs at the planets' positions: every other entry from the second on."""
+        return model(tokens)[:, 1::2].float()
+
+    def squared_error(tokens: Tensor, labels: Tensor) -> Tensor:
+        errors = forces(tokens) - labels
+        return errors[~labels.isnan()].square().sum()
 
     for step in tqdm(range(options.steps), "fine-tuning", leave=False, disable=None):
         sequences = min(options.batch, len(x))
-        indices = torch.from_numpy(epoch_order(step * sequences, sequences, len(x), config.seed))
-        xs = x[indices].split(config.batch_size)
-        ys = y[indices].split(config.batch_size)
-        labels_in_batch = int(task.labelled[indices].sum()) * outputs
-        batch = Batch(list(zip(xs, ys, strict=True)), labels_in_batch, 0)
+        order = epoch_order(step * sequences, sequences, len(x), config.seed)
+        indices = torch.from_numpy(order)
+        tokens = x[indices]
+        labels = y[indices]
+        micro_batches = zip(
+            tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
+        )
+        batch = Batch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not is_finite_step(loss, norm, training.scaler):
-            at = f"{run.path}: {probe} diverged at step {step + 1}"
-            raise RuntimeError(f"{at}: loss {loss}, gradient {norm}")
+            raise RuntimeError(
+                f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
+            )
     model.eval()
     with torch.no_grad(), run.autocast():
-        predicted = [model(tokens)[:, 1::2].float().cpu() for tokens in x.split(config.batch_size)]
+        predicted = [forces(batch).cpu() for batch in x.split(config.batch_size)]
     return torch.cat(predicted).double().numpy()
 
 
+def with_new_head(model: GPT, outputs: int) -> GPT:
+    """A copy of the model whose head is a new linear layer, with a bias, of so many outputs."""
+    model = copy.deepcopy(model)
+    model.lm_head = nn.Linear(model.config.n_embd, outputs)
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    nn.init.zeros_(model.lm_head.bias)
+    return model
+
+
 def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
-    """Cosine and relative error of each planet's forces without a label, and some arrows."""
+    """Cosine and relative error of each planet's unlabelled forces, and up to ARROWS of them."""
     task = vector_task(run.config)
     predictions = predict(options, run, "vectors", task)
     planets = {}
@@ -362,18 +374,10 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
             front.append(equation)
     if len(front) == 1:
         return front[0]
-
-    def score(step: tuple[Equation, Equation]) -> float:
-        simpler, equation = step
-        drop = log_loss(simpler) - log_loss(equation)
-        return drop / (equation.nodes - simpler.nodes)
-
-    _, best = max(itertools.pairwise(front), key=score)
-    return best
-
-
-def log_loss(equation: Equation) -> float:
-    return math.log(max(equation.loss, SMALLEST))
+    losses = np.array([equation.loss for equation in front])
+    nodes = np.array([equation.nodes for equation in front])
+    drops = -np.diff(np.log(np.maximum(losses, SMALLEST)))
+    return front[1 + int(np.argmax(drops / np.diff(nodes)))]
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
@@ -408,7 +412,7 @@ def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
 def law(formula: str, deviation: float) -> dict[str, Any]:
     """The equation as text, and the powers and the factor of a product of powers, else None.
 
-    `deviation` is that of F.
+    `deviation` is the standard deviation of F.
     """
     import sympy
 
@@ -421,13 +425,11 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
     factor, product = expression.as_coeff_Mul()
     powers = product.as_powers_dict()
     symbols = sympy.symbols(VARIABLES)
-    if not all(base in symbols and power.is_number for base, power in powers.items()):
-        return {"equation": equation, "powers": None, "factor": None}
-    return {
-        "equation": equation,
-        "powers": [float(powers[symbol]) for symbol in symbols],
-        "factor": float(factor),
-    }
+    result: dict[str, Any] = {"equation": equation, "powers": None, "factor": None}
+    if all(base in symbols and power.is_number for base, power in powers.items()):
+        result["powers"] = [float(powers[symbol]) for symbol in symbols]
+        result["factor"] = float(factor)
+    return result
 
 
 # ---- the table and the picture ----
@@ -471,13 +473,9 @@ def plot_forces(results: Results) -> Figure:
 
 def draw_arrows(axes: Axes, places: list, forces: list, scale: float, color: str) -> None:
     """Draw forces [n, 2] at places [n, 2] around the Sun; `scale` is force per length."""
-    x, y = np.transpose(places)
-    force_x, force_y = np.transpose(forces)
     axes.quiver(
-        x,
-        y,
-        force_x,
-        force_y,
+        *np.transpose(places),
+        *np.transpose(forces),
         angles="xy",
         scale_units="xy",
         scale=scale,

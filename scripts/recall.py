@@ -2,14 +2,15 @@
 
 python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 
-For runs with task = "recall", on their own task (data/recall.py). Sequences are the same for all
-runs, and none is a training sequence. As many keys are asked at every length, among more noise;
-with --proportional, which is for mqar, the pairs grow with the length, and sort has more symbols.
-An answer is right if it is the likeliest of all token ids. A run with less than 99% right answers
-at its training length has not learned the task: the table says so in place of its accuracies at
-other lengths, unless --window, --p, --attention, --rope_factor or --rope_theta is given.
-The distance of an answer is the number of tokens from the token that determines it. For sort a
-second line has the share of sequences whose answers are all right.
+For runs with task = "recall", on the task that they were trained on (data/recall.py). Sequences are
+the same for all runs, and none is a training sequence. As many keys are asked at every length,
+among more noise; with --proportional, which is for mqar, the pairs grow with the length, and sort
+has more symbols. An answer is right if it is the likeliest of all token ids.
+
+A run with less than 99% right answers at its training length has not learned the task: the table
+says so instead of its accuracies at other lengths, unless --window, --p, --attention, --rope_factor
+or --rope_theta is set. The distance of an answer is the number of tokens from the token that
+determines it. For sort a second line has the share of sequences whose answers are all right.
 
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
 without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
@@ -53,8 +54,8 @@ class RecallOptions(LengthOptions):
     task = "recall"
     multiples = (1, 2, 4, 8, 16, 32, 64)
 
-    answers: int = option(512, "at least so many per length", at_least=1)
-    proportional: bool = option(False, "mqar: pairs in proportion to the length")
+    answers: int = option(512, "least number of answers at each length", at_least=1)
+    proportional: bool = option(False, "mqar: ask pairs in proportion to the length")
 
     def pairs(self, config: Config, length: int) -> int:
         """How many keys a sequence of this length asks."""
@@ -63,7 +64,7 @@ class RecallOptions(LengthOptions):
         return PAIRS
 
     def sequences(self, config: Config, length: int) -> int:
-        """How many sequences have enough answers; at least 64, as answers of one are alike."""
+        """How many sequences have enough answers; at least 64, as answers within one are alike."""
         first = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
         return max(64, math.ceil(self.answers / len(first.answers)))
 

@@ -24,10 +24,7 @@ class Inducing:
     def __init__(self, window):
         self.window = window
 
-    def wte(self, idx):
-        return idx
-
-    def trunk(self, idx):
+    def hidden(self, idx):
         predicted = torch.full_like(idx, -1)
         for row, ids in zip(predicted, idx.tolist(), strict=True):
             for i in range(1, len(ids)):
@@ -79,15 +76,16 @@ def test_where_there_is_no_share():
     parts = {}
     for lag in ("4", "8", "12"):
         parts[lag] = {"loss": 2.0, "worth": [0.0, 1.0]}
-    for lag in ("13", "32"):  # 13: asked for too
+    for lag in ("13", "16", "32"):  # 13: asked for too
         parts[lag] = {"loss": 3.0, "worth": [1.0, 1.0]}
     result = {"trained_length": 16, "parts": parts}
-    assert copying.shares_kept(result) == {32: "undecided"}  # the error is 0.5, as the worth
+    # the error is 0.5, as the worth
+    assert copying.shares_kept(result) == {16: "undecided", 32: "undecided"}
     for lag in ("4", "8", "12"):
         parts[lag]["worth"] = [1.0, 2.0]
-    assert copying.shares_kept(result) == {32: 1 / 1.5}
+    assert copying.shares_kept(result) == {16: 1 / 1.5, 32: 1 / 1.5}
     parts["32"]["loss"] = 3.6  # above the 3.5 within 16 tokens without the first copy
-    assert copying.shares_kept(result) == {32: "hurt"}
+    assert copying.shares_kept(result) == {16: 1 / 1.5, 32: "hurt"}
 
 
 def test_the_command(shards, call, tmp_path, capsys, refused):

@@ -38,26 +38,40 @@ def metrics(*names):
 def tasks(tmp_path_factory):
     """A folder of tasks: `choice`, `last`, and later `gen`."""
     folder = tmp_path_factory.mktemp("tasks")
-    choice = {
-        "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{c}}",
-        "doc_to_target": "a", "metric_list": metrics("acc", "acc_norm"),
-    }  # fmt: skip
-    write_task(folder, "choice", CHOICE, **choice)
     write_task(
-        folder, "last", LAST, output_type="loglikelihood",
-        doc_to_text="{{t.split(' ')[:-1]|join(' ')}}", doc_to_target="{{' ' + t.split(' ')[-1]}}",
+        folder,
+        "choice",
+        CHOICE,
+        output_type="multiple_choice",
+        doc_to_text="{{q}}",
+        doc_to_choice="{{c}}",
+        doc_to_target="a",
+        metric_list=metrics("acc", "acc_norm"),
+    )
+    write_task(
+        folder,
+        "last",
+        LAST,
+        output_type="loglikelihood",
+        doc_to_text="{{t.split(' ')[:-1]|join(' ')}}",
+        doc_to_target="{{' ' + t.split(' ')[-1]}}",
         metric_list=[{"metric": "perplexity"}, *metrics("acc")],
-    )  # fmt: skip
+    )
     return folder
 
 
 def generation(folder, gold, **options):
     """Write the task `gen`: is the answer to ASKED the gold one?"""
-    docs = [{"q": q, "a": a} for q, a in zip(ASKED, gold, strict=True)]
     write_task(
-        folder, "gen", docs, output_type="generate_until", doc_to_text="{{q}}",
-        doc_to_target="{{a}}", generation_kwargs=options, metric_list=metrics("exact_match"),
-    )  # fmt: skip
+        folder,
+        "gen",
+        [{"q": q, "a": a} for q, a in zip(ASKED, gold, strict=True)],
+        output_type="generate_until",
+        doc_to_text="{{q}}",
+        doc_to_target="{{a}}",
+        generation_kwargs=options,
+        metric_list=metrics("exact_match"),
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,10 +84,10 @@ def harness(tmp_path_factory, tasks):
     from huggingface_hub import constants
 
     with pytest.MonkeyPatch.context() as patch:
-        own = functools.partial(
+        local = functools.partial(
             lm_eval.tasks.TaskManager, include_defaults=False, include_path=[tasks, ARC]
         )
-        patch.setattr(lm_eval.tasks, "TaskManager", own)
+        patch.setattr(lm_eval.tasks, "TaskManager", local)
         patch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
@@ -82,12 +96,12 @@ def harness(tmp_path_factory, tasks):
 
 @pytest.fixture
 def evaluate(call):
-    """Run the script on local tasks; returns the newest measurement of downstream.json."""
+    """Run the script on local tasks; returns the newest measurement of the first run."""
 
-    def run(folder, names, *more, also=()):
+    def run(folder, names, *arguments):
         downstream.load_tasks.cache_clear()  # as the next command is another process
-        common = ("--max_length", MAX_LENGTH, "--device", "cpu")
-        call(downstream, folder, *also, "--tasks", names, *common, *more)
+        common = (f"--tasks={names}", f"--max_length={MAX_LENGTH}", "--device=cpu")
+        call(downstream, *common, folder, *arguments)
         return read_json(folder / "downstream.json")[-1]
 
     return run
@@ -98,55 +112,77 @@ def run(tmp_path):
     return saved_run(tmp_path / "run", small_model("softmax.py").float())
 
 
-def log_chances(model, ids):
+def log_probabilities(model, ids):
     """Log-probabilities [L, 257] after ids, RoPE's base grown by hand as dynamic NTK does it."""
-    d, s = model.config.d_head, len(ids) / model.config.block_size
-    model.scale_rope("none", theta=10000 * max(1, s) ** (d / (d - 2)))
+    d = model.config.d_head
+    factor = max(1, len(ids) / model.config.block_size)
+    model.scale_rope("none", theta=10000 * factor ** (d / (d - 2)))
     return model(torch.tensor([ids]))[0].detach().log_softmax(-1)
 
 
-def answer(model, context, continuation):
+def score(model, context, continuation):
     """Log-probability of a continuation, and whether each token is the likeliest."""
-    whole = list((context or "\0").encode()) + list(continuation.encode())
-    if not context:
-        whole[0] = 256
-    whole, n = whole[-MAX_LENGTH - 1 :], len(continuation.encode())
-    chances = log_chances(model, whole[:-1])[-n:]
-    return chances[range(n), whole[-n:]].sum().item(), chances.argmax(-1).tolist() == whole[-n:]
+    answer = list(continuation.encode())
+    prompt = list(context.encode()) or [256]  # end-of-text
+    ids = (prompt + answer)[-MAX_LENGTH - 1 :]
+    n = len(answer)
+    predicted = log_probabilities(model, ids[:-1])[-n:]
+    return predicted[range(n), answer].sum().item(), predicted.argmax(-1).tolist() == answer
 
 
-def say(model, text, new):
-    """The greedy continuation, as text."""
+def greedy_text(model, text, new):
+    """The greedy continuation of `new` tokens, as text."""
     ids = torch.tensor([list(text.encode())[new - MAX_LENGTH :]])
-    said = generate(model.scale_rope("dynamic_ntk"), ids, new, temperature=0)[0, ids.shape[1] :]
-    return bytes(i for i in said.tolist() if i < 256).decode(errors="replace")
+    model.scale_rope("dynamic_ntk")
+    continued = generate(model, ids, new, temperature=0)[0, ids.shape[1] :]
+    return bytes(i for i in continued.tolist() if i < 256).decode(errors="replace")
+
+
+def share_of_right_choices(model, by_letter):
+    """How many of the likeliest choices are right, the likelihood being divided by the length."""
+    right = 0
+    for doc in CHOICE:
+        likelihoods = []
+        for choice in doc["c"]:
+            likelihood, _ = score(model, doc["q"], f" {choice}")
+            likelihoods.append(likelihood / len(choice) if by_letter else likelihood)
+        right += likelihoods.index(max(likelihoods)) == doc["a"]
+    return right / len(CHOICE)
 
 
 def test_scores(tasks, evaluate, tmp_path):
     model = small_model("lssar_p15.py")
     run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
-    answers = [say(model, q, 6) for q in ASKED]
-    generation(tasks, [*answers[:3], "wrong", answers[4]], max_gen_toks=6, until=["\0\0"])
+    gold = [greedy_text(model, question, 6) for question in ASKED]
+    gold[3] = "wrong"
+    generation(tasks, gold, max_gen_toks=6, until=["\0\0"])
     result = evaluate(run, "choice,last,gen")
-    scores = {name: entry["scores"][name] for name, entry in result["parts"].items()}
-    found = {name: score["metrics"] for name, score in scores.items()}
+    assert result["rope"] == "dynamic_ntk"
+    assert result["max_length"] == MAX_LENGTH
+    scores = {name: part["scores"][name] for name, part in result["parts"].items()}
+    assert {name: score["samples"] for name, score in scores.items()} == {
+        "choice": 5,
+        "last": 4,
+        "gen": 5,
+    }
 
-    for metric, power in (("acc", 0), ("acc_norm", 1)):
-        right = []
-        for doc in CHOICE:
-            chances = [answer(model, doc["q"], " " + c)[0] / len(c) ** power for c in doc["c"]]
-            right.append(chances.index(max(chances)) == doc["a"])
-        assert found["choice"][metric]["value"] == pytest.approx(sum(right) / 5)
+    choice = scores["choice"]["metrics"]
+    assert choice["acc"]["value"] == pytest.approx(share_of_right_choices(model, False))
+    assert choice["acc_norm"]["value"] == pytest.approx(share_of_right_choices(model, True))
 
-    splits = [doc["t"].rpartition(" ") for doc in LAST]
-    words = [answer(model, context, " " + word) for context, _, word in splits]
-    mean = sum(chance for chance, _ in words) / 4
-    assert math.log(found["last"]["perplexity"]["value"]) == pytest.approx(-mean, rel=1e-4)
-    assert found["last"]["acc"]["value"] == sum(greedy for _, greedy in words) / 4
+    last = scores["last"]["metrics"]
+    likelihoods = []
+    likeliest = []
+    for doc in LAST:
+        context, _, word = doc["t"].rpartition(" ")
+        likelihood, is_likeliest = score(model, context, f" {word}")
+        likelihoods.append(likelihood)
+        likeliest.append(is_likeliest)
+    mean = sum(likelihoods) / 4
+    assert math.log(last["perplexity"]["value"]) == pytest.approx(-mean, rel=1e-4)
+    assert last["acc"]["value"] == sum(likeliest) / 4
 
-    assert found["gen"]["exact_match"]["value"] == 0.8
-    assert [scores[name]["samples"] for name in scores] == [5, 4, 5]
-    assert result["rope"] == "dynamic_ntk" and result["max_length"] == MAX_LENGTH
+    assert scores["gen"]["metrics"]["exact_match"]["value"] == 0.8
 
 
 def test_a_tokenizer_file_adds_nothing_to_a_text(words_file, run):
@@ -156,44 +192,53 @@ def test_a_tokenizer_file_adds_nothing_to_a_text(words_file, run):
     text = "the cat sat on the cat the cat"
     assert harness.tok_encode(text) == get_tokenizer(str(words_file)).encode(text)
     assert harness.eot_token_id == 6
-    # sequences of up to the training length share batches
-    sizes = [harness._batch_scheduler(0, [(None, [1] * n, [1, 2])]) for n in (15, 16)]
-    assert sizes == [downstream.BATCH_TOKENS // 16, 1]
+
+
+def test_sequences_of_up_to_the_training_length_share_batches(run):
+    harness = downstream.harness_model(load_run(run, Options(device="cpu")), MAX_LENGTH)
+
+    def batch_size(context_tokens):
+        return harness._batch_scheduler(0, [(None, [1] * context_tokens, [1, 2])])
+
+    assert batch_size(15) == downstream.BATCH_TOKENS // 16
+    assert batch_size(16) == 1
 
 
 def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
-    asked, simple_evaluate = [], lm_eval.simple_evaluate
+    measured = []
+    simple_evaluate = lm_eval.simple_evaluate
 
-    def counted(*arguments, tasks, **more):
-        asked.extend(task.task_name for task in tasks)
-        return simple_evaluate(*arguments, tasks=tasks, **more)
+    def recorded(*arguments, tasks, **settings):
+        measured.extend(task.task_name for task in tasks)
+        return simple_evaluate(*arguments, tasks=tasks, **settings)
 
-    monkeypatch.setattr(lm_eval, "simple_evaluate", counted)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", recorded)
     first = evaluate(run, "choice,last")
-    assert evaluate(run, "last") == first and asked == ["choice", "last"]
+    assert evaluate(run, "last") == first
+    assert measured == ["choice", "last"]
     for change in ("--rope=none", "--limit=2", "--max_length=30"):
         assert list(evaluate(run, "last", change)["parts"]) == ["last"]
-    assert asked == ["choice", *["last"] * 4]
+    assert measured == ["choice", "last", "last", "last", "last"]
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 
 
 def test_several_runs_in_one_table(evaluate, tmp_path, capsys):
-    names = ["softmax", "lssar_p15"]
-    runs = [saved_run(tmp_path / n, small_model(f"{n}.py").float()) for n in names]
-    evaluate(runs[0], "choice,last", also=runs[1:])
-    table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for run, name in zip(runs, names, strict=True):
+    runs = {}
+    for name in ("softmax", "lssar_p15"):
+        runs[name] = saved_run(tmp_path / name, small_model(f"{name}.py").float())
+    evaluate(runs["softmax"], "choice,last", runs["lssar_p15"])
+    table = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+    for name, run in runs.items():
         (result,) = read_json(run / "downstream.json")
         for task, metric, factor in (("choice", "acc", 100), ("last", "perplexity", 1)):
             score = result["parts"][task]["scores"][task]["metrics"][metric]
-            cells = [f"{factor * score[key]:.2f}" for key in ("value", "stderr")]
-            assert [task, metric, name, *cells] in [line[:5] for line in table]
+            value = f"{factor * score['value']:.2f}"
+            error = f"{factor * score['stderr']:.2f}"
+            assert [task, metric, name, value, error] in table
 
 
 def test_refuses(evaluate, run, refused):
-    for names, message in (
-        ("choise", "no task 'choise'; similar names: choice"),
-        ("arc_easy", "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"),
-    ):
-        refused(evaluate, run, names, says=message)
+    refused(evaluate, run, "choise", says="no task 'choise'; similar names: choice")
+    needs = "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"
+    refused(evaluate, run, "arc_easy", says=needs)
     assert not (run / "downstream.json").exists()
