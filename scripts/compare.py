@@ -36,7 +36,7 @@ from typing import Any
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import choices, load_config, names, parse, require_known_setting
+from config import Config, choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
 from layers.heads import check_attention
 from scripts.common.labels import shortened, shown
@@ -164,47 +164,63 @@ def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
 def compared(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """The measurement of the entries, by the task."""
+    """The measurement of the entries, by the task. Raises UserError for what has no comparison."""
     if len(entries) < 2:
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
-    configs = [scale.run(entry, 0).config for entry in entries]
-    for entry, config in zip(entries, configs, strict=True):
-        for key in FIXED:
-            value = getattr(config, key)
-            expected = getattr(scale.config, key)
-            if value != expected:
-                raise UserError(
-                    f"{entry.name} cannot be compared: it has {key} = {value!r}, not the scale's "
-                    f"{expected!r}: set it in --scale FILE.py"
-                )
-    baseline = entries[0].name
-    title = f"Compared with {baseline}"
-    if task == "orbits":
-        for entry in entries:
-            if entry.view is not None:
-                raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
-        experiment = Experiment(
-            title, kinds.LOSS, entries, multiples=(1,), read=metrics.last_validation
-        )
-    else:
+    configs = {entry.name: scale.run(entry, 0).config for entry in entries}
+    for name, config in configs.items():
+        require_fixed(name, config, scale.config)
+    if lengths:
         trained = scale.config.block_size
-        if lengths:
-            multiples = tuple(length / trained for length in sorted({trained, *lengths}))
-        elif any(config.positions == "learned" for config in configs):
-            multiples = (1,)
-        elif task == "recall":
-            multiples = RecallOptions.multiples
-        else:
-            multiples = kinds.MULTIPLES
-        if task == "recall":
-            values = kinds.accuracies_if_learned
-            experiment = kinds.recall(title, entries, multiples, values)
-        elif multiples[-1] > 1:
-            experiment = kinds.loss_and_gain(title, entries, multiples)
-        else:
-            experiment = kinds.loss(title, entries, multiples)
-    note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
-    return replace(experiment, baseline=baseline, better=None, draw=pictures.together, note=note)
+        multiples = tuple(length / trained for length in sorted({trained, *lengths}))
+    elif any(config.positions == "learned" for config in configs.values()):
+        multiples = (1,)
+    elif task == "recall":
+        multiples = RecallOptions.multiples
+    else:
+        multiples = kinds.MULTIPLES
+    title = f"Compared with {entries[0].name}"
+    if task == "orbits":
+        experiment = last_validation(title, entries)
+    elif task == "recall":
+        experiment = kinds.recall(title, entries, multiples, kinds.accuracies_if_learned)
+    elif multiples[-1] > 1:
+        experiment = kinds.loss_and_gain(title, entries, multiples)
+    else:
+        experiment = kinds.loss(title, entries, multiples)
+    return replace(
+        experiment,
+        baseline=entries[0].name,
+        better=None,
+        draw=pictures.together,
+        note=f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`.",
+    )
+
+
+def require_fixed(name: str, config: Config, scale: Config) -> None:
+    """Raise UserError where an entry has other data or another length than the scale."""
+    for key in FIXED:
+        value = getattr(config, key)
+        expected = getattr(scale, key)
+        if value != expected:
+            raise UserError(
+                f"{name} cannot be compared: it has {key} = {value!r}, not the scale's "
+                f"{expected!r}: set it in --scale FILE.py"
+            )
+
+
+def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
+    """The last validation loss in training. Raises UserError for an entry with a view."""
+    for entry in entries:
+        if entry.view is not None:
+            raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
+    return Experiment(
+        title=title,
+        unit=kinds.LOSS,
+        entries=entries,
+        multiples=(1,),
+        read=metrics.last_validation,
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -65,6 +65,12 @@ class Entry:
     def viewed(self, view: View) -> "Entry":
         """The entry of the same run, evaluated in another way."""
         return replace(self, view=view)
+
+
+def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries without repetition, by their names."""
+    by_name = {entry.name: entry for entry in entries}
+    return tuple(by_name.values())
 
 
 # ---- views ----

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from scripts.reproduce import pictures
 from scripts.reproduce.entries import config_entry, longer
 from scripts.reproduce.kinds import MULTIPLES, loss
 
@@ -48,7 +47,6 @@ HEADROOM = loss(
     title="What a longer context is worth to a model trained on it",
     entries=(config_entry("softmax"), *LONGER),
     multiples=MULTIPLES,
-    draw=pictures.together,
     remarks=at_each_length,
     note=(
         "Available: the loss at 1x minus the loss at the length, of the model that was trained "

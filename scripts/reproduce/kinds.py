@@ -17,7 +17,7 @@ from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
 from scripts.reproduce.measure import Experiment, Multiples, at, lengths
-from scripts.reproduce.pictures import SLIDING
+from scripts.reproduce.pictures import SLIDING, Draw
 
 LOSS = "validation loss (nats per token)"
 GAIN = "gain from context"
@@ -30,7 +30,13 @@ Entries = tuple[Entry, ...]
 # ---- loss ----
 
 
-def loss(title: str, entries: Entries, multiples: Multiples, **more: Any) -> Experiment:
+def loss(
+    title: str,
+    entries: Entries,
+    multiples: Multiples,
+    draw: Draw = pictures.together,
+    **more: Any,
+) -> Experiment:
     """Loss by length, over the same tokens at each length."""
 
     def options(config: Config) -> LossOptions:
@@ -45,20 +51,22 @@ def loss(title: str, entries: Entries, multiples: Multiples, **more: Any) -> Exp
         evaluation=EVAL_LENGTH,
         options=options,
         values=lambda measured, config: measured["loss"],
+        draw=draw,
         **more,
     )
 
 
-def loss_and_gain(title: str, entries: Entries, multiples: Multiples, **more: Any) -> Experiment:
+def loss_and_gain(
+    title: str, entries: Entries, multiples: Multiples = MULTIPLES, **more: Any
+) -> Experiment:
     """Loss by length, and what the longest context is worth beside a sliding window."""
 
     def values(measured: dict, config: Config) -> list[float]:
         return [*measured["loss"], measured["control"]["loss"][-1], gain(measured)]
 
-    experiment = loss(title, entries, multiples, **more)
     lower = ["lower"] * (len(multiples) + 1)
     return replace(
-        experiment,
+        loss(title, entries, multiples, **more),
         columns=(f"{multiples[-1]:g}x, {SLIDING}", GAIN),
         better=(*lower, "higher"),
         values=values,
@@ -144,7 +152,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
     )
 
 
-def passkeys(title: str, entries: Entries, draw: pictures.Draw) -> Experiment:
+def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Experiment:
     """Passkeys found, in percent."""
 
     def multiples(config: Config) -> Multiples:
@@ -186,6 +194,7 @@ def recall(
     multiples: Multiples,
     values: Callable[[dict, Config], Sequence[float | None]],
     task: str = "recall",
+    draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
     """Recall by length, in percent."""
@@ -198,6 +207,7 @@ def recall(
         evaluation=RECALL,
         options=lambda config: RecallOptions(lengths=lengths(multiples, config)),
         values=values,
+        draw=draw,
         remarks=accuracy_by_seed,
         task=task,
         **more,

@@ -12,7 +12,7 @@ from scripts.common import runner
 from scripts.common.options import EvaluationOptions
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import Evaluation
-from scripts.reproduce.entries import Entry, Scale
+from scripts.reproduce.entries import Entry, Scale, distinct
 
 # (x, y) by the title of the panel that they are drawn in
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -87,8 +87,8 @@ class Work:
         """All runs of a seed before the next seed, so that a first table is complete early."""
         if self.experiment.compute:
             return []
-        entries = {entry.name: entry for entry in (*self.experiment.needs, *self.chosen)}
-        return [self.scale.run(entry, seed) for seed in self.seeds for entry in entries.values()]
+        entries = distinct((*self.experiment.needs, *self.chosen))
+        return [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
 
     def evaluations(self) -> Iterator[tuple[Evaluation, EvaluationOptions, PlannedRun]]:
         """What is to be measured: the evaluation, its options, and the run."""

@@ -20,7 +20,6 @@ DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
-Panels = Mapping[str, Mapping[str, str]]  # title of a panel -> name of an entry -> its label
 
 
 # ---- means over seeds, and their range ----
@@ -75,82 +74,94 @@ def together(table: dict) -> Figure:
     return over_length(table, panels)
 
 
-def grouped(panels: Panels) -> Draw:
-    """All entries in these panels."""
-    return lambda table: in_panels(table, panels, table["rows"])
+Places = Callable[[Entry], Mapping[str, str]]  # title of a panel -> the entry's label in it
 
 
-def in_panels(table: dict, panels: Panels, rows: Mapping[str, dict]) -> Figure:
-    """These rows of the table in panels; a row may be in more than one."""
-    summaries: dict[str, dict[str, dict]] = {}
-    for name, row in rows.items():
-        for title, labels in panels.items():
-            if name in labels:
-                summaries.setdefault(title, {})[labels[name]] = row
-    return over_length(table, summaries)
+def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure]:
+    """Several panels; an entry may be in more than one."""
+
+    def draw(table: dict) -> Figure:
+        panels: dict[str, dict[str, dict]] = {}
+        for entry in entries:
+            if entry.name in table["rows"]:
+                for title, label in places(entry).items():
+                    panels.setdefault(title, {})[label] = table["rows"][entry.name]
+        return over_length(table, panels)
+
+    return draw
 
 
-def by_run(entries: Sequence[Entry]) -> Panels:
+def by_run(entry: Entry) -> dict[str, str]:
     """A panel for each run, with the ways in which it is evaluated."""
-    panels: dict[str, dict[str, str]] = {}
-    for entry in entries:
-        label = "as trained" if entry.view is None else entry.view.name
-        panels.setdefault(entry.run, {})[entry.name] = label
-    return panels
+    if entry.view is None:
+        return {entry.run: "as trained"}
+    return {entry.run: entry.view.name}
 
 
-def by_stage(entries: Sequence[Entry]) -> Panels:
+def by_stage(entry: Entry) -> dict[str, str]:
     """A panel for each p, with the variants that are re-weighted with it."""
-    panels: dict[str, dict[str, str]] = {}
-    for entry in entries:
-        p = entry.config.p
-        title = "not re-weighted" if p is None else f"re-weighted, p = {p:g}"
-        panels.setdefault(title, {})[entry.name] = entry.config.attention
-    return panels
+    variant = entry.config.attention
+    p = entry.config.p
+    if p is None:
+        return {"not re-weighted": variant}
+    return {f"re-weighted, p = {p:g}": variant}
 
 
-def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Panels:
+def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
     """A panel for each kind of entries."""
-    return {kind: {entry.name: entry.name for entry in kinds[kind]} for kind in kinds}
+    names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
+    return lambda entry: {kind: entry.name for kind in names if entry.name in names[kind]}
 
 
-def recall(normalisers: Mapping[str, Mapping[str, Entry]], others: Sequence[Entry]) -> Draw:
-    """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned.
+Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
 
-    `normalisers` are {name of a normaliser: {what its positions are called: entry}}.
-    """
-    panels: dict[str, dict[str, str]] = {}
+
+def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
+    """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
+    entries = []
+    places = {}
     for normaliser, by_positions in normalisers.items():
         for positions, entry in by_positions.items():
-            panels.setdefault(positions, {})[entry.name] = normaliser
-    titles = list(panels)
-    panels["others"] = {entry.name: entry.name for entry in others}
+            entries.append(entry)
+            places[entry.name] = {positions: normaliser}
+    for entry in others:
+        entries.append(entry)
+        places[entry.name] = {"others": entry.name}
+    by_length = grouped(entries, lambda entry: places[entry.name])
 
     def draw(table: dict) -> Pictures:
         rows = table["rows"]
         learned = {name: row for name, row in rows.items() if None not in row["mean"]}
         if not learned:
             return {}
-        pictures: dict[str, Figure] = {}
-        pictures["recall_by_length.png"] = in_panels(table, panels, learned)
-        column = table["multiples"].index(16)
-        shares: dict[str, list[float | None]] = {}
-        for normaliser, by_positions in normalisers.items():
-            names = [entry.name for entry in by_positions.values()]
-            if rows.keys().isdisjoint(names):  # none of them has been run
-                continue
-            shares[normaliser] = []
-            for name in names:
-                share = learned[name]["mean"][column] / 100 if name in learned else None
-                shares[normaliser].append(share)
-        if shares:
-            length = table["columns"][column]
-            title = f"recall at {length} tokens; grey: not learned, or not run"
-            across = [title.replace(" ", "\n") for title in titles]
-            pictures["recall.png"] = heat_map(title, shares, across, table["unit"], "", "")
+        pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
+        at_16x = recall_at_16x(table, learned, normalisers)
+        if at_16x is not None:
+            pictures["recall.png"] = at_16x
         return pictures
 
     return draw
+
+
+def recall_at_16x(
+    table: dict, learned: Mapping[str, dict], normalisers: Normalisers
+) -> Figure | None:
+    """Normalisers by positions; None if no entry of them has been run."""
+    column = table["multiples"].index(16)
+    shares: dict[str, list[float | None]] = {}
+    for normaliser, by_positions in normalisers.items():
+        names = [entry.name for entry in by_positions.values()]
+        if table["rows"].keys().isdisjoint(names):
+            continue
+        shares[normaliser] = []
+        for name in names:
+            share = learned[name]["mean"][column] / 100 if name in learned else None
+            shares[normaliser].append(share)
+    if not shares:
+        return None
+    title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"
+    across = [positions.replace(" ", "\n") for positions in next(iter(normalisers.values()))]
+    return heat_map(title, shares, across, table["unit"], "", "")
 
 
 def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
@@ -159,8 +170,10 @@ def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
     def draw(table: dict) -> Pictures:
         panels: dict[str, list[Curve]] = {}
         for variant, by_p in sweeps.items():
-            rows = {p: table["rows"].get(entry.name) for p, entry in by_p.items()}
-            rows = {p: row for p, row in rows.items() if row is not None}
+            rows = {}
+            for p, entry in by_p.items():
+                if entry.name in table["rows"]:
+                    rows[p] = table["rows"][entry.name]
             if not rows:
                 continue
             panels[variant] = []

@@ -43,6 +43,7 @@ from scripts.reproduce.entries import (
     Entry,
     config_entries,
     config_entry,
+    distinct,
     hybrid,
     plain_rope,
     view_p,
@@ -97,7 +98,7 @@ LEAGUE = {
         *config_entries("sparsemax", "entmax15", "asentmax", "stick_breaking"),
     ),
 }
-LEAGUE_ENTRIES = {entry.name: entry for entries in LEAGUE.values() for entry in entries}
+LEAGUE_ENTRIES = distinct(entry for entries in LEAGUE.values() for entry in entries)
 
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
 P_SWEEPS = {
@@ -105,17 +106,22 @@ P_SWEEPS = {
     "softmax": {p: with_p("softmax", p) for p in POWERS},
 }
 
+
+def evaluated_at(config: str, *powers: float) -> tuple[Entry, ...]:
+    """A config as it was trained, and evaluated with other p."""
+    entry = config_entry(config)
+    return (entry, *(entry.viewed(view_p(p)) for p in powers))
+
+
 P_AT_EVALUATION = (
-    config_entry("lssa"),
-    *(config_entry("lssa").viewed(view_p(p)) for p in (3, 15)),
-    config_entry("lssar_p3"),
-    *(config_entry("lssar_p3").viewed(view_p(p)) for p in (1, 5, 15)),
-    config_entry("lssar_p15"),
-    *(config_entry("lssar_p15").viewed(view_p(p)) for p in (1, 3, 5, 10, 20, 30)),
+    *evaluated_at("lssa", 3, 15),
+    *evaluated_at("lssar_p3", 1, 5, 15),
+    *evaluated_at("lssar_p15", 1, 3, 5, 10, 20, 30),
 )
 
 
 def with_and_without_p(variant: str) -> tuple[Entry, ...]:
+    """A variant without re-weighting, and re-weighted with two p."""
     return (config_entry(variant), with_p(variant, 3), with_p(variant, 15))
 
 
@@ -200,6 +206,7 @@ DEAD = ("near", "far", "all", "dead rows", "dead keys")
 
 
 def mapped(measured: dict, config: Config) -> list[float]:
+    """The values of MAPPED, means over heads."""
     part = only_part(measured)
     return [mean_over_heads(part, name) for name in MAPPED]
 
@@ -234,6 +241,7 @@ def entropy_by_keys(measured: dict, config: Config) -> list[float]:
 
 
 def dead_shares(measured: dict, config: Config) -> list[float]:
+    """The shares of DEAD, means over layers and heads."""
     shares = mean_shares(measured)
     return [shares[name] for name in DEAD]
 
@@ -321,8 +329,9 @@ def shares_kept_by_seed(table: dict) -> list[str]:
 
 
 def loss_table(title: str, paper: dict) -> Experiment:
-    """A table of losses at the training length."""
-    return loss(title, config_entries(*paper["rows"]), (1,), paper=paper)
+    """A table of losses at the training length, without a picture."""
+    entries = config_entries(*paper["rows"])
+    return loss(title, entries, (1,), draw=lambda table: {}, paper=paper)
 
 
 EXPERIMENTS = {
@@ -330,7 +339,6 @@ EXPERIMENTS = {
         title="LSSAR Table 1, loss by length",
         entries=config_entries(*TABLE1["rows"]),
         multiples=(1, 2, 4, 8),
-        draw=pictures.together,
         paper=TABLE1,
     ),
     "table2": downstream("LSSAR Table 2, downstream tasks", LSSAR["table2"]),
@@ -342,8 +350,6 @@ EXPERIMENTS = {
     "loss_by_length": loss_and_gain(
         title="LSSAR Fig. A2, loss to 16 times the training length",
         entries=SOFTMAX_AND_LSSAR,
-        multiples=MULTIPLES,
-        draw=pictures.together,
         paper=TABLE1,
         note="Fig. A2 has no numbers; the paper's values here are of its Table 1.",
     ),
@@ -355,7 +361,6 @@ EXPERIMENTS = {
             config_entry("softmax"),
             *P_SWEEPS["softmax"].values(),
         ),
-        multiples=MULTIPLES,
         draw=pictures.loss_over_p(P_SWEEPS),
         paper=TABLE1,
         note="The paper has only curves here; its values are of its Table 1.",
@@ -363,38 +368,34 @@ EXPERIMENTS = {
     "p_at_evaluation": loss_and_gain(
         title="Is it the training or the sharpening: other p than in training",
         entries=P_AT_EVALUATION,
-        multiples=MULTIPLES,
-        draw=grouped(pictures.by_run(P_AT_EVALUATION)),
+        draw=grouped(P_AT_EVALUATION, pictures.by_run),
         paper=TABLE1,
     ),
     "components": loss_and_gain(
         title="LSSAR taken apart: phi, scale and re-weighting",
         entries=COMPONENTS,
-        multiples=MULTIPLES,
-        draw=grouped(pictures.by_stage(COMPONENTS)),
+        draw=grouped(COMPONENTS, pictures.by_stage),
         paper=TABLE1,
         note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
     "rope": loss_and_gain(
         title="RoPE scalings and variants",
         entries=ROPES,
-        multiples=MULTIPLES,
-        draw=grouped(pictures.by_run(ROPES)),
+        draw=grouped(ROPES, pictures.by_run),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
     "league": loss_and_gain(
         title="What users pick instead",
-        entries=tuple(LEAGUE_ENTRIES.values()),
-        multiples=MULTIPLES,
-        draw=grouped(pictures.by_kind(LEAGUE)),
+        entries=LEAGUE_ENTRIES,
+        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
         paper=TABLE1,
         note="`:plain_rope` has no dynamic NTK. `swa` has its own window in the control too.",
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
         title="What users pick instead, passkey retrieval",
-        entries=tuple(entry for entry in LEAGUE_ENTRIES.values() if entry.view is None),
-        draw=grouped(pictures.by_kind(LEAGUE)),
+        entries=tuple(entry for entry in LEAGUE_ENTRIES if entry.view is None),
+        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
     ),
     "t6": loss_and_gain(
         title="T6: queries, keys and values from factors, with softmax and with LSSAR",
@@ -404,8 +405,6 @@ EXPERIMENTS = {
             LSSAR_SWIGLU,
             *config_entries("t6", "t6_lssar_p15"),
         ),
-        multiples=MULTIPLES,
-        draw=pictures.together,
         note="docs/t6.md explains the entries.",
     ),
     "loss_by_position": loss_by_position(
@@ -416,7 +415,6 @@ EXPERIMENTS = {
     "passkey": passkeys(
         title="LSSAR Figs. 2 and A3, passkey retrieval",
         entries=SOFTMAX_AND_LSSAR,
-        draw=pictures.together,
     ),
     "recall": recall(
         title="Recall of what lies far away",
@@ -437,9 +435,7 @@ EXPERIMENTS = {
     "text_and_recall": loss_and_gain(
         title="Text and recall in one model: loss on text",
         entries=TEXT_AND_RECALL,
-        multiples=MULTIPLES,
         task="language+recall",
-        draw=pictures.together,
         note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_text": recall(
@@ -449,7 +445,6 @@ EXPERIMENTS = {
         values=all_accuracies,
         better="higher",
         task="language+recall",
-        draw=pictures.together,
         note=TEXT_AND_RECALL_NOTE,
     ),
     "copying": Experiment(
@@ -470,8 +465,6 @@ EXPERIMENTS = {
     "loss_and_copying": loss_and_gain(
         title="Loss by length of models trained with repeats",
         entries=COPIES,
-        multiples=MULTIPLES,
-        draw=pictures.together,
     ),
     "attention_maps": Experiment(
         title="LSSAR Figs. A1, A4, A5, A6, attention maps",
