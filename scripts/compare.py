@@ -31,25 +31,39 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import choices, load_config, names, parse, require_known_setting
+from config import Config, choices, load_config, names, parse, require_known_setting
 from errors import UserError, command
 from layers.heads import check_attention
 from scripts.common.labels import shortened, shown
 from scripts.common.options import lengths_of
-from scripts.reproduce import metrics, pictures, tables
-from scripts.reproduce.entries import FILES, FREE, VIEWS, Entry, Scale, find_entry, open_scale
+from scripts.recall import RecallOptions
+from scripts.reproduce import kinds, metrics, pictures
+from scripts.reproduce.entries import (
+    ADAPTIVE_TEMPERATURE,
+    FILES,
+    FREE,
+    NTK16,
+    PLAIN_ROPE,
+    ROPE_SCALINGS,
+    Entry,
+    Scale,
+    config_entry,
+    open_scale,
+)
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
-FIXED = (*names("data"), "block_size")
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
-# How the run of FILE.py:VIEW is evaluated; none is plain_rope, and oracle is of orbits alone.
-VIEWED = [view for view in VIEWS if view not in ("none", "oracle")]
+FIXED = (*names("data"), "block_size")
+# How the run of CONFIG.py:VIEW may be evaluated. RoPE scaling "none" is called plain_rope.
+SCALINGS = [view for name, view in ROPE_SCALINGS.items() if name != "none"]
+VIEWS = {view.name: view for view in (*SCALINGS, NTK16, PLAIN_ROPE, ADAPTIVE_TEMPERATURE)}
 
 
 @command
@@ -59,89 +73,154 @@ def main() -> None:
     help = "to evaluate at, in tokens, besides the training length (default: its multiples)"
     parser.add_argument("--lengths", type=lengths_of, help=help)
     options, rest = parser.parse_known_args()
-    files = [text for text in rest if not text.startswith("--")]
-    settings: dict[str, str] = {}
-    for key, equals, text in (text[2:].partition("=") for text in rest if text.startswith("--")):
-        if not equals or key in settings:
-            raise UserError(f"--{key} needs its values once: --{key}=VALUE,VALUE")
-        settings[key] = text
-    free = [f"--{key}={text}" for key, text in settings.items() if key in FREE]
-    task, _, name = options.scale.rpartition("/")
-    task = task or "language"
+    configs = [text for text in rest if not text.startswith("--")]
+    free, grid = read_settings([text for text in rest if text.startswith("--")])
     if options.scale.endswith(".py"):
-        task, name = load_config([options.scale]).tasks[-1], options.scale
+        task = load_config([options.scale]).tasks[-1]
+        name = options.scale
+    else:
+        folder, _, name = options.scale.rpartition("/")
+        task = folder or "language"
     if task not in choices("task"):
         raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)
-    grid = {key: text for key, text in settings.items() if key not in FREE}
-    entries = entries_of(scale, files, grid)
-    scale = replace(scale, more={name.partition(":")[0]: one for name, one in entries.items()})
-    experiment = compared(scale, tuple(entries), task, options.lengths)
-    others = [] if task == "language" else [task]  # whose tables have names of their own
-    name = shortened("_".join(["compare", *others, *entries]).replace(":", "-"))
-    carry_out(name, experiment, scale, experiment.entries, options)
+    entries = entries_of(scale, configs, grid)
+    experiment = compared(scale, entries, task, options.lengths)
+    names = [entry.name for entry in entries]
+    if task != "language":  # whose tables have names of their own
+        names = [task, *names]
+    table = shortened("_".join(["compare", *names]).replace(":", "-"))
+    carry_out(table, experiment, scale, entries, options)
 
 
-def entries_of(scale: Scale, files: list[str], grid: dict[str, str]) -> dict[str, Entry]:
-    """The entries by name: each file, with each combination of the settings' values.
+def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The settings that all runs share, as arguments, and the values of those that are compared.
+
+    Raises UserError for a setting without a value, and for a repeated one.
+    """
+    values: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not equals or key in values:
+            raise UserError(f"--{key} needs its values once: --{key}=VALUE,VALUE")
+        values[key] = text
+    free = [f"--{key}={text}" for key, text in values.items() if key in FREE]
+    grid = {key: text for key, text in values.items() if key not in FREE}
+    return free, grid
+
+
+def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[Entry, ...]:
+    """Each config, with each combination of the settings' values.
 
     Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
     settings in which entries may not differ, for an unknown view, and where two entries have one
     name.
     """
-    for key in grid:
+    values = []
+    for key, texts in grid.items():
         require_known_setting(key, "the command line")
         if key not in COMPARABLE:
-            instead = "set it for all entries in --scale FILE.py (seeds: --seeds 3)"
-            raise UserError(f"--{key}: entries cannot differ in it; {instead}")
-    values = [[(key, parse(key, text)) for text in grid[key].split(",")] for key in grid]
+            raise UserError(
+                f"--{key}: entries cannot differ in it; set it for all entries in --scale FILE.py "
+                "(seeds: --seeds 3)"
+            )
+        values.append([(key, parse(key, text)) for text in texts.split(",")])
     entries: dict[str, Entry] = {}
-    paths: dict[str, Path] = {}  # the file of each run
-    for text, changes in itertools.product(files, itertools.product(*values)):
-        file, colon, view = text.rpartition(":") if ".py:" in text else (text, "", "")
-        if colon and view not in VIEWED:
-            raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWED)}")
-        stem, path = Path(file).stem, Path(file).resolve()
-        ours = stem in FILES and path == FILES[stem]
-        entry = (find_entry(stem) if ours else Entry(Path(file))).changed(dict(changes))
-        run = ",".join([stem, *(f"{key}={shown(value)}" for key, value in changes)])
-        name = run + colon + view
-        if name in entries or paths.setdefault(run, path) != path:
-            raise UserError(f"two entries are called {name}: rename a file, or drop a value")
-        entries[name] = entry
-        check_attention(replace(scale, more={run: entry}).run(name, 0).config)
-    return entries
+    files: dict[str, Path] = {}  # of each run
+    for text in configs:
+        for combination in itertools.product(*values):
+            entry = with_settings(parse_entry(text), dict(combination))
+            file = entry.file.resolve()
+            if entry.name in entries or files.setdefault(entry.run, file) != file:
+                raise UserError(
+                    f"two entries are called {entry.name}: rename a file, or drop a value"
+                )
+            entries[entry.name] = entry
+            check_attention(scale.run(entry, 0).config)
+    return tuple(entries.values())
+
+
+def parse_entry(text: str) -> Entry:
+    """The entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
+    file = Path(text)
+    view = None
+    if ".py:" in text:
+        path, _, name = text.rpartition(":")
+        if name not in VIEWS:
+            raise UserError(f"{text}: {name!r} must be one of {', '.join(VIEWS)}")
+        file = Path(path)
+        view = VIEWS[name]
+    if FILES.get(file.stem) == file.resolve():
+        return replace(config_entry(file.stem), view=view)
+    return Entry(file.stem, file, view=view)
+
+
+def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
+    """The entry with these settings, which the name of its run has too."""
+    assignments = [f"{key}={shown(value)}" for key, value in settings.items()]
+    return replace(entry, run=",".join([entry.run, *assignments]), settings=settings)
 
 
 def compared(
-    scale: Scale, entries: tuple[str, ...], task: str, lengths: tuple[int, ...] | None
+    scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """The measurement of the entries, by the task."""
+    """The measurement of the entries, by the task. Raises UserError for what has no comparison."""
     if len(entries) < 2:
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
-    configs = {name: scale.run(name, 0).config for name in entries}
-    for (name, config), key in itertools.product(configs.items(), FIXED):
-        value, wanted = getattr(config, key), getattr(scale.config, key)
-        if value != wanted:
-            instead = f"not the scale's {wanted!r}: set it in --scale FILE.py"
-            raise UserError(f"{name} cannot be compared: it has {key} = {value!r}, {instead}")
-    title, trained = f"Compared with {entries[0]}", configs[entries[0]].block_size
-    multiples: tuple[float, ...] = tables.LENGTHS
-    if task != "language":
-        multiples = tables.RecallOptions.multiples
+    configs = {entry.name: scale.run(entry, 0).config for entry in entries}
+    for name, config in configs.items():
+        require_fixed(name, config, scale.config)
     if lengths:
+        trained = scale.config.block_size
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
     elif any(config.positions == "learned" for config in configs.values()):
         multiples = (1,)
-    experiment = tables.loss(title, entries, multiples)
-    if task == "orbits":
-        if viewed := [name for name in entries if ":" in name]:
-            raise UserError(f"{viewed[0]}: orbits are compared by their last validation alone")
-        experiment = Experiment(title, tables.LOSS, entries, (1,), read=metrics.last_validation)
     elif task == "recall":
-        experiment = tables.recall(title, entries, multiples, remarks=tables.accuracy_by_seed)
-    note = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
-    return replace(experiment, baseline=entries[0], better=None, draw=pictures.together, note=note)
+        multiples = RecallOptions.multiples
+    else:
+        multiples = kinds.MULTIPLES
+    title = f"Compared with {entries[0].name}"
+    if task == "orbits":
+        experiment = last_validation(title, entries)
+    elif task == "recall":
+        experiment = kinds.recall(title, entries, multiples, kinds.accuracies_if_learned)
+    elif multiples[-1] > 1:
+        experiment = kinds.loss_and_gain(title, entries, multiples)
+    else:
+        experiment = kinds.loss(title, entries, multiples)
+    return replace(
+        experiment,
+        baseline=entries[0].name,
+        better=None,
+        draw=pictures.together,
+        note=f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`.",
+    )
+
+
+def require_fixed(name: str, config: Config, scale: Config) -> None:
+    """Raise UserError where an entry has other data or another length than the scale."""
+    for key in FIXED:
+        value = getattr(config, key)
+        expected = getattr(scale, key)
+        if value != expected:
+            raise UserError(
+                f"{name} cannot be compared: it has {key} = {value!r}, not the scale's "
+                f"{expected!r}: set it in --scale FILE.py"
+            )
+
+
+def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
+    """The last validation loss in training. Raises UserError for an entry with a view."""
+    for entry in entries:
+        if entry.view is not None:
+            raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
+    return Experiment(
+        title=title,
+        unit=kinds.LOSS,
+        entries=entries,
+        multiples=(1,),
+        read=metrics.last_validation,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ def compared(call, commands, scale, shards, tmp_path):
         if not any(argument.startswith("--scale") for argument in arguments):
             common += [f"--scale={scale}", f"--data_dir={shards}", "--wandb_mode=disabled"]
         call(compare, *arguments, *common)
-        return max((tmp_path / "results").glob("*/compare_*"), key=lambda x: x.stat().st_mtime)
+        folders = (tmp_path / "results").glob("*/compare_*")
+        return max(folders, key=lambda folder: folder.stat().st_mtime)
 
     return run
 
@@ -32,61 +33,82 @@ def mine(tmp_path):
     return str(path)
 
 
-FILES = ("softmax.py", "lssar_p15.py", "scales/tiny.py")
-SOFTMAX, LSSAR, TINY = (str(CONFIGS / name) for name in FILES)
+SOFTMAX = str(CONFIGS / "softmax.py")
+LSSAR = str(CONFIGS / "lssar_p15.py")
+TINY = str(CONFIGS / "scales/tiny.py")
 
 
 def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
     folder = compared(SOFTMAX, mine, "--seeds=2", "--lengths=64")
-    printed, table = capsys.readouterr().out, read_table(folder)
-    assert folder.name == "compare_softmax_mine" and len(commands) == 4
+    printed = capsys.readouterr().out
+    table = read_table(folder)
+    assert folder.name == "compare_softmax_mine"
+    assert len(commands) == 4
     assert printed.index("4 runs") < printed.index("step 6/6") < printed.index("| `softmax` |")
     for name, layers in (("softmax", 2), ("mine", 1)):
         for seed, run in zip((1337, 1338), table["rows"][name]["runs"], strict=True):
-            config = json.loads((tmp_path / f"out/small/{name}/seed{seed}/config.json").read_text())
-            assert (config["n_layer"], config["seed"], run["seed"]) == (layers, seed, seed)
-            own, control = measured_losses(tmp_path / f"out/small/{name}/seed{seed}")
-            assert run["values"][:3] == [*own["loss"], control["loss"][-1]]
-    mine, softmax = (table["rows"][name] for name in ("mine", "softmax"))
+            run_folder = tmp_path / f"out/small/{name}/seed{seed}"
+            config = json.loads((run_folder / "config.json").read_text())
+            assert config["n_layer"] == layers
+            assert config["seed"] == run["seed"] == seed
+            measured, control = measured_losses(run_folder)
+            assert run["values"][:3] == [*measured["loss"], control["loss"][-1]]
+    mine = table["rows"]["mine"]
+    softmax = table["rows"]["softmax"]
     for i, difference in enumerate(mine["difference"]["mean"]):
-        seeds = zip(mine["runs"], softmax["runs"], strict=True)
-        pairs = [one["values"][i] - other["values"][i] for one, other in seeds]
-        assert difference == pytest.approx(statistics.mean(pairs))
-        assert f"{difference:+z.4f} ± {statistics.stdev(pairs):.4f}" in printed
-        assert all(f"{pair:+z.4f} |" in printed for pair in pairs)
-        own = [run["values"][i] for run in mine["runs"]]
-        assert f" {statistics.mean(own):.4f} ± {statistics.stdev(own):.4f} |" in printed
+        values = [run["values"][i] for run in mine["runs"]]
+        assert f" {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} |" in printed
+        differences = []
+        for value, run in zip(values, softmax["runs"], strict=True):
+            differences.append(value - run["values"][i])
+            assert f"{differences[-1]:+z.4f} |" in printed
+        assert difference == pytest.approx(statistics.mean(differences))
+        assert f"{difference:+z.4f} ± {statistics.stdev(differences):.4f}" in printed
     assert not_blank(folder / "compare_softmax_mine.png")
 
 
 def test_a_grid(compared, commands):
     folder = compared(SOFTMAX, "--attention=softmax,lssar", "--p=3", "--lengths=16")
     names = ["softmax,attention=softmax,p=3", "softmax,attention=lssar,p=3"]
-    assert list(read_table(folder)["rows"]) == names and len(commands) == 2
+    assert list(read_table(folder)["rows"]) == names
+    assert len(commands) == 2
     commands.clear()  # a larger grid shares the runs
     compared(SOFTMAX, "--attention=softmax,lssar", "--p=3,5", "--lengths=16")
     assert len(commands) == 2
-    folder = compared(SOFTMAX, f"{SOFTMAX}:plain_rope", "--lengths=64")  # of one run
-    ropes = [row["runs"][0]["evaluation"]["rope"] for row in read_table(folder)["rows"].values()]
-    assert folder.name == "compare_softmax_softmax-plain_rope" and len(commands) == 3
-    assert ropes == ["dynamic_ntk", "none"]
+
+
+def test_one_run_evaluated_in_two_ways(compared, commands):
+    folder = compared(SOFTMAX, f"{SOFTMAX}:plain_rope", "--lengths=64")
+    assert folder.name == "compare_softmax_softmax-plain_rope"
+    assert len(commands) == 1
+    rows = read_table(folder)["rows"]
+    assert list(rows) == ["softmax", "softmax:plain_rope"]
+    assert rows["softmax"]["runs"][0]["evaluation"]["rope"] == "dynamic_ntk"
+    assert rows["softmax:plain_rope"]["runs"][0]["evaluation"]["rope"] == "none"
 
 
 @pytest.mark.parametrize(
     "task, settings, unit",
-    [("recall", "--val_tokens=64", "answers that are right (%)"),
-     ("orbits", "--planets=1 --systems=20 --bins=50", "validation loss (nats per token)")],
-)  # fmt: skip
+    [
+        ("recall", ["--val_tokens=64"], "answers that are right (%)"),
+        (
+            "orbits",
+            ["--planets=1", "--systems=20", "--bins=50"],
+            "validation loss (nats per token)",
+        ),
+    ],
+)
 def test_other_tasks(compared, tmp_path, task, settings, unit):
     sizes = ["--block_size=64", "--batch_size=2", "--tie_embeddings=False", "--tokenizer=gpt2"]
-    file = write_scale(tmp_path / "small.py", *SMALL, f"--task={task}", *sizes, *settings.split())
+    file = write_scale(tmp_path / "small.py", *SMALL, f"--task={task}", *sizes, *settings)
     folder = compared(SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64")
     table = read_table(folder)
-    assert table["unit"] == unit and list(table["rows"]) == ["softmax", "lssar_p15"]
+    assert table["unit"] == unit
+    assert list(table["rows"]) == ["softmax", "lssar_p15"]
     assert folder.name == f"compare_{task}_softmax_lssar_p15"  # text has compare_softmax_lssar_p15
     if task == "orbits":
-        loss = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")[6]
-        assert table["rows"]["lssar_p15"]["mean"] == [loss]
+        losses = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")
+        assert table["rows"]["lssar_p15"]["mean"] == [losses[6]]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +132,5 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
 )
 def test_refusals_come_before_any_work(compared, commands, tmp_path, arguments, parts, refused):
     refused(compared, *arguments, says=parts)
-    assert not commands and not (tmp_path / "out").exists()
+    assert not commands
+    assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from errors import UserError
 from evaluation import mean_loss
 from layers.build import build_model
 from scripts import eval_length, recall
-from scripts.reproduce import tables
+from scripts.reproduce import kinds
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
 from tests.runs import assert_same_run, metrics
 
@@ -218,7 +218,7 @@ def test_the_accuracy_by_distance():
 
 def test_a_table_has_no_accuracy_below_the_training_length():
     parts = {"32": {"accuracy": 0.7}, "64": {"accuracy": 0.8}}
-    assert tables.recalled({"trained_length": 64, "parts": parts}, None) == [None, 80.0]
+    assert kinds.accuracies_if_learned({"trained_length": 64, "parts": parts}, None) == [None, 80.0]
 
 
 def test_whole_sequences_of_sort(capsys):

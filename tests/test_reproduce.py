@@ -13,13 +13,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+from errors import UserError
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder
 from scripts import eval_length
 from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
-from scripts.reproduce import entries, tables
+from scripts.reproduce import tables
+from scripts.reproduce.entries import (
+    FILES,
+    SOFTMAX_BEFORE_F,
+    SSMAX_E,
+    SSMAX_F,
+    SSMAX_PROBE,
+    config_entry,
+    open_scale,
+    variation,
+    with_p,
+)
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
 
@@ -30,45 +42,68 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, capsys):
     # 4 runs of 6 steps of 128 tokens
     assert printed.index("to train: 4 runs, 3,072 tokens\n") < printed.index("step 6/6")
     assert len(commands) == 4
-    table, text = read_table(folder), (folder / "table.md").read_text().replace("**", "")
-    assert {*table["rows"], *table["not_run"]} == {*LSSAR["table1"]["rows"]}
-    for name, entry in table["rows"].items():
-        losses, gains = [], []
+    table = read_table(folder)
+    text = (folder / "table.md").read_text().replace("**", "")
+    paper_rows = LSSAR["table1"]["rows"]
+    assert {*table["rows"], *table["not_run"]} == {*paper_rows}
+    for name, row in table["rows"].items():
+        losses = []
+        windows = []
+        gains = []
         for seed in (1337, 1338):
-            measured = measured_losses(tmp_path / f"out/small/{name}/seed{seed}")
-            loss, control = (one["loss"] for one in measured)
-            assert (measured[1]["window"], measured[1]["rope"]) == (16, "none")
-            losses.append([*loss, control[-1]])
-            gains.append(min(control[0], control[-1]) - loss[-1])
-        assert entry["mean"][-1] == pytest.approx(sum(gains) / 2)
-        *losses, windows = zip(*losses, strict=True)
-        assert entry["mean"][-2] == pytest.approx(sum(windows) / 2)
-        for i, both in enumerate(losses):
-            paper = LSSAR["table1"]["rows"][name][i]
-            mean, half = sum(both) / 2, abs(both[0] - both[1]) / 2
-            assert entry["mean"][i] == pytest.approx(mean) and entry["paper"][i] == paper
+            measured, control = measured_losses(tmp_path / f"out/small/{name}/seed{seed}")
+            assert control["window"] == 16
+            assert control["rope"] == "none"
+            losses.append(measured["loss"])
+            windows.append(control["loss"][-1])
+            gains.append(min(control["loss"][0], control["loss"][-1]) - measured["loss"][-1])
+        assert row["mean"][-1] == pytest.approx(sum(gains) / 2)
+        assert row["mean"][-2] == pytest.approx(sum(windows) / 2)
+        assert len(row["mean"]) == len(losses[0]) + 2
+        for i, both in enumerate(zip(*losses, strict=True)):
+            paper = paper_rows[name][i]
+            mean = sum(both) / 2
+            half = abs(both[0] - both[1]) / 2
+            assert row["mean"][i] == pytest.approx(mean)
+            assert row["paper"][i] == paper
             assert f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})" in text
-        assert all((run["step"], run["tokens"]) == (6, 768) for run in entry["runs"])
+        for run in row["runs"]:
+            assert run["step"] == 6
+            assert run["tokens"] == 768
     assert not_blank(folder / "table1.png")
     # the same again: nothing is trained or measured, and the files say the same
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    before = modification_times(tmp_path / "out")
     commands.clear()
     assert read_table(reproduced("table1", "--only=softmax,lssar_p15", "--seeds=2")) == table
-    assert "all 4 runs are done" in capsys.readouterr().out and not commands
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert "all 4 runs are done" in capsys.readouterr().out
+    assert not commands
+    assert modification_times(tmp_path / "out") == before
     caption = read_table(reproduced("table1", "--only=softmax", "--seeds=3"))["caption"]
     assert caption[0].endswith("mean over 2 to 3 of the seeds 1337, 1338, 1339.")
+
+
+def modification_times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_signal_ends_the_training(scale, shards, tmp_path):
     """The child saves its state before both end."""
     with open(scale, "a") as file:
         file.write("max_iters = 5000\ncheckpoint_interval = 50\neval_interval = 5000\n")
-    command = [sys.executable, "-m", "scripts.reproduce", "table_a4", "--only=softmax"]
-    command += [f"--scale={scale}", f"--data_dir={shards}", f"--out={tmp_path / 'out'}"]
-    command += [f"--results={tmp_path / 'results'}", "--wandb_mode=disabled"]
-    one = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=one, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.reproduce",
+        "table_a4",
+        "--only=softmax",
+        f"--scale={scale}",
+        f"--data_dir={shards}",
+        f"--out={tmp_path / 'out'}",
+        f"--results={tmp_path / 'results'}",
+        "--wandb_mode=disabled",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     folder = tmp_path / "out/small/softmax/seed1337"
     try:
         wait_for(lambda: (checkpoint.step(folder) or 0) > 0, timeout=120)
@@ -87,49 +122,56 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
         config = small_config("softmax.py", f"--out_dir={tmp_path / name}")
         return planned.PlannedRun(name, config, [name], base)
 
-    first, second = run("first"), run("second")
-    trained, done = [], set()
+    trained = []
 
     def call(command):
         name = command[-2]
         trained.append(name)
-        done.add(name)
         return 1 if name == "second" else 0
 
     monkeypatch.setattr(planned, "call", call)
     monkeypatch.setattr(planned, "POLL_SECONDS", 0.01)
-    finished = property(lambda self: self.name in done - {"second"})
+    finished = property(lambda self: self.name in trained and self.name != "second")
     monkeypatch.setattr(planned.PlannedRun, "finished", finished)
     failures = []
-    runs = [first, run("third", second), run("fourth")]
+    first = run("first")
+    runs = [first, run("third", run("second")), run("fourth")]
     with lock_folder(first.folder, "training"):
         thread = threading.Thread(target=lambda: failures.extend(planned.train(runs)))
         thread.start()
         wait_for(lambda: trained == ["second", "fourth"])
         wait_for(lambda: "first: another process is training" in capsys.readouterr().out)
     thread.join(timeout=10)
-    assert trained == ["second", "fourth", "first"] and not thread.is_alive()
+    assert trained == ["second", "fourth", "first"]
+    assert not thread.is_alive()
+    assert len(failures) == 2
     assert "second stopped with exit code 1" in failures[0]
-    assert "third starts from" in failures[1] and len(failures) == 2
+    assert "third starts from" in failures[1]
 
 
 def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, monkeypatch):
-    call, losses = planned.call, eval_length.position_losses
+    call = planned.call
+    losses = eval_length.position_losses
+
+    def failing_call(command):
+        return 1 if "relu_li.py" in " ".join(command) else call(command)
 
     def without_memory(run, *arguments):
         if "phi_gelu" in str(run.path):
             raise torch.OutOfMemoryError("the GPU is full\nmore")
         return losses(run, *arguments)
 
-    monkeypatch.setattr(planned, "call", lambda c: 1 if "relu_li.py" in " ".join(c) else call(c))
+    monkeypatch.setattr(planned, "call", failing_call)
     monkeypatch.setattr(eval_length, "position_losses", without_memory)
     with pytest.raises(SystemExit) as stop:
         reproduced("table_a6", "--only=relu_li,phi_gelu,softmax")
     table = read_table(tmp_path / "results/small/table_a6")
-    assert stop.value.code == 1 and list(table["rows"]) == ["softmax"]
+    assert stop.value.code == 1
+    assert list(table["rows"]) == ["softmax"]
     training, evaluation = table["failures"]
     assert "relu_li/seed1337 stopped with exit code 1" in training
-    assert "phi_gelu" in evaluation and "the GPU is full" in evaluation
+    assert "phi_gelu" in evaluation
+    assert "the GPU is full" in evaluation
 
 
 @pytest.mark.parametrize(
@@ -149,10 +191,13 @@ def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, r
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
-    told = r"to train: 15 runs.* (\S+e\+\d+) FLOP: (\S+) hours of an A100, assuming 40% of its peak"
-    flop, hours = map(float, re.search(told, capsys.readouterr().out, re.S).groups())
+    cost = r"to train: 15 runs.* (\S+e\+\d+) FLOP: (\S+) hours of an A100, assuming 40% of its peak"
+    match = re.search(cost, capsys.readouterr().out, re.S)
+    flop = float(match[1])
+    hours = float(match[2])
     assert hours == pytest.approx(flop / (0.4 * 312e12 * 3600), rel=0.05)
-    assert not commands and not (tmp_path / "out").exists()
+    assert not commands
+    assert not (tmp_path / "out").exists()
 
 
 # ---- entries and scales ----
@@ -160,7 +205,7 @@ def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
 
 def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
     """(e) is softmax's weights with s = 1 / mean log n; (f) goes on from softmax after 7/8."""
-    swaps = replace(tables.EXPERIMENTS["loss_by_length"], entries=("ssmax_e", "ssmax_f"))
+    swaps = replace(tables.EXPERIMENTS["loss_by_length"], entries=(SSMAX_E, SSMAX_F))
     monkeypatch.setitem(tables.EXPERIMENTS, "swaps", swaps)
     with open(scale, "a") as file:
         file.write("max_iters = 16\n")
@@ -170,9 +215,12 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
     assert steps == {"softmax": 16, "softmax_before_f": 14, "ssmax_e": 0, "ssmax_f": 2}
     config = checkpoint.read_config(small / "ssmax_e/seed1337")
     assert config.s_init == pytest.approx(16 / sum(math.log(n) for n in range(1, 17)))
-    e, f = (table["rows"][name]["runs"][0] for name in ("ssmax_e", "ssmax_f"))
-    assert e["began_with"].endswith("softmax/seed1337") and e["tokens"] == 16 * 128
-    assert f["began_with"].endswith("softmax_before_f/seed1337") and f["tokens"] == 16 * 128
+    e = table["rows"]["ssmax_e"]["runs"][0]
+    assert e["began_with"].endswith("softmax/seed1337")
+    assert e["tokens"] == 16 * 128
+    f = table["rows"]["ssmax_f"]["runs"][0]
+    assert f["began_with"].endswith("softmax_before_f/seed1337")
+    assert f["tokens"] == 16 * 128
     assert checkpoint.read_config(small / "ssmax_f/seed1337").first_batch == 14
     # a run that began with other weights is refused, and so is a run with other settings
     shutil.rmtree(small / "softmax")
@@ -183,45 +231,59 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
 
 
 def test_the_swaps_at_the_papers_scale():
-    full, swap = entries.open_scale("ssmax_paper", "out"), SSMAX["swap"]
-    f, before = full.run("ssmax_f", 1337).config, swap["softmax_steps"]
-    assert (f.first_batch, f.max_iters) == (before, swap["ssmax_steps"])
-    # the paper truncates 0.16851 to 0.168
-    assert f.warmup_iters == swap["warmup_steps"] and int(f.s_init * 1000) / 1000 == swap["s_init"]
-    assert full.run("softmax_before_f", 1337).config.max_iters == before
-    for scale, steps in (("ssmax_paper", SSMAX["figure2"]["steps"]), ("tiny", 800)):
-        assert entries.open_scale(scale, "out").run("ssmax_probe", 1337).config.max_iters == steps
+    scale = open_scale("ssmax_paper", "out")
+    paper = SSMAX["swap"]
+    config = scale.run(SSMAX_F, 1337).config
+    assert config.first_batch == paper["softmax_steps"]
+    assert config.max_iters == paper["ssmax_steps"]
+    assert config.warmup_iters == paper["warmup_steps"]
+    assert int(config.s_init * 1000) / 1000 == paper["s_init"]  # 0.16851, which it truncates
+    assert scale.run(SOFTMAX_BEFORE_F, 1337).config.max_iters == paper["softmax_steps"]
+
+
+def test_the_steps_of_the_probe_of_ssmax():
+    for name, steps in (("ssmax_paper", SSMAX["figure2"]["steps"]), ("tiny", 800)):
+        assert open_scale(name, "out").run(SSMAX_PROBE, 1337).config.max_iters == steps
 
 
 def test_t6_has_its_own_heads_at_each_scale():
     for name, heads in {"124m": 34, "355m": 47, "45m": 19, "tiny": 5}.items():
-        scale = entries.open_scale(name, "out")
-        config = scale.run("t6_lssar_p7", 1337).config
-        assert (config.n_head, config.n_layer, config.p) == (heads, scale.config.n_layer, 7)
+        scale = open_scale(name, "out")
+        config = scale.run(with_p("t6_lssar", 7), 1337).config
+        assert config.n_head == heads
+        assert config.n_layer == scale.config.n_layer
+        assert config.p == 7
         assert config.d_head == scale.config.d_head
 
 
 def test_an_entry_may_have_any_p():
-    for name, file in (("lssar_p7", "lssar_p15"), ("relu_li_p2.5", "relu_li")):
-        entry = entries.find_entry(name)
-        found = (entry.file.stem, entry.changes(None))
-        assert found == (file, {"p": float(name.rpartition("_p")[2])})
-    for name in ("lssar_p7.0", "nothing_p3"):
-        with pytest.raises(entries.UserError, match=name):
-            entries.find_entry(name)
+    for variant, p, name, file in (
+        ("lssar", 7, "lssar_p7", "lssar_p15"),
+        ("lssar", 7.0, "lssar_p7", "lssar_p15"),
+        ("relu_li", 2.5, "relu_li_p2.5", "relu_li"),
+    ):
+        entry = with_p(variant, p)
+        assert entry.name == entry.run == name
+        assert entry.file.stem == file
+        assert entry.settings == {"p": p}
+    with pytest.raises(UserError, match="nothing_p3"):
+        with_p("nothing", 3)
 
 
 def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
-    assert all(entries.find_entry(name).file == file for name, file in entries.FILES.items())
+    for name, file in FILES.items():
+        assert config_entry(name).file == file
+    for name in ("softmax_nope", "softmax_alibi", "hybrid_ssmax"):
+        assert variation(name, "lssa", lambda scale: {"p": 3.0}).file == FILES[name]
     (tmp_path / "edited.py").write_text("nope_share = 0.5\nlocal_window = 128\n")
-    monkeypatch.setitem(entries.FILES, "hybrid", tmp_path / "edited.py")
-    changes = entries.find_entry("hybrid").changes(entries.open_scale("tiny", "out").config)
-    assert changes == {"local_window": 128 * 128 // 1024}
+    monkeypatch.setitem(FILES, "hybrid", tmp_path / "edited.py")
+    settings = config_entry("hybrid").scaled(open_scale("tiny", "out").config)
+    assert settings == {"local_window": 128 * 128 // 1024}
 
 
 def test_a_run_takes_as_many_gpus_as_divide_its_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     for name, gpus in {"124m": 4, "45m": 4, "tiny": 1}.items():
-        config = entries.open_scale(name, "out").config
+        config = open_scale(name, "out").config
         assert planned.processes_of(config) == gpus, name
         assert planned.processes_of(config.replace(device="cpu")) == 1

@@ -16,7 +16,8 @@ from runtime.checkpoint import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
-from scripts.reproduce import formulas, metrics, report, tables
+from scripts.reproduce import formulas, headroom, kinds, metrics, report, tables
+from scripts.reproduce.entries import config_entry
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import metrics as metrics_of
 
@@ -33,45 +34,56 @@ def folder_of(tmp_path, name="softmax"):
 
 def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path, undrawn):
     table = read_table(reproduced("p_at_evaluation", "--only=lssa,lssa:p15"))
-    assert list(table["rows"]) == ["lssa", "lssa:p15"] and len(commands) == 1
-    measured = measured_losses(folder_of(tmp_path, "lssa"))
-    assert [(one["p"], one["window"]) for one in measured] == [
-        (None, None), (None, 16), (15, None), (15, 16)
-    ]  # fmt: skip
-    for name, own, control in (("lssa", 0, 1), ("lssa:p15", 2, 3)):
-        last = measured[own]["loss"][-1]
-        alone, *_, window = measured[control]["loss"]
+    assert list(table["rows"]) == ["lssa", "lssa:p15"]
+    assert len(commands) == 1
+    folder = folder_of(tmp_path, "lssa")
+    trained, trained_control, p15, p15_control = measured_losses(folder)
+    for measured, control, p, name in (
+        (trained, trained_control, None, "lssa"),
+        (p15, p15_control, 15, "lssa:p15"),
+    ):
+        assert measured["p"] == control["p"] == p
+        assert measured["window"] is None
+        assert control["window"] == 16
+        last = measured["loss"][-1]
+        alone = control["loss"][0]
+        window = control["loss"][-1]
         assert table["rows"][name]["mean"][4:] == [last, window, min(alone, window) - last]
     # the run is shared, and so are its measurements
-    before = (folder_of(tmp_path, "lssa") / "eval_length.json").read_bytes()
+    before = (folder / "eval_length.json").read_bytes()
     assert "lssa" in read_table(reproduced("components", "--only=lssa"))["rows"]
     assert len(commands) == 1
-    assert (folder_of(tmp_path, "lssa") / "eval_length.json").read_bytes() == before
+    assert (folder / "eval_length.json").read_bytes() == before
 
 
 def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
     """Softmax trained at 4 T and 16 T on as many tokens a step, against softmax's own window."""
     scale.write_text(scale.read_text().replace("block_size = 16", "block_size = 8"))
     table = read_table(reproduced("headroom"))
-    configs = [read_config(folder_of(tmp_path, f"softmax{n}")) for n in ("", "_4t", "_16t")]
-    shapes = [(c.block_size, c.batch_size, c.total_batch_size) for c in configs]
-    assert shapes == [(8, 8, 128), (32, 2, 128), (128, 1, 128)]
-    (four, _), (sixteen,) = (
-        measured_losses(folder_of(tmp_path, f"softmax{n}")) for n in ("_4t", "_16t")
-    )
+    for name, block_size, batch_size in (
+        ("softmax", 8, 8),
+        ("softmax_4t", 32, 2),
+        ("softmax_16t", 128, 1),
+    ):
+        config = read_config(folder_of(tmp_path, name))
+        assert config.block_size == block_size
+        assert config.batch_size == batch_size
+        assert config.total_batch_size == 128
+    four, _ = measured_losses(folder_of(tmp_path, "softmax_4t"))
+    (sixteen,) = measured_losses(folder_of(tmp_path, "softmax_16t"))
     assert table["rows"]["softmax_16t"]["mean"] == sixteen["loss"]
-    for place, long in ((2, four), (4, sixteen)):
-        worth = long["loss"][0] - long["loss"][place]
-        assert f"Available at {2**place}x, by seed: {worth:+.4f}." in table["caption"]
+    for column, measured in ((2, four), (4, sixteen)):
+        worth = measured["loss"][0] - measured["loss"][column]
+        assert f"Available at {2**column}x, by seed: {worth:+.4f}." in table["caption"]
     # and other tables say so beside the gain
     other = read_table(reproduced("loss_by_length", "--only=softmax"))
     assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
     assert any(text.endswith(f"headroom`), by seed {worth:+.4f}.") for text in other["caption"])
     assert len(commands) == 3
-    assert tables.available({"softmax_16t": table["rows"]["softmax_16t"]["runs"]}, 24) == []
-    monkeypatch.setattr(report, "available", lambda entries, length: [0.1])
+    assert headroom.available({"softmax_16t": table["rows"]["softmax_16t"]["runs"]}, 24) == []
+    monkeypatch.setattr(report, "available", lambda runs, length: [0.1])
     for gain, spread, undecidable in ((0, 0.2, True), (0, 0.05, False), (-0.3, 0.2, False)):
-        monkeypatch.setattr(tables, "gain", lambda measured, gain=gain: gain)
+        monkeypatch.setattr(kinds, "gain", lambda measured, gain=gain: gain)
         monkeypatch.setattr(report, "spread", lambda entry, column, spread=spread: spread)
         caption = read_table(reproduced("loss_by_length", "--only=softmax"))["caption"]
         assert caption[-1].startswith("Undecidable here,") == undecidable
@@ -79,14 +91,15 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
 
 def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, monkeypatch, undrawn):
     """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
-    few = functools.partial(tables.PasskeyOptions, trials=2)
-    monkeypatch.setattr(tables, "PasskeyOptions", few)
+    few = functools.partial(kinds.PasskeyOptions, trials=2)
+    monkeypatch.setattr(kinds, "PasskeyOptions", few)
     table = read_table(reproduced("passkey", "--only=softmax"))
     (measured,) = json.loads((folder_of(tmp_path) / "passkey.json").read_text())
     assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
-    assert table["columns"][:2] == ["17x, 272", "25.5x, 408"] and table["multiples"][-1] == 136
+    assert table["columns"][:2] == ["17x, 272", "25.5x, 408"]
+    assert table["multiples"][-1] == 136
     assert table["rows"]["softmax"]["paper"] is None
-    assert tables.EXPERIMENTS["passkey"].columns(Config()) == (1, 1.5, 2, 4, 8)
+    assert tables.EXPERIMENTS["passkey"].multiples_at(Config()) == (1, 1.5, 2, 4, 8)
 
 
 def test_what_cannot_be_measured_is_refused(reproduced, commands, scale, monkeypatch, refused):
@@ -116,11 +129,13 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         folder = reproduced(name, f"--only={only}")
         assert len(commands) == trained, (name, commands)
         picture = "softmax.png" if name == "attention_maps" else f"{name}.png"
-        assert only in read_table(folder)["rows"] and not_blank(folder / picture)
-    entry = read_table(tmp_path / "results/small/ssmax_figure4")["rows"]["ssmax"]
-    assert entry["paper"] == [None, -0.008]
-    own, softmax = (metrics_of(folder_of(tmp_path, name))[6] for name in ("ssmax", "softmax"))
-    assert entry["mean"] == [own, pytest.approx(own - softmax)]
+        assert only in read_table(folder)["rows"]
+        assert not_blank(folder / picture)
+    row = read_table(tmp_path / "results/small/ssmax_figure4")["rows"]["ssmax"]
+    assert row["paper"] == [None, -0.008]
+    ssmax = metrics_of(folder_of(tmp_path, "ssmax"))[6]
+    softmax = metrics_of(folder_of(tmp_path, "softmax"))[6]
+    assert row["mean"] == [ssmax, pytest.approx(ssmax - softmax)]
 
 
 # ---- numbers from formulas and files ----
@@ -128,24 +143,30 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
 
 def test_fading_and_focus_are_the_papers_formulas():
     """SSMax Eqs. 1 and 2, on the vectors of Figs. 1 and 3."""
-    for name, power in (("softmax", lambda n: math.e), ("ssmax", lambda n: n**0.43)):
-        values, curves = formulas.attention_fading(name)
-        for n, value in [*zip(formulas.SIZES, values, strict=True), *zip(*curves[""], strict=True)]:
-            assert value == pytest.approx(1 / (1 + (n - 1) * power(n) ** (-2 - 3)))
-    for name, (variant, s) in formulas.FOCUS.items():
-        values, _ = formulas.attention_focus(name)
+    for name, base in (("softmax", lambda n: math.e), ("ssmax", lambda n: n**0.43)):
+        values, curves = formulas.attention_fading(config_entry(name))
+        sizes, largest = curves[""]
+        for n, value in zip([*formulas.SIZES, *sizes], [*values, *largest], strict=True):
+            assert value == pytest.approx(1 / (1 + (n - 1) * base(n) ** (-2 - 3)))
+    names = ["softmax", "ssmax (s = 0.43)", "ssmax (s = 1)"]
+    assert [entry.name for entry in formulas.FOCUS] == names
+    for entry, s in zip(formulas.FOCUS, (None, 0.43, 1), strict=True):
+        values, _ = formulas.attention_focus(entry)
         for n, value in zip(formulas.SIZES, values, strict=True):
-            scale = s * math.log(n) if variant == "ssmax" else 1
+            scale = 1 if s is None else s * math.log(n)
             others = np.exp(scale * np.arange(n - 1) / (n - 2)).sum()
             assert value == pytest.approx(math.log(others) / scale, abs=1e-3)
 
 
 def test_gradient_slopes():
     """e^-x against x^-2, and the slope at the highest score of LSSA."""
-    slopes = {name: formulas.gradient_slopes(name)[0] for name in ("softmax", "lssa", "lssar_p15")}
+    slopes = {}
+    for name in ("softmax", "lssa", "lssar_p15"):
+        slopes[name], _ = formulas.gradient_slopes(config_entry(name))
     assert slopes["softmax"][0] == pytest.approx(-1, abs=1e-3)
     assert slopes["lssa"][:2] == pytest.approx([0, -2], abs=1e-3)
-    x, K = formulas.HIGHEST, 1023 * math.log(2)
+    x = formulas.HIGHEST
+    K = 1023 * math.log(2)
     exact = -2 * x / (x + K)  # of K / (x + K)^2, which is (A9)
     assert slopes["lssa"][2] == pytest.approx(exact, abs=1e-3)
     a = x / (x + K)
@@ -156,10 +177,13 @@ def test_gradient_slopes():
 def test_entropy_of_random_rows(monkeypatch):
     monkeypatch.setattr(formulas, "LENGTHS", (16, 64))
     generator = torch.Generator().manual_seed(1337)
-    q, k = (torch.randn(n, 64, generator=generator, dtype=torch.float64) for n in (64, 64))
-    shares = [(q @ k[:n].T / 8).softmax(-1) for n in (16, 64)]
-    expected = [-(share * share.log()).sum(-1).mean().item() for share in shares]
-    values, _ = formulas.random_entropy("softmax")
+    q = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+    k = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+    expected = []
+    for n in (16, 64):
+        weights = (q @ k[:n].T / 8).softmax(-1)
+        expected.append(-(weights * weights.log()).sum(-1).mean().item())
+    values, _ = formulas.random_entropy(config_entry("softmax"))
     assert values == pytest.approx([*expected, (expected[1] - expected[0]) / math.log(4)])
 
 
@@ -175,22 +199,25 @@ def run_in(folder):
 def test_learnt_p_is_fitted_without_p_1(tmp_path):
     model = build_model(small_config("ablations/ssmax_probe.py"))
     with torch.no_grad():
-        p_n = next(value for name, value in model.named_parameters() if name.endswith("p_n"))
+        parameters = dict(model.named_parameters())
+        p_n = next(value for name, value in parameters.items() if name.endswith("p_n"))
         assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}
         p_n.copy_(2 * torch.arange(1.0, 17).log() + 3)
         p_n[0] = 100
     run = run_in(saved_run(tmp_path / "run", model))
     values, curves = metrics.learned_p(run)
-    assert values == pytest.approx([2, 3, 1], abs=1e-5) and curves[""][0][0] == 2
+    assert values == pytest.approx([2, 3, 1], abs=1e-5)
+    sizes, _ = curves[""]
+    assert sizes[0] == 2
 
 
 def test_curves_of_metrics(tmp_path):
     def write(name, key, values):
         (tmp_path / name).mkdir()
-        lines = [{"step": 0, "val_loss": 5.0}]
-        lines += [{"step": step, key: value} for step, value in enumerate(values, 1)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / name / "metrics.jsonl").write_text(text)
+        with open(tmp_path / name / "metrics.jsonl", "w") as file:
+            print(json.dumps({"step": 0, "val_loss": 5.0}), file=file)
+            for step, value in enumerate(values, 1):
+                print(json.dumps({"step": step, key: value}), file=file)
         return run_in(tmp_path / name)
 
     losses = [5 - 0.001 * step for step in range(1000)]
@@ -203,4 +230,6 @@ def test_curves_of_metrics(tmp_path):
     # after two steps of warm-up, clipped at 1
     run = write("c", "grad_norm", [90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
     values, curves = metrics.gradient_norms(run)
-    assert values == [0.7, 4.0, 0.25] and curves["highest"][1][0] == 90
+    assert values == [0.7, 4.0, 0.25]
+    _, highest = curves["highest"]
+    assert highest[0] == 90

@@ -32,7 +32,6 @@ class PlannedRun:
     config: Config
     arguments: list[str]
     base: "PlannedRun | None" = None  # the run whose final weights it starts from
-    view: str = ""  # how it is evaluated, as in softmax:yarn; empty: as trained
 
     @property
     def folder(self) -> Path:
@@ -40,6 +39,7 @@ class PlannedRun:
 
     @property
     def step(self) -> int | None:
+        """The step of the latest checkpoint; None without one."""
         return checkpoint.step(self.folder)
 
     @property
@@ -48,24 +48,28 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """The tokens that the weights were trained on so far, before the run included."""
-        before = self.base.tokens if self.base else 0
-        return before + (self.step or 0) * self.config.total_batch_size
+        """Tokens seen so far, the base run's included."""
+        tokens = (self.step or 0) * self.config.total_batch_size
+        if self.base is not None:
+            tokens += self.base.tokens
+        return tokens
 
     @property
     def tokens_left(self) -> int:
-        """The tokens that are missing."""
-        return max(0, self.config.max_iters - (self.step or 0)) * self.config.total_batch_size
+        """Tokens that the run has yet to see."""
+        steps_left = max(0, self.config.max_iters - (self.step or 0))
+        return steps_left * self.config.total_batch_size
 
     def command(self) -> list[str]:
         """The command that starts or continues the training, with a process for each GPU."""
-        launcher, processes = [sys.executable], processes_of(self.config)
+        command = [sys.executable]
+        processes = processes_of(self.config)
         if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += [f"--nproc_per_node={processes}"]
-        return [*launcher, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            command += [*torchrun, f"--nproc_per_node={processes}"]
+        return [*command, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
-    def entry(self, values: Sequence[float | None], evaluation: dict) -> dict:
+    def record(self, values: Sequence[float | None], evaluation: dict) -> dict:
         """The run in table.json: its values, and where they come from."""
         return {
             "seed": self.config.seed,
@@ -79,30 +83,39 @@ class PlannedRun:
         }
 
     def difference(self) -> str | None:
-        """A setting, or the initial weights, in which the run in the folder differs; else None."""
+        """How the run in the folder differs from this plan; None where it does not.
+
+        It may have other settings, other initial weights, or other formulas.
+        """
         if self.step is None:
             return None
-        saved, wanted = map(comparable, (checkpoint.read_config(self.folder), self.config))
+        saved = comparable(checkpoint.read_config(self.folder))
+        planned = comparable(self.config)
         for key in LEARNED:
-            if saved[key] != wanted[key]:
-                return f"{key} = {saved[key]!r}, not {wanted[key]!r}"
-        if self.base:
-            now = self.base.step is not None and checkpoint.find(self.base.folder).id
-            if read_json(self.folder / "began_with.json") != now:
+            if saved[key] != planned[key]:
+                return f"{key} = {saved[key]!r}, not {planned[key]!r}"
+        if self.base is not None:
+            began_with = read_json(self.folder / "began_with.json")
+            if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:
                 return f"other initial weights than {self.base.folder} has now"
         return checkpoint.edited_formulas(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:
+    """The settings of a run, with one spelling of the data folder."""
     settings = checkpoint.settings_of(config)
     return settings | {"data_dir": str(Path(config.data_dir).resolve())}
 
 
 def processes_of(config: Config) -> int:
     """The number of training processes, on a GPU each: as many as divide the batch evenly."""
-    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 1
+    if config.device not in ("auto", "cuda"):
+        return 1
     micro_batches = config.total_batch_size // (config.batch_size * config.block_size)
-    return max((n for n in range(2, gpus + 1) if micro_batches % n == 0), default=1)
+    for processes in range(torch.cuda.device_count(), 1, -1):
+        if micro_batches % processes == 0:
+            return processes
+    return 1
 
 
 def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -121,9 +134,11 @@ def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 def check(runs: Sequence[PlannedRun]) -> None:
     """Raise UserError for a folder with another run, and for settings that training refuses."""
     for run in runs:
-        if difference := run.difference():
-            found = f"{run.folder} was trained with {difference}"
-            raise UserError(f"{found}; move it away, or give another --out")
+        difference = run.difference()
+        if difference is not None:
+            raise UserError(
+                f"{run.folder} was trained with {difference}; move it away, or give another --out"
+            )
         check_attention(run.config)
         accumulation_steps(run.config, processes_of(run.config))
 
@@ -134,15 +149,17 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
-    return f"to train: {len(left)} runs, {sum(run.tokens_left for run in left):,} tokens"
+    tokens = sum(run.tokens_left for run in left)
+    return f"to train: {len(left)} runs, {tokens:,} tokens"
 
 
 def price(runs: Sequence[PlannedRun]) -> str:
     """A sentence on the FLOP that are left, and on their time on a GPU."""
-    with torch.device("meta"):
-        flop = sum(
-            build_model(one.config).flops_per_token() * one.tokens_left for one in with_bases(runs)
-        )
+    flop = 0.0
+    for run in with_bases(runs):
+        with torch.device("meta"):
+            model = build_model(run.config)
+        flop += model.flops_per_token() * run.tokens_left
     hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
     return f"training takes {flop:.1e} FLOP: {hours:.4g} hours of an A100, assuming 40% of its peak"
 
@@ -157,36 +174,40 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     started on each GPU shares the work. A run that fails, such as a run that diverges, does not
     stop the others. A run that train.py refuses does.
     """
-    failures, left = [], with_bases(runs)
-    while left := [run for run in left if not run.finished]:
-        folders = {run.folder for run in left}
-        ready = [run for run in left if not (run.base and run.base.folder in folders)]
+    failures: list[str] = []
+    left = with_bases(runs)
+    while True:
+        left = [run for run in left if not run.finished]
+        if not left:
+            return failures
+        unfinished = {run.folder for run in left}
+        ready = [run for run in left if run.base is None or run.base.folder not in unfinished]
         run = next((run for run in ready if not is_locked(run.folder)), None)
         if run is None:
             print(f"{ready[0].folder}: another process is training this run; waiting for it")
             while all(is_locked(run.folder) for run in ready):
                 time.sleep(POLL_SECONDS)
             continue
-        if run.base and not run.base.finished:
+        if run.base is not None and not run.base.finished:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             left.remove(run)
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
         code = call(run.command())
-        if code and is_locked(run.folder):  # torchrun exits with 1 in place of EXIT_MISTAKE
+        if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
         if code:
             failures.append(f"{run.folder} stopped with exit code {code} at step {run.step}")
         left.remove(run)
-    return failures
 
 
 def call(command: list[str]) -> int:
-    """Run a command and return its exit code. Exit too where it was stopped by a signal."""
-    waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}  # torchrun, for a step and a save
-    with subprocess.Popen(command, env=os.environ | waits) as process:
+    """Run a command; returns its exit code. Where a signal stopped it, this process exits too."""
+    # torchrun kills its processes after so many seconds: enough for a step and a save
+    environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}
+    with subprocess.Popen(command, env=environment) as process:
         try:
             code = process.wait()
         except BaseException:

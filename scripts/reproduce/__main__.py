@@ -15,36 +15,49 @@ Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from errors import UserError, command
-from scripts.reproduce.entries import open_scale
+from scripts.reproduce.entries import Entry, open_scale
 from scripts.reproduce.report import carry_out, work_parser
 from scripts.reproduce.tables import EXPERIMENTS
 
 
 @command
 def main() -> None:
-    names = "\n".join(f"  {name:16} {one.title}" for name, one in EXPERIMENTS.items())
+    names = "\n".join(f"  {name:16} {EXPERIMENTS[name].title}" for name in EXPERIMENTS)
     parser = work_parser(
-        "scripts.reproduce", __doc__,
+        "scripts.reproduce",
+        __doc__,
         "NAME is one of the following; settings of train.py that do not change what is learned, "
         f"such as --batch_size=16, go to all runs:\n{names}",
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add("name", metavar="NAME", choices=EXPERIMENTS, help="of a table or figure")
     add("--only", metavar="ENTRY,ENTRY", help="train and evaluate these entries of the table only")
     options, settings = parser.parse_known_args()
     experiment = EXPERIMENTS[options.name]
-    chosen = tuple(options.only.split(",")) if options.only else experiment.entries
-    if unknown := set(chosen) - set(experiment.entries):
-        known = f"{', '.join(experiment.entries)}; scripts.compare takes other configs"
-        raise UserError(f"--only {min(unknown)!r} must be one of {known}")
+    chosen = experiment.entries
+    if options.only:
+        chosen = choose(experiment.entries, options.only.split(","))
     scale = open_scale(options.scale, options.out, experiment.task, settings)
     carry_out(options.name, experiment, scale, chosen, options)
+
+
+def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
+    """The entries of these names. Raises UserError for an unknown name."""
+    entry_of = {entry.name: entry for entry in entries}
+    unknown = set(names) - set(entry_of)
+    if unknown:
+        known = ", ".join(entry_of)
+        raise UserError(
+            f"--only {min(unknown)!r} must be one of {known}; scripts.compare takes other configs"
+        )
+    return tuple(entry_of[name] for name in dict.fromkeys(names))
 
 
 if __name__ == "__main__":

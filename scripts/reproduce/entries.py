@@ -1,15 +1,14 @@
-"""The entries of the papers' tables at a scale: the run behind each entry and seed.
+"""The entries of the papers' tables: the run behind each of them, and how it is evaluated.
 
-All tables share the runs: OUT/<scale>/<entry>/seed<seed>.
+All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
-import itertools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from config import ROOT, Config, load_config, names, require_known_setting
 from errors import UserError
@@ -18,42 +17,161 @@ from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
 
 CONFIGS = ROOT / "configs"
+FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*names("machine", "logs"), "timeout", "data_dir")
-# An entry run:view evaluates a run with these options. A view p5 has the option p = 5.
-VIEWS: dict[str, dict] = {name: {"rope": name} for name in Rope.SCALINGS} | {
-    # Dynamic NTK is NTK with s = length / training length; this is one s for all lengths
-    "ntk16": {"rope": "ntk", "rope_factor": 16.0},
-    "plain_rope": {"rope": "none"},
-    "adaptive_temperature": {"attention": "adaptive_temperature"},
-    "oracle": {"oracle": True},
-}
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """How a run is evaluated: options of the evaluation, under a name."""
+
+    name: str
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A config file, and the settings that depend on the scale."""
+    """A row of a table: a run, which other entries may share, and how the run is evaluated."""
 
-    file: Path
-    changes: Callable[[Config], dict] = lambda scale: {}
-    base: str | None = None  # the entry whose final weights this run starts from
+    run: str  # the name of the run's folder
+    file: Path  # the config file of the run
+    settings: Mapping[str, Any] = field(default_factory=dict)  # override the file's
+    # more settings, which depend on the config of the scale
+    scaled: Callable[[Config], Settings] = lambda scale: {}
+    sizes: Path | None = None  # a folder with a config file for each scale, read after `file`
+    base: "Entry | None" = None  # the entry whose final weights the run starts from
+    view: View | None = None  # None: evaluated as it was trained
+    label: str = ""  # the name of the row, where it is not that of the run and the view
 
-    def changed(self, settings: dict) -> "Entry":
-        """The entry with these settings."""
-        return replace(self, changes=lambda scale: self.changes(scale) | settings)
+    @property
+    def name(self) -> str:
+        """The name of the row: softmax, or softmax:yarn."""
+        if self.label:
+            return self.label
+        if self.view is not None:
+            return f"{self.run}:{self.view.name}"
+        return self.run
+
+    @cached_property
+    def config(self) -> Config:
+        """The config of the run at the default scale."""
+        settings = [f"--{key}={value}" for key, value in self.settings.items()]
+        return load_config([str(self.file), *settings])
+
+    def viewed(self, view: View) -> "Entry":
+        """The entry of the same run, evaluated in another way."""
+        return replace(self, view=view)
 
 
-def swap(scale: Config) -> dict:
+def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries without repetition, by their names."""
+    by_name = {entry.name: entry for entry in entries}
+    return tuple(by_name.values())
+
+
+# ---- views ----
+
+PLAIN_ROPE = View("plain_rope", {"rope": "none"})
+ADAPTIVE_TEMPERATURE = View("adaptive_temperature", {"attention": "adaptive_temperature"})
+ROPE_SCALINGS = {name: View(name, {"rope": name}) for name in Rope.SCALINGS}
+# Dynamic NTK is NTK with s = length / training length; this is one s for all lengths.
+NTK16 = View("ntk16", {"rope": "ntk", "rope_factor": 16.0})
+ORACLE = View("oracle", {"oracle": True})  # of orbits
+
+
+def view_p(p: float) -> View:
+    """Re-weighting with another p than in training."""
+    return View(f"p{p:g}", {"p": float(p)})
+
+
+# ---- the configs of configs/ ----
+
+
+def config_entry(name: str) -> Entry:
+    """The entry of a config of configs/ or configs/ablations/, by the name of its file."""
+    file = FILES[name]
+    sizes = None
+    if name in ("t6", "t6_lssar_p15"):  # whose heads differ from scale to scale
+        sizes = CONFIGS / "scales/t6"
+    return Entry(name, file, scaled=partial(windows, file), sizes=sizes)
+
+
+def config_entries(*names: str) -> tuple[Entry, ...]:
+    """The entries of several configs."""
+    return tuple(config_entry(name) for name in names)
+
+
+def plain_rope(config: str) -> Entry:
+    """The entry of a config whose RoPE is not scaled beyond the training length."""
+    return config_entry(config).viewed(PLAIN_ROPE)
+
+
+def windows(file: Path, scale: Config) -> Settings:
+    """The windows of a config file, which are for 1,024 tokens, at the training length."""
+    config = load_config([str(file)])
+    settings = {}
+    for key in ("window", "local_window"):
+        window = getattr(config, key)
+        if window is not None:
+            settings[key] = max(1, window * scale.block_size // Config.block_size)
+    return settings
+
+
+def with_p(variant: str, p: float) -> Entry:
+    """The entry of a variant with this p, for which it need not have a config file.
+
+    Raises UserError where the variant has no config file at all.
+    """
+    name = f"{variant}_p{p:g}"
+    if name in FILES:
+        return config_entry(name)
+    for other in (f"{variant}_p15", variant):
+        if other in FILES:
+            return replace(config_entry(other), run=name, settings={"p": float(p)})
+    raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
+
+
+def variation(name: str, config: str, scaled: Callable[[Config], Settings]) -> Entry:
+    """The config of this name or, where there is none, another config with these settings."""
+    if name in FILES:
+        return config_entry(name)
+    return Entry(name, FILES[config], scaled=scaled)
+
+
+def without_positions(config: str) -> Entry:
+    return variation(f"{config}_nope", config, lambda scale: {"positions": "none"})
+
+
+def with_alibi(config: str) -> Entry:
+    return variation(f"{config}_alibi", config, lambda scale: {"positions": "alibi"})
+
+
+def hybrid(config: str) -> Entry:
+    """Half of the heads see all keys without positions, half a window with RoPE."""
+
+    def half_of_the_heads(scale: Config) -> Settings:
+        return {"nope_share": 0.5, **windows(FILES["hybrid"], scale)}
+
+    return variation(f"hybrid_{config}", config, half_of_the_heads)
+
+
+# ---- SSMax's swaps of attention in a trained model, and its probe ----
+
+
+def before_swap(scale: Config) -> Settings:
+    return {"max_iters": scale.max_iters - scale.max_iters // 8}
+
+
+def swap(scale: Config) -> Settings:
     """SSMax (e): the weights of softmax with s = 1 / mean of log n (Sect. 3)."""
     return {"s_init": scale.block_size / math.lgamma(scale.block_size + 1), "max_iters": 0}
 
 
-def before_swap(scale: Config) -> dict:
-    return {"max_iters": scale.max_iters - scale.max_iters // 8}
-
-
-def swap_and_train(scale: Config) -> dict:
+def swap_and_train(scale: Config) -> Settings:
     """SSMax (f): the last 25,000 of 200,000 steps, with 1,000 of warm-up, scaled to max_iters.
 
     The data order continues. AdamW starts anew: the paper does not mention its moments.
@@ -65,86 +183,53 @@ def swap_and_train(scale: Config) -> dict:
     }
 
 
-def t6_blocks(scale: Config) -> dict:
+def probe(scale: Config) -> Settings:
+    """SSMax Fig. 2 needs fewer steps than the other figures."""
+    return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
+
+
+SOFTMAX_BEFORE_F = Entry("softmax_before_f", FILES["softmax"], scaled=before_swap)
+SSMAX_E = Entry("ssmax_e", FILES["ssmax"], scaled=swap, base=config_entry("softmax"))
+SSMAX_F = Entry("ssmax_f", FILES["ssmax"], scaled=swap_and_train, base=SOFTMAX_BEFORE_F)
+SSMAX_PROBE = Entry("ssmax_probe", FILES["ssmax_probe"], scaled=probe)
+
+
+# ---- T6, orbits and headroom ----
+
+
+def t6_blocks(scale: Config) -> Settings:
     """The blocks of T6 with linear projections, and with as many parameters as GPT-2."""
     hidden = 8 * scale.n_embd // 3
     return {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": hidden, "bias": False}
 
 
-def probe(scale: Config) -> dict:
-    """SSMax Fig. 2 needs fewer steps than the other figures."""
-    return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
+SOFTMAX_SWIGLU = Entry("softmax_swiglu", FILES["softmax"], scaled=t6_blocks)
+LSSAR_SWIGLU = Entry("lssar_p15_swiglu", FILES["lssar_p15"], scaled=t6_blocks)
 
 
-def windows(name: str, scale: Config) -> dict:
-    """The windows of this config file, which are for 1,024 tokens, at the training length."""
-    file, share = load_config([str(FILES[name])]), scale.block_size / Config.block_size
-    found = {key: getattr(file, key) for key in ("window", "local_window")}
-    return {key: max(1, int(share * value)) for key, value in found.items() if value}
+def two_points_of_each_body(scale: Config) -> Settings:
+    """A window of two points of each body in the largest system."""
+    return {"window": 2 * (scale.planets + 1)}
 
 
-def longer(times: int) -> Callable[[Config], dict]:
-    """Trained at a longer length, on as many tokens a step: headroom."""
-    return lambda scale: {
-        "block_size": times * scale.block_size,
-        "batch_size": max(1, scale.batch_size // times),
-    }
+SOFTMAX_WINDOW = Entry("softmax_window", FILES["softmax"], scaled=two_points_of_each_body)
+UNTRAINED = Entry("untrained", FILES["softmax"], settings={"max_iters": 0})
+TRUE_FORCES = replace(UNTRAINED, view=ORACLE, label="oracle")
 
 
-FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
-# What recall crosses: normalisers, and other positions than RoPE, by the pattern of their names.
-NORMALISERS = (
-    "softmax", "softmax_logn", "ssmax", "lssa", "softmax_cosine", "lssar_p3", "lssar_p15",
-    "sparsemax", "entmax15",
-)  # fmt: skip
-POSITIONS: dict[str, Callable[[Config], dict]] = {
-    "{}_nope": lambda scale: {"positions": "none"},
-    "{}_alibi": lambda scale: {"positions": "alibi"},
-    # half of the heads see all keys without positions, half a window with RoPE
-    "hybrid_{}": lambda scale: {"nope_share": 0.5} | windows("hybrid", scale),
-}
-SOFTMAX, SSMAX_FILE = CONFIGS / "softmax.py", CONFIGS / "ssmax.py"
-ENTRIES = {name: Entry(file) for name, file in FILES.items()} | {
-    "softmax_before_f": Entry(SOFTMAX, before_swap),
-    "ssmax_e": Entry(SSMAX_FILE, swap, "softmax"),
-    "ssmax_f": Entry(SSMAX_FILE, swap_and_train, "softmax_before_f"),
-    "ssmax_probe": Entry(CONFIGS / "ablations/ssmax_probe.py", probe),
-    "untrained": Entry(SOFTMAX, lambda scale: {"max_iters": 0}),
-    # a window of two points of each body in the largest system
-    "softmax_window": Entry(SOFTMAX, lambda scale: {"window": 2 * (scale.planets + 1)}),
-    "softmax_swiglu": Entry(SOFTMAX, t6_blocks),
-    "lssar_p15_swiglu": Entry(CONFIGS / "lssar_p15.py", t6_blocks),
-    "softmax_4t": Entry(SOFTMAX, longer(4)),
-    "softmax_16t": Entry(SOFTMAX, longer(16)),
-}
-for name in ("swa", "hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"):
-    ENTRIES[name] = Entry(FILES[name], partial(windows, name))
-for normaliser, (pattern, positions) in itertools.product(NORMALISERS, POSITIONS.items()):
-    ENTRIES.setdefault(pattern.format(normaliser), Entry(FILES[normaliser], positions))
+def longer(times: int) -> Entry:
+    """Softmax, trained at a longer length on as many tokens a step."""
+
+    def settings(scale: Config) -> Settings:
+        return {
+            "block_size": times * scale.block_size,
+            "batch_size": max(1, scale.batch_size // times),
+        }
+
+    return Entry(f"softmax_{times}t", FILES["softmax"], scaled=settings)
 
 
-def find_entry(name: str) -> Entry:
-    """The entry of ENTRIES, which holds every config, or a config with another p (lssar_p7)."""
-    variant, p = split_p(name)
-    if name in ENTRIES:
-        return ENTRIES[name]
-    file = FILES.get(f"{variant}_p15") or FILES.get(variant)
-    if p is None or file is None:
-        raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
-    return Entry(file).changed({"p": p})
-
-
-def split_p(name: str) -> tuple[str, float | None]:
-    """("lssar", 7.0) of lssar_p7; (name, None) where the name has no p."""
-    variant, _, p = name.rpartition("_p")
-    if re.fullmatch(r"\d+(\.\d+)?", p) and f"{float(p):g}" == p:
-        return variant, float(p)
-    return name, None
-
-
-def view_options(view: str) -> dict:
-    """The options with which a view evaluates a run: {"p": 5.0} for p5."""
-    return VIEWS[view] if view in VIEWS else {"p": float(view[1:])} if view else {}
+# ---- scales ----
 
 
 @dataclass(frozen=True)
@@ -154,46 +239,66 @@ class Scale:
     name: str
     arguments: tuple[str, ...]
     out: Path
-    more: Mapping[str, Entry] = field(default_factory=dict)  # entries of scripts.compare
 
     @cached_property
     def config(self) -> Config:
         return load_config([*self.arguments])
 
-    def run(self, name: str, seed: int) -> PlannedRun:
-        name, _, view = ("untrained:oracle" if name == "oracle" else name).partition(":")
-        entry = self.more.get(name) or find_entry(name)
-        base = self.run(entry.base, seed) if entry.base else None
-        changes = entry.changes(self.config)
-        changes |= {"seed": seed, "out_dir": self.out / self.name / name / f"seed{seed}"}
-        changes |= {"init_from": base.folder} if base else {}
-        arguments, sizes = [*self.arguments, str(entry.file)], CONFIGS / f"scales/t6/{self.name}.py"
-        if entry.file in (FILES["t6"], FILES["t6_lssar_p15"]) and sizes.is_file():
-            arguments.append(str(sizes))
-        arguments += [f"--{key}={value}" for key, value in changes.items()]
-        return PlannedRun(name, load_config(arguments), arguments, base, view)
+    def run(self, entry: Entry, seed: int) -> PlannedRun:
+        """The run of an entry. Raises UserError where its settings contradict the scale's."""
+        files = [str(entry.file)]
+        if entry.sizes is not None:
+            sizes = entry.sizes / f"{self.name}.py"
+            if sizes.is_file():
+                files.append(str(sizes))
+        settings = entry.scaled(self.config) | dict(entry.settings)
+        settings["seed"] = seed
+        settings["out_dir"] = self.out / self.name / entry.run / f"seed{seed}"
+        base = None
+        if entry.base is not None:
+            base = self.run(entry.base, seed)
+            settings["init_from"] = base.folder
+        assignments = [f"--{key}={value}" for key, value in settings.items()]
+        arguments = [*self.arguments, *files, *assignments]
+        return PlannedRun(entry.run, load_config(arguments), arguments, base)
 
 
 def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
     """The scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
 
-    `settings` are arguments of train.py for all runs. The scales of other tasks than
-    text have a folder of their own, as do their runs.
+    `settings` are arguments of train.py for all runs. The scales of other tasks than text have a
+    folder of their own, as do their runs. Raises UserError for an unknown scale, for one of another
+    task, and for settings that are not FREE.
     """
-    own = "" if task == "language" else task.rpartition("+")[2]
-    files = sorted((CONFIGS / "scales" / own).glob("*.py"))
-    known: dict[str, tuple[str, ...]] = {} if own else {"124m": ()}
-    known |= {path.stem: (str(path),) for path in files}
+    folder = "" if task == "language" else task.split("+")[-1]
+    scales: dict[str, list[str]] = {}
+    if not folder:
+        scales["124m"] = []
+    for path in sorted((CONFIGS / "scales" / folder).glob("*.py")):
+        scales[path.stem] = [str(path)]
     if name.endswith(".py"):
-        known, name = {Path(name).stem: (name,)}, Path(name).stem
-    if name not in known:
-        raise UserError(f"--scale {name!r} must be one of {', '.join(known)}, or a config file")
-    for key in (argument.partition("=")[0] for argument in settings):
-        if key.startswith("--") and key[2:] not in FREE:
-            require_known_setting(key[2:], "the command line")
-            free = f"only {', '.join(sorted(FREE))} can"
-            raise UserError(f"{key} cannot be set here, but in a file for --scale FILE.py; {free}")
-    scale = Scale(name, (*known[name], *settings), Path(out) / own)
-    if not {*task.split("+")} <= {*scale.config.tasks}:
+        files = [name]
+        name = Path(name).stem
+    elif name in scales:
+        files = scales[name]
+    else:
+        raise UserError(f"--scale {name!r} must be one of {', '.join(scales)}, or a config file")
+    require_free(settings)
+    scale = Scale(name, (*files, *settings), Path(out) / folder)
+    if not set(task.split("+")) <= set(scale.config.tasks):
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale
+
+
+def require_free(settings: Sequence[str]) -> None:
+    """Raise UserError for settings that the command line may not change."""
+    for argument in settings:
+        option = argument.partition("=")[0]
+        key = option.removeprefix("--")
+        if key == option or key in FREE:
+            continue
+        require_known_setting(key, "the command line")
+        raise UserError(
+            f"{option} cannot be set here, but in a file for --scale FILE.py; "
+            f"only {', '.join(sorted(FREE))} can"
+        )

@@ -1,66 +1,80 @@
-"""Numbers that take no run: from the formulas of attention.py."""
+"""Values that take no run: from the formulas of attention.py."""
 
 import math
 import statistics
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attention import VARIANTS, Phi, l1_normalise
 from attention_paths.reference import ReferenceAttention
-from config import load_config
 from scripts.common.papers import SSMAX
-from scripts.reproduce.entries import find_entry
+from scripts.reproduce.entries import Entry, config_entry
 from scripts.reproduce.measure import Values
 
-KEYS, HEAD_SIZE = 1024, 64  # the LSSAR paper's
+KEYS = 1024  # the LSSAR paper's, as is the head size
+HEAD_SIZE = 64
 SIZES = tuple(2**i for i in range(4, 14, 3))  # n of SSMax Figs. 1 and 3; the paper names none
+SIZE_COLUMNS = tuple(f"n = {n:,}" for n in SIZES)
 FADING = SSMAX["figure1"]
 
 
-def last_row(variant: str, scores: Tensor, s: float = 1.0) -> Tensor:
-    """The weights [n] of a query over keys with these scores q . k / sqrt(d)."""
+# ---- SSMax Figs. 1 and 3: the weight of the highest score ----
+
+
+def last_weight(variant: str, scores: Tensor, s: float) -> float:
+    """The weight of the last of n keys, whose scores [n] are q . k / sqrt(d)."""
     attention = ReferenceAttention(VARIANTS[variant], 1, 1, KEYS, scalars={"s": s}).double()
     query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    return attention.weights(query, scores[None, None, :, None])[0, 0, 0].detach()
+    weights = attention.weights(query, scores[None, None, :, None])  # [1, 1, 1, n]
+    return weights[0, 0, 0, -1].item()
 
 
-def attention_fading(name: str) -> Values:
+def attention_fading(entry: Entry) -> Values:
     """SSMax Fig. 1: the largest of n weights, of a higher score among n - 1 equal scores."""
     largest = {}
     for n in (2**i for i in range(1, 14)):
         scores = torch.full((n,), FADING["others"], dtype=torch.float64)
         scores[-1] = FADING["last"]
-        largest[n] = last_row(name, scores, FADING["s"])[-1].item()
-    return [largest[n] for n in SIZES], {"": (list(largest), list(largest.values()))}
+        largest[n] = last_weight(entry.config.attention, scores, FADING["s"])
+    curve = (list(largest), list(largest.values()))
+    return [largest[n] for n in SIZES], {"": curve}
 
 
-FOCUS = {
-    "softmax": ("softmax", 1.0),
-    "ssmax (s = 0.43)": ("ssmax", 0.43),
-    "ssmax (s = 1)": ("ssmax", 1.0),
-}
+def with_s(s: float) -> Entry:
+    """SSMax with this s."""
+    return replace(config_entry("ssmax"), settings={"s_init": s}, label=f"ssmax (s = {s:g})")
+
+
+FOCUS = (config_entry("softmax"), with_s(0.43), with_s(1))
 # The paper's rule: z_max is 1 / s above the highest other score, 1.
 FOCUS_RULE = {
-    "columns": [f"n = {n:,}" for n in SIZES],
-    "rows": {name: [1 + 1 / s] * len(SIZES) for name, (_, s) in FOCUS.items() if name != "softmax"},
+    "columns": SIZE_COLUMNS,
+    "rows": {entry.name: [1 + 1 / entry.config.s_init] * len(SIZES) for entry in FOCUS[1:]},
 }
 
 
-def attention_focus(name: str) -> Values:
+def attention_focus(entry: Entry) -> Values:
     """SSMax Fig. 3: the weight of z_max over z_max; the columns are z_max at a weight of 1/2."""
-    variant, s = FOCUS[name]
-    tops = torch.arange(0, 12, 0.05, dtype=torch.float64)
-    values, curves = [], {}
-    for n in SIZES:
+    step = 0.05
+    z_max = torch.arange(0, 12, step, dtype=torch.float64)
+    values = []
+    curves = {}
+    for n, column in zip(SIZES, SIZE_COLUMNS, strict=True):
         others = torch.arange(n - 1, dtype=torch.float64) / (n - 2)
-        weights = [last_row(variant, torch.cat((others, top[None])), s)[-1] for top in tops]
+        weights = []
+        for z in z_max:
+            scores = torch.cat((others, z[None]))
+            weights.append(last_weight(entry.config.attention, scores, entry.config.s_init))
         above = next(i for i, weight in enumerate(weights) if weight > 0.5)
         low, high = weights[above - 1 : above + 1]
-        values.append((tops[above] - 0.05 * (high - 0.5) / (high - low)).item())
-        curves[f"n = {n:,}"] = (tops.tolist(), [weight.item() for weight in weights])
+        values.append((z_max[above] - step * (high - 0.5) / (high - low)).item())
+        curves[column] = (z_max.tolist(), weights)
     return values, curves
 
+
+# ---- LSSAR Appendix A.6: gradients ----
 
 # The highest score of LSSA: log d log n, of a cosine of 1.
 HIGHEST = math.log(HEAD_SIZE) * math.log(KEYS)
@@ -70,21 +84,24 @@ FAR = {"exp": 25.0, "softplus": 1e9}
 
 def winner(x: Tensor, phi: Phi, p: float | None) -> Tensor:
     """y of LSSAR's (A6), for a score x [m] among KEYS - 1 scores of 0: stage 2 without its l1."""
-    scores = torch.cat((x[:, None], x.new_zeros(len(x), KEYS - 1)), dim=1)
+    zeros = x.new_zeros(len(x), KEYS - 1)
+    scores = torch.cat((x[:, None], zeros), dim=1)
     if phi.shift is not None:
         scores = scores + phi.shift(scores.detach().amax(-1, keepdim=True))
     a = l1_normalise(phi.function(scores))[:, 0]
-    return a if p is None else (KEYS * a - 1).relu().pow(p)
+    if p is None:
+        return a
+    return (KEYS * a - 1).relu().pow(p)
 
 
-def gradient_slopes(name: str) -> Values:
+def gradient_slopes(entry: Entry) -> Values:
     """LSSAR Appendix A.6: how the gradient of the winner's weight decays in its score."""
-    config = load_config([str(find_entry(name).file)])
-    phi, p = VARIANTS[config.attention].phi, config.p
+    phi = VARIANTS[entry.config.attention].phi
 
     def gradient(x: list[float]) -> Tensor:
         scores = torch.tensor(x, dtype=torch.float64, requires_grad=True)
-        return torch.autograd.grad(winner(scores, phi, p).sum(), scores)[0]
+        total = winner(scores, phi, entry.config.p).sum()
+        return torch.autograd.grad(total, scores)[0]
 
     def slope(x: float) -> float:
         """d ln g / d ln x, from both sides."""
@@ -92,29 +109,36 @@ def gradient_slopes(name: str) -> Values:
         low, high = gradient([x * (1 - step), x * (1 + step)]).log().tolist()
         return (high - low) / math.log((1 + step) / (1 - step))
 
-    far, xs = FAR[phi.kernel or ""], torch.logspace(-1, 5, 200, dtype=torch.float64).tolist()
-    gradients = gradient(xs)
-    relative = (gradients / gradients.max()).tolist()
-    return [slope(far) / far, slope(far), slope(HIGHEST)], {"": (xs, relative)}
+    far = FAR[phi.kernel or ""]
+    values = [slope(far) / far, slope(far), slope(HIGHEST)]
+    x = torch.logspace(-1, 5, 200, dtype=torch.float64).tolist()
+    gradients = gradient(x)
+    relative = gradients / gradients.max()
+    return values, {"": (x, relative.tolist())}
 
 
-QUERIES, LENGTHS = 64, tuple(2**i for i in range(7, 16, 2))
+# ---- LSSAR Sect. 2.1.2: entropy ----
+
+QUERIES = 64
+LENGTHS = tuple(2**i for i in range(7, 16, 2))
 
 
-def random_entropy(name: str) -> Values:
+def random_entropy(entry: Entry) -> Values:
     """LSSAR Sect. 2.1.2: the mean entropy of the weights over n keys, for normal q and k."""
-    config = load_config([str(find_entry(name).file)])
+    config = entry.config
     variant = VARIANTS[config.attention]
     attention = ReferenceAttention(variant, QUERIES, HEAD_SIZE, KEYS, p=config.p).double()
     generator = torch.Generator().manual_seed(config.seed)
-    q, k = (
-        torch.randn(shape, HEAD_SIZE, generator=generator, dtype=torch.float64)
-        for shape in (QUERIES, max(LENGTHS))
-    )
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(count, HEAD_SIZE, generator=generator, dtype=torch.float64)
+
+    q = normal(QUERIES)
+    k = normal(max(LENGTHS))
     means = []
     for n in LENGTHS:
         keys = k[:n].expand(1, QUERIES, n, HEAD_SIZE)
-        weights = attention.weights(q[None, :, None], keys)
+        weights = attention.weights(q[None, :, None], keys)  # [1, QUERIES, 1, n]
         means.append(torch.special.entr(weights).sum(-1).mean().item())
     slope = statistics.linear_regression([math.log(n) for n in LENGTHS], means).slope
     return [*means, slope], {"": (list(LENGTHS), means)}

@@ -1,8 +1,7 @@
-"""How the numbers of a table are made: measured on runs, read from their files, or computed."""
+"""How the values of a table are made: measured on runs, read from their files, or computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -13,12 +12,13 @@ from scripts.common import runner
 from scripts.common.options import EvaluationOptions
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import Evaluation
-from scripts.reproduce.entries import Scale, view_options
+from scripts.reproduce.entries import Entry, Scale, distinct
 
-# name -> (x, y), drawn in a panel of that name
+# (x, y) by the title of the panel that they are drawn in
 Curves = dict[str, tuple[list[float], list[float]]]
 Values = tuple[Sequence[float | None], Curves]  # the columns of an entry, and its curves
-Pictures = Figure | dict[str, Figure]  # one, or several by file name
+Pictures = Figure | dict[str, Figure]  # one picture, or several by file name
+Multiples = tuple[float, ...]  # of the training length
 
 
 def at(multiple: float, config: Config) -> int:
@@ -33,33 +33,43 @@ def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure: its entries (see entries.find_entry), its numbers and its pictures.
+    """A table or figure: its entries, its columns, where their values come from, its pictures.
 
-    Either `evaluation` measures finished runs, or `read` takes the numbers from the files of runs,
-    or `compute` needs no runs.
+    Either `evaluation` measures finished runs, or `read` takes the values from the files of runs,
+    or `compute` needs no runs. The columns are first the multiples of the training length, then
+    those with a name.
     """
 
     title: str
     unit: str
-    entries: tuple[str, ...]
-    columns: tuple | Callable[[Config], tuple]  # multiples of the training length, or names
+    entries: tuple[Entry, ...]
+    multiples: Multiples | Callable[[Config], Multiples] = ()  # Config: of the scale
+    columns: tuple[str, ...] = ()
+    better: str | None | tuple[str | None, ...] = None  # "lower" or "higher"; a tuple: by column
+    digits: int = 4
+    task: str = "language"  # of the runs
+
+    evaluation: Evaluation | None = None
+    options: Callable[[Config], EvaluationOptions] = lambda config: EvaluationOptions()
     # the columns of a run's measurement, at the scale with this config
     values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
-    evaluation: Evaluation | None = None
-    options: Callable[[Config], EvaluationOptions] | None = None  # of the evaluation, at a scale
-    read: Callable[..., Values] | None = None  # of a run, and of the runs that it needs
-    compute: Callable[[str], Values] | None = None  # from formulas, for an entry's name
-    needs: tuple[str, ...] = ()  # entries whose runs are trained too
-    curves: Callable[[dict], Curves] | None = None  # of a measurement
-    better: str | tuple[str | None, ...] | None = None  # "lower" or "higher"; a tuple: by column
-    digits: int = 4
+    curves: Callable[[dict], Curves] | None = None  # of a run's measurement
+    read: Callable[..., Values] | None = None  # of a run, and of the runs of `needs`
+    needs: tuple[Entry, ...] = ()  # whose runs are trained too
+    compute: Callable[[Entry], Values] | None = None
+
     draw: Callable[[dict], Pictures] = lambda table: {}
     paper: dict | None = None  # the section of papers.json with values for these entries
     paper_scale: str = "124m"  # where the section names no scales
     note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
-    task: str = "language"  # of the runs
-    baseline: str = ""  # an entry that the others are compared with, seed by seed
+    baseline: str = ""  # the entry that the others are compared with, seed by seed
+
+    def multiples_at(self, config: Config) -> Multiples:
+        """The columns that are lengths, in multiples of the training length."""
+        if callable(self.multiples):
+            return self.multiples(config)
+        return self.multiples
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Work:
     name: str
     experiment: Experiment
     scale: Scale
-    chosen: tuple[str, ...]
+    chosen: tuple[Entry, ...]
     seeds: Sequence[int]
     again: bool = False  # measure again what has been measured
 
@@ -77,65 +87,89 @@ class Work:
         """All runs of a seed before the next seed, so that a first table is complete early."""
         if self.experiment.compute:
             return []
-        entries = dict.fromkeys([*self.experiment.needs, *self.chosen])
-        return [self.scale.run(name, seed) for seed in self.seeds for name in entries]
+        entries = distinct((*self.experiment.needs, *self.chosen))
+        return [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
 
-    def evaluated(self) -> list[PlannedRun]:
-        """The runs to evaluate."""
-        return self.runs() if self.experiment.evaluation else []
+    def evaluations(self) -> Iterator[tuple[Evaluation, EvaluationOptions, PlannedRun]]:
+        """What is to be measured: the evaluation, its options, and the run."""
+        evaluation = self.experiment.evaluation
+        if evaluation is None:
+            return
+        for seed in self.seeds:
+            for entry in self.chosen:
+                yield evaluation, self.options(entry), self.scale.run(entry, seed)
 
-    def options(self, run: PlannedRun) -> EvaluationOptions:
-        """The options of the evaluation, with those of the run's view."""
-        assert self.experiment.options is not None
+    def options(self, entry: Entry) -> EvaluationOptions:
+        """The options of the evaluation, with those of the entry's view."""
         config = self.scale.config
-        how: dict[str, Any] = {"device": config.device, "dtype": config.dtype, "again": self.again}
-        return replace(self.experiment.options(config), **how, **view_options(run.view))
+        options = replace(
+            self.experiment.options(config),
+            device=config.device,
+            dtype=config.dtype,
+            again=self.again,
+        )
+        if entry.view is None:
+            return options
+        return replace(options, **entry.view.options)
 
-    def check(self, run: PlannedRun) -> None:
-        """Raise UserError, before a run is trained, if it cannot be measured."""
-        assert self.experiment.evaluation is not None
-        runner.check(self.experiment.evaluation, self.options(run), run.config)
-
-    def stored(self, run: PlannedRun) -> dict | None:
-        """The measurement of a finished run; None if missing."""
-        assert self.experiment.evaluation is not None
-        if not run.finished:
-            return None
-        return runner.stored(self.experiment.evaluation, self.options(run), run.folder)
+    def unmeasured(self) -> int:
+        """How many runs there are to evaluate."""
+        count = 0
+        for evaluation, options, run in self.evaluations():
+            known = run.finished and runner.stored(evaluation, options, run.folder)
+            if self.again or not known:
+                count += 1
+        return count
 
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
         failures = []
-        for run in self.evaluated():
-            assert self.experiment.evaluation is not None
+        for evaluation, options, run in self.evaluations():
             try:
                 if run.finished:
-                    runner.measured(self.experiment.evaluation, self.options(run), run.folder)
+                    runner.measured(evaluation, options, run.folder)
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
 
-    def results(self, name: str) -> list[dict]:
+    def results(self, entry: Entry) -> list[dict]:
         """The measured runs of an entry, one for each seed, as table.json has them."""
-        experiment, results = self.experiment, []
-        if experiment.compute:
-            values, curves = experiment.compute(name)
-            made = {"environment": environment(), "evaluation": {"curves": curves}}
-            return [{"seed": None, "values": values} | made]
+        if self.experiment.compute:
+            values, curves = self.experiment.compute(entry)
+            return [
+                {
+                    "seed": None,
+                    "values": values,
+                    "environment": environment(),
+                    "evaluation": {"curves": curves},
+                }
+            ]
+        results = []
         for seed in self.seeds:
             try:
-                run, *others = (self.scale.run(one, seed) for one in (name, *experiment.needs))
+                run = self.scale.run(entry, seed)
             except UserError:  # not chosen, and impossible at this scale: a quarter of two heads
                 return []
-            if not all(one.finished and not one.difference() for one in (run, *others)):
-                continue
-            found: dict | None
-            if experiment.read:
-                values, curves = experiment.read(run, *others)
-                found = {"curves": curves}
-            elif found := self.stored(run):
-                values = experiment.values(found, self.scale.config)
-                found |= {"curves": experiment.curves(found)} if experiment.curves else {}
-            if found:
-                results.append(run.entry(values, found))
+            result = self.result(entry, run)
+            if result is not None:
+                results.append(result)
         return results
+
+    def result(self, entry: Entry, run: PlannedRun) -> dict | None:
+        """A run in table.json; None where it, or a run that it needs, is missing or another's."""
+        experiment = self.experiment
+        needed = [self.scale.run(other, run.config.seed) for other in experiment.needs]
+        for planned in (run, *needed):
+            if not planned.finished or planned.difference():
+                return None
+        if experiment.read:
+            values, curves = experiment.read(run, *needed)
+            return run.record(values, {"curves": curves})
+        assert experiment.evaluation is not None
+        measured = runner.stored(experiment.evaluation, self.options(entry), run.folder)
+        if measured is None:
+            return None
+        values = experiment.values(measured, self.scale.config)
+        if experiment.curves:
+            measured["curves"] = experiment.curves(measured)
+        return run.record(values, measured)

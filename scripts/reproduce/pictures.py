@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
@@ -11,23 +11,15 @@ from scripts.attention_maps import MapOptions, draw_run
 from scripts.common.plots import THIN, Curve, draw_curves, heat_map
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
-from scripts.reproduce.entries import NORMALISERS, split_p
+from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of 1x"
 PAPER = "the paper's"
 DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "tokens, in multiples of the training length"
-# The entries of recall by the pattern of their names, and what their positions are called.
-RECALL_POSITIONS = {
-    "{}": "RoPE, scaled", "{}:plain_rope": "RoPE, plain", "{}_nope": "no positions",
-    "{}_alibi": "ALiBi", "hybrid_{}:plain_rope": "hybrid",
-}  # fmt: skip
 
-
-def first_seeds(table: dict) -> dict[str, dict]:
-    """Entry -> the evaluation of its first seed."""
-    return {name: entry["runs"][0]["evaluation"] for name, entry in table["rows"].items()}
+Draw = Callable[[dict], Pictures]
 
 
 # ---- means over seeds, and their range ----
@@ -36,103 +28,175 @@ def first_seeds(table: dict) -> dict[str, dict]:
 def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
     """A panel for each {title: {label: summary over seeds}}: loss over length; thin: controls."""
     x = table["multiples"]
-    curves: dict[str, list[Curve]] = {title: [] for title in panels}
+    curves: dict[str, list[Curve]] = {}
     for title, summaries in panels.items():
+        curves[title] = []
         for label, summary in summaries.items():
-            known = (summary[side][: len(x)] for side in SIDES if side in summary)
-            sides = [[math.nan if v is None else v for v in values] for values in known]
+            sides = [drawable(summary[side][: len(x)]) for side in SIDES if side in summary]
             curves[title].append(Curve(label, x, *sides))
-            runs = [run.get("evaluation", {}) for run in summary.get("runs", [])]
-            losses = [run["control"]["loss"] for run in runs if "loss" in run.get("control", {})]
-            if losses:
-                means = [statistics.mean(column) for column in zip(*losses, strict=True)]
-                curves[title].append(Curve(label, x, means, thin=True))
-    alike = DIFFERENCE not in panels
-    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=alike)
+            control = control_losses(summary.get("runs", []))
+            if control:
+                curves[title].append(Curve(label, x, control, thin=True))
+    sharey = DIFFERENCE not in panels
+    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+
+
+def drawable(values: Sequence[float | None]) -> list[float]:
+    """Values with a gap in the curve for None."""
+    return [math.nan if value is None else value for value in values]
+
+
+def control_losses(runs: Sequence[dict]) -> list[float]:
+    """The losses of the control at each length, means over runs; empty for runs without control."""
+    losses = []
+    for run in runs:
+        control = run.get("evaluation", {}).get("control", {})
+        if "loss" in control:
+            losses.append(control["loss"])
+    return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
 def together(table: dict) -> Figure:
     """All entries in one panel; in others the paper's values, and differences from the baseline."""
     rows = table["rows"]
-    panels = {
-        f"scale {table['scale']}": rows,
-        PAPER: {name: {"mean": entry["paper"]} for name, entry in rows.items() if entry["paper"]},
-        DIFFERENCE: {n: entry["difference"] for n, entry in rows.items() if "difference" in entry},
-    }
-    return over_length(table, {title: shown for title, shown in panels.items() if shown})
+    paper = {}
+    differences = {}
+    for name, row in rows.items():
+        if row["paper"]:
+            paper[name] = {"mean": row["paper"]}
+        if "difference" in row:
+            differences[name] = row["difference"]
+    panels = {f"scale {table['scale']}": rows}
+    if paper:
+        panels[PAPER] = paper
+    if differences:
+        panels[DIFFERENCE] = differences
+    return over_length(table, panels)
 
 
-Places = Callable[[str], list[tuple[str, str]]]  # the panels and labels of an entry, by its name
+Places = Callable[[Entry], Mapping[str, str]]  # title of a panel -> the entry's label in it
 
 
-def grouped(of: Places) -> Callable[[dict], Figure]:
-    """A panel for each title of `of`."""
+def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure]:
+    """Several panels; an entry may be in more than one."""
 
     def draw(table: dict) -> Figure:
-        groups: dict[str, dict[str, dict]] = {}
-        for name, entry in table["rows"].items():
-            for title, label in of(name):
-                groups.setdefault(title, {})[label] = entry
-        return over_length(table, groups)
+        panels: dict[str, dict[str, dict]] = {}
+        for entry in entries:
+            if entry.name in table["rows"]:
+                for title, label in places(entry).items():
+                    panels.setdefault(title, {})[label] = table["rows"][entry.name]
+        return over_length(table, panels)
 
     return draw
 
 
-def by_run(name: str) -> list[tuple[str, str]]:
-    run, _, view = name.partition(":")
-    return [(run, view or "as trained")]
+def by_run(entry: Entry) -> dict[str, str]:
+    """A panel for each run, with the ways in which it is evaluated."""
+    if entry.view is None:
+        return {entry.run: "as trained"}
+    return {entry.run: entry.view.name}
 
 
-def by_stage(name: str) -> list[tuple[str, str]]:
-    variant, p = split_p(name)
-    return [("not re-weighted" if p is None else f"re-weighted, p = {p:g}", variant)]
+def by_stage(entry: Entry) -> dict[str, str]:
+    """A panel for each p, with the variants that are re-weighted with it."""
+    variant = entry.config.attention
+    p = entry.config.p
+    if p is None:
+        return {"not re-weighted": variant}
+    return {f"re-weighted, p = {p:g}": variant}
 
 
-def by_kind(kinds: Mapping[str, Iterable[str]]) -> Places:
-    return lambda name: [(kind, name) for kind, names in kinds.items() if name in names]
+def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
+    """A panel for each kind of entries."""
+    names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
+    return lambda entry: {kind: entry.name for kind in names if entry.name in names[kind]}
 
 
-def recall(table: dict) -> Pictures:
+Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
+
+
+def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
     """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
-    learned = {name: one for name, one in table["rows"].items() if None not in one["mean"]}
-    if not learned:
-        return {}
-    at = table["multiples"].index(16)
-    places: dict[str, tuple[str, str]] = {}
+    entries = []
+    places = {}
+    for normaliser, by_positions in normalisers.items():
+        for positions, entry in by_positions.items():
+            entries.append(entry)
+            places[entry.name] = {positions: normaliser}
+    for entry in others:
+        entries.append(entry)
+        places[entry.name] = {"others": entry.name}
+    by_length = grouped(entries, lambda entry: places[entry.name])
+
+    def draw(table: dict) -> Pictures:
+        rows = table["rows"]
+        learned = {name: row for name, row in rows.items() if None not in row["mean"]}
+        if not learned:
+            return {}
+        pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
+        at_16x = recall_at_16x(table, learned, normalisers)
+        if at_16x is not None:
+            pictures["recall.png"] = at_16x
+        return pictures
+
+    return draw
+
+
+def recall_at_16x(
+    table: dict, learned: Mapping[str, dict], normalisers: Normalisers
+) -> Figure | None:
+    """Normalisers by positions; None if no entry of them has been run."""
+    column = table["multiples"].index(16)
     shares: dict[str, list[float | None]] = {}
-    for one in NORMALISERS:
-        names = {form.format(one): title for form, title in RECALL_POSITIONS.items()}
-        places |= {name: (title, one) for name, title in names.items()}
-        if table["rows"].keys() & names:  # run, learned or not
-            shares[one] = [learned[n]["mean"][at] / 100 if n in learned else None for n in names]
-    title = f"recall at {table['columns'][at]} tokens; grey: not learned, or not run"
-    across = [title.replace(" ", "\n") for title in RECALL_POSITIONS.values()]
-    by_length = grouped(lambda name: [places.get(name, ("others", name))])
-    pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
-    if shares:
-        pictures["recall.png"] = heat_map(title, shares, across, table["unit"], "", "")
-    return pictures
+    for normaliser, by_positions in normalisers.items():
+        names = [entry.name for entry in by_positions.values()]
+        if table["rows"].keys().isdisjoint(names):
+            continue
+        shares[normaliser] = []
+        for name in names:
+            share = learned[name]["mean"][column] / 100 if name in learned else None
+            shares[normaliser].append(share)
+    if not shares:
+        return None
+    title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"
+    across = [positions.replace(" ", "\n") for positions in next(iter(normalisers.values()))]
+    return heat_map(title, shares, across, table["unit"], "", "")
 
 
-def loss_over_p(table: dict) -> Pictures:
-    """A panel for each variant with a p, a curve over p for each column but the gain."""
-    powers = {name: split_p(name) for name in table["rows"]}
-    panels: dict[str, list[Curve]] = {}
-    for variant in dict.fromkeys(variant for variant, p in powers.values() if p):
-        members = sorted((p, name) for name, (v, p) in powers.items() if v == variant and p)
-        ps, entries = [p for p, _ in members], [table["rows"][name] for _, name in members]
-        panels[variant] = [
-            Curve(column, ps, *([entry[side][i] for entry in entries] for side in SIDES))
-            for i, column in enumerate(table["columns"])
-            if table["better"][i] == "lower"
-        ]
-    return draw_curves(panels, "p", table["unit"], "x") if panels else {}
+def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
+    """A panel for each {variant: {p: entry}}, a curve over p for each column but the gain."""
+
+    def draw(table: dict) -> Pictures:
+        panels: dict[str, list[Curve]] = {}
+        for variant, by_p in sweeps.items():
+            rows = {}
+            for p, entry in by_p.items():
+                if entry.name in table["rows"]:
+                    rows[p] = table["rows"][entry.name]
+            if not rows:
+                continue
+            panels[variant] = []
+            for i, column in enumerate(table["columns"]):
+                if table["better"][i] == "lower":
+                    sides = [[row[side][i] for row in rows.values()] for side in SIDES]
+                    panels[variant].append(Curve(column, list(rows), *sides))
+        if not panels:
+            return {}
+        return draw_curves(panels, "p", table["unit"], "x")
+
+    return draw
 
 
 # ---- the first seed ----
 
 
-def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callable[[dict], Figure]:
+def first_seeds(table: dict) -> dict[str, dict]:
+    """Entry -> the evaluation of its first seed."""
+    return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
+
+
+def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Draw:
     """The curves of the entries, a panel for each name of a curve.
 
     `log` names the logarithmic axes; `equal_weights` adds the entropy of n equal weights.
@@ -143,9 +207,10 @@ def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callabl
         for name, measured in first_seeds(table).items():
             for title, (xs, ys) in measured["curves"].items():
                 panels.setdefault(title, []).append(Curve(name, xs, ys))
-        for curves in panels.values() if equal_weights else ():
-            xs = curves[0].x
-            curves.append(Curve("equal weights", xs, [math.log(n) for n in xs]))
+        if equal_weights:
+            for curves in panels.values():
+                xs = curves[0].x
+                curves.append(Curve("equal weights", xs, [math.log(n) for n in xs]))
         return draw_curves(panels, x, y, log, sharey=False)
 
     return draw
@@ -154,10 +219,12 @@ def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Callabl
 def maps(table: dict) -> Pictures:
     """LSSAR Fig. A1: the attention maps of the first seed of each entry."""
     pictures: dict[str, Figure] = {}
-    for name, (run, *_) in ((name, entry["runs"]) for name, entry in table["rows"].items()):
+    for name, row in table["rows"].items():
+        run = row["runs"][0]
         measured = run["evaluation"]
         options = MapOptions(rope=measured["rope"], dtype=measured["dtype"])
-        if figure := draw_run(options, run["run"], measured):
+        figure = draw_run(options, run["run"], measured)
+        if figure is not None:
             pictures[f"{name}.png"] = figure
     return pictures
 

@@ -10,23 +10,26 @@ A table has the keys of scripts.common.tables, and
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from config import Config
 from errors import UserError
 from runtime.files import check_writable
+from scripts.common import runner
 from scripts.common.options import Parser
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, spread, summarise, write
-from scripts.reproduce.entries import FIRST_SEED, Scale
+from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
+from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
+from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, Work, at
-from scripts.reproduce.tables import EXPERIMENTS, GAIN, HEADROOM, available
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
@@ -36,9 +39,12 @@ HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A tabl
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
     """A parser with the options of scripts.reproduce and scripts.compare."""
     parser = Parser(
-        prog=f"python -m {name}", description=doc.split("\n\n")[0], epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        prog=f"python -m {name}",
+        description=doc.split("\n\n")[0],
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--scale", required=True, help="124m (the papers'), a file in configs/scales, or a FILE.py")
     add("--seeds", type=int, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
@@ -50,7 +56,7 @@ def work_parser(name: str, doc: str, epilog: str) -> Parser:
 
 
 def carry_out(
-    name: str, experiment: Experiment, scale: Scale, chosen: tuple[str, ...], options: Any
+    name: str, experiment: Experiment, scale: Scale, chosen: tuple[Entry, ...], options: Any
 ) -> None:
     """Print the cost; then train, measure, and write the table of this name and its pictures.
 
@@ -62,10 +68,11 @@ def carry_out(
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     folder = Path(options.results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
-    runs, evaluated = work.runs(), work.evaluated()
+    runs = work.runs()
     check(with_bases(runs))
-    for run in evaluated if not options.plan else ():  # a plan needs no data
-        work.check(run)
+    if not options.plan:  # which needs no data
+        for evaluation, evaluation_options, run in work.evaluations():
+            runner.check(evaluation, evaluation_options, run.config)
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
@@ -74,13 +81,17 @@ def carry_out(
     if options.plan:
         print(price(runs))
         return
-    left = sum(work.again or not work.stored(run) for run in evaluated)
-    print(f"to evaluate: {left} runs" if runs else "it takes no runs", flush=True)
+    if runs:
+        print(f"to evaluate: {work.unmeasured()} runs", flush=True)
+    else:
+        print("it takes no runs", flush=True)
     stop_on_signals()
-    failures = train(runs) + work.measure()
+    failures = train(runs)
+    failures += work.measure()
     table = build_table(work, failures)
-    drawn = experiment.draw(table)
-    pictures = {f"{name}.png": drawn} if isinstance(drawn, Figure) else drawn
+    pictures = experiment.draw(table)
+    if isinstance(pictures, Figure):
+        pictures = {f"{name}.png": pictures}
     for file, picture in pictures.items():
         save_picture(picture, folder / file)
     write(folder, table, list(pictures))
@@ -90,111 +101,191 @@ def carry_out(
         sys.exit(1)
 
 
+# ---- the table ----
+
+
 def build_table(work: Work, failures: list[str]) -> dict:
-    """The table of all available runs with these seeds."""
-    experiment, config, better = work.experiment, work.scale.config, work.experiment.better
-    columns = experiment.columns(config) if callable(experiment.columns) else experiment.columns
+    """The table of all available runs with these seeds.
+
+    Raises UserError where there is none.
+    """
+    experiment = work.experiment
+    config = work.scale.config
+    multiples = experiment.multiples_at(config)
+    columns: list[float | str] = [*multiples, *experiment.columns]
     paper, paper_scale = paper_values(experiment, work.scale.name, columns)
-    results = {name: runs for name in experiment.entries if (runs := work.results(name))}
-    if not results:
+    rows = {}
+    not_run = []
+    for entry in experiment.entries:
+        runs = work.results(entry)
+        if runs:
+            rows[entry.name] = summarise(runs) | {"paper": paper.get(entry.name)}
+        else:
+            not_run.append(entry.name)
+    if not rows:
         raise UserError("; ".join(failures) or "no run of the table is trained")
-    rows = {name: summarise(runs) | {"paper": paper.get(name)} for name, runs in results.items()}
     baseline = experiment.baseline if experiment.baseline in rows else ""
-    for entry in [entry for name, entry in rows.items() if baseline not in ("", name)]:
-        if (difference := paired(entry, rows[baseline]))["runs"]:
-            entry["difference"] = difference
+    if baseline:
+        add_differences(rows, baseline)
+    better = experiment.better
+    if not isinstance(better, tuple):
+        better = (better,) * len(columns)
     table = {
         "name": work.name,
         "title": experiment.title,
         "scale": work.scale.name,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
-        "columns": [c if isinstance(c, str) else f"{c:g}x, {at(c, config):,}" for c in columns],
-        "multiples": [column for column in columns if not isinstance(column, str)] or None,
-        "better": list(better) if isinstance(better, tuple) else [better] * len(columns),
+        "columns": [*(f"{m:g}x, {at(m, config):,}" for m in multiples), *experiment.columns],
+        "multiples": list(multiples) or None,
+        "better": list(better),
         "digits": experiment.digits,
         "baseline": baseline,
         "rows": rows,
-        "not_run": [name for name in experiment.entries if name not in results],
+        "not_run": not_run,
         "failures": failures,
     }
-    worth = what_is_available(work, table)
-    return table | {"caption": caption(table, work) + worth}
+    sentences = caption(table, work)
+    if GAIN in experiment.columns:
+        sentences += add_headroom(table, work)
+    return table | {"caption": sentences}
 
 
-def what_is_available(work: Work, table: dict) -> list[str]:
-    """Write what the longest length is worth beside the gain from context; returns sentences.
-
-    None where the table has no gains, or the scale no runs of headroom. Where the seeds differ by
-    more than a model could gain, and by more than it is hurt, whether it gains is undecidable.
-    """
-    if GAIN not in table["columns"]:
-        return []
-    longest, headroom = table["multiples"][-1], replace(work, experiment=EXPERIMENTS["headroom"])
-    entries = {name: headroom.results(name) for name in HEADROOM[1:]}
-    worth = available(entries, at(longest, work.scale.config))
-    if not worth:
-        return []
-    mean, column = sum(worth) / len(worth), table["columns"].index(GAIN)
-    table["columns"][column] = f"{GAIN} (available: {mean:+.4f})"
-    gains = {n: (e["mean"][column] or 0, spread(e, column) or 0) for n, e in table["rows"].items()}
-    wide = ", ".join(f"`{n}`" for n, (gain, range_) in gains.items() if range_ > max(mean, -gain))
-    return [
-        f"Available: what {longest:g}x is worth to a softmax that was trained on it (`reproduce "
-        f"headroom`), by seed {', '.join(f'{one:+.4f}' for one in worth)}.",
-        *([f"Undecidable here, as the gains of seeds differ by more: {wide}."] if wide else []),
-    ]
+def add_differences(rows: dict[str, dict], baseline: str) -> None:
+    """Add to each row its differences from the baseline's, where they share a seed."""
+    for name, row in rows.items():
+        if name == baseline:
+            continue
+        difference = paired(row, rows[baseline])
+        if difference["runs"]:
+            row["difference"] = difference
 
 
-def paper_values(experiment: Experiment, scale: str, columns: tuple) -> tuple[dict[str, list], str]:
+def paper_values(
+    experiment: Experiment, scale: str, columns: Sequence[float | str]
+) -> tuple[dict[str, list], str]:
     """The paper's values of these columns for each entry, and the scale they are for.
 
     A value is None where the paper has none; entries without any value are left out.
     """
-    section = experiment.paper or {"rows": {}, "lengths": []}
+    section = experiment.paper
+    if section is None:
+        return {}, experiment.paper_scale
     scales = section.get("scales") or {experiment.paper_scale: section["rows"]}
-    values_of = scale if scale in scales else experiment.paper_scale
+    if scale not in scales:
+        scale = experiment.paper_scale
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
-    known = {name: dict(zip(keys, row, strict=True)) for name, row in scales[values_of].items()}
-    paper = {name: [values.get(key) for key in columns] for name, values in known.items()}
-    return {name: values for name, values in paper.items() if set(values) != {None}}, values_of
+    paper = {}
+    for name, row in scales[scale].items():
+        value_of = dict(zip(keys, row, strict=True))
+        values = [value_of.get(column) for column in columns]
+        if any(value is not None for value in values):
+            paper[name] = values
+    return paper, scale
+
+
+def add_headroom(table: dict, work: Work) -> list[str]:
+    """Write what the longest length is worth beside the gain from context; returns sentences.
+
+    None where the scale has no runs of headroom. Where the seeds differ by more than a model could
+    gain, and by more than it is hurt, whether it gains is undecidable.
+    """
+    multiple = table["multiples"][-1]
+    headroom = replace(work, experiment=HEADROOM)
+    runs = {entry.name: headroom.results(entry) for entry in LONGER}
+    gains = available(runs, at(multiple, work.scale.config))
+    if not gains:
+        return []
+    mean = sum(gains) / len(gains)
+    column = table["columns"].index(GAIN)
+    table["columns"][column] = f"{GAIN} (available: {mean:+.4f})"
+    sentences = [
+        f"Available: what {multiple:g}x is worth to a softmax that was trained on it (`reproduce "
+        f"headroom`), by seed {by_seed(gains)}."
+    ]
+    undecidable = []
+    for name, row in table["rows"].items():
+        gain = row["mean"][column] or 0
+        if (spread(row, column) or 0) > max(mean, -gain):
+            undecidable.append(f"`{name}`")
+    if undecidable:
+        names = ", ".join(undecidable)
+        sentences.append(f"Undecidable here, as the gains of seeds differ by more: {names}.")
+    return sentences
+
+
+# ---- the caption ----
 
 
 def caption(table: dict, work: Work) -> list[str]:
     """Sentences on the measurement, on the spread over seeds, and on what is missing."""
-    entries = table["rows"].values()
-    runs = [run for entry in entries for run in entry["runs"]]
+    rows = table["rows"].values()
+    runs = [run for row in rows for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
-    sentences = [trained(table, work, seeds) if seeds else f"{table['unit']}."]
-    if any(entry["paper"] for entry in entries):
+    sentences = []
+    if seeds:
+        sentences.append(trained(table, work, seeds))
+    else:
+        sentences.append(f"{table['unit']}.")
+    if any(row["paper"] for row in rows):
         scale = f" at scale {table['paper_scale']}" if seeds else ""
         sentences.append(f"In parentheses the paper's value{scale}, and our value minus it.")
-    sentences += [*([spread_sentence(table, len(seeds))] if seeds else []), how_measured(runs)]
+    if seeds:
+        sentences.append(spread_sentence(table, len(seeds)))
+    sentences.append(how_measured(runs))
     if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
         sentences.append(f"The picture is of seed {seeds[0]}.")
-    sentences += [*filter(None, [work.experiment.note]), *work.experiment.remarks(table)]
+    if work.experiment.note:
+        sentences.append(work.experiment.note)
+    sentences += work.experiment.remarks(table)
     if table["not_run"]:
-        sentences.append(f"Not run yet: {', '.join(f'`{name}`' for name in table['not_run'])}.")
-    return [*sentences, HOW_TO_READ, *(f"{failure}." for failure in table["failures"])]
+        names = ", ".join(f"`{name}`" for name in table["not_run"])
+        sentences.append(f"Not run yet: {names}.")
+    sentences.append(HOW_TO_READ)
+    sentences += [f"{failure}." for failure in table["failures"]]
+    return sentences
 
 
 def trained(table: dict, work: Work, seeds: list[int]) -> str:
     """A sentence on the models and their training."""
-    config = work.scale.config
-    shapes = [work.scale.run(name, seeds[0]).config for name in table["rows"]]
-    sizes = ("n_layer", "n_embd", "block_size")
-    layers, wide, length = (ranged([getattr(c, key) for c in shapes]) for key in sizes)
-    task, text = f"recall task {config.recall}", config.data_dir
-    made = {"orbits": "simulated orbits", "recall": task, "language": text}
-    source = made.get(config.task, f"{text} and {task} in turn")
-    tokens = [run["tokens"] for entry in table["rows"].values() for run in entry["runs"]]
-    counts = [len(entry["runs"]) for entry in table["rows"].values()]
-    few = f"{ranged(counts)} of the " * (min(counts) < len(seeds))
+    models = []
+    for entry in work.experiment.entries:
+        if entry.name in table["rows"]:
+            models.append(work.scale.run(entry, seeds[0]).config)
+    layers = ranged([model.n_layer for model in models])
+    width = ranged([model.n_embd for model in models])
+    length = ranged([model.block_size for model in models])
+    rows = table["rows"].values()
+    tokens = ranged([run["tokens"] for row in rows for run in row["runs"]])
+    if "recall" in work.scale.config.tasks:
+        tokens = f"at most {tokens}"
     return (
-        f"{table['unit']}; {layers} layers, {wide} wide, trained at length {length} for "
-        f"{'at most ' * ('recall' in config.tasks)}{ranged(tokens)} tokens of {source}; "
-        f"{f'mean over {few}seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
+        f"{table['unit']}; {layers} layers, {width} wide, trained at length {length} for "
+        f"{tokens} tokens of {data_of(work.scale.config)}; {mean_over(seeds, rows)}."
     )
+
+
+def data_of(config: Config) -> str:
+    """What the models are trained on."""
+    recall = f"recall task {config.recall}"
+    if config.task == "orbits":
+        return "simulated orbits"
+    if config.task == "recall":
+        return recall
+    if config.task == "language":
+        return config.data_dir
+    return f"{config.data_dir} and {recall} in turn"
+
+
+def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
+    """The seeds, which some of the rows may not have."""
+    names = ", ".join(str(seed) for seed in seeds)
+    if len(seeds) == 1:
+        return f"seed {names}"
+    counts = [len(row["runs"]) for row in rows]
+    if min(counts) < len(seeds):
+        return f"mean over {ranged(counts)} of the seeds {names}"
+    return f"mean over seeds {names}"
 
 
 def spread_sentence(table: dict, seeds: int) -> str:
@@ -209,23 +300,44 @@ def spread_sentence(table: dict, seeds: int) -> str:
 def how_measured(runs: list[dict]) -> str:
     """A sentence of the caption on the machine, the options and the versions."""
     evaluations = [run["evaluation"] for run in runs]
-    made = [one["environment"] for one in (*runs, *evaluations) if one.get("environment")]
-    dtypes, machines = distinct(evaluations, "dtype"), distinct(made, "machine")
+    environments = []
+    for item in (*runs, *evaluations):
+        if item.get("environment"):
+            environments.append(item["environment"])
+    machines = distinct(environments, "machine")
+    dtypes = distinct(evaluations, "dtype")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
-    facts += [f"{key} {found}" for key in MENTIONED if (found := distinct(evaluations, key))]
-    commits = (f"{e['commit'][:7]}{' modified' * e['modified']}" for e in made if e["commit"])
+    for key in MENTIONED:
+        values = distinct(evaluations, key)
+        if values:
+            facts.append(f"{key} {values}")
+    commits = []
+    for environment in environments:
+        if environment["commit"]:
+            modified = " modified" if environment["modified"] else ""
+            commits.append(environment["commit"][:7] + modified)
     return (
-        f"Measured {', '.join(facts)}; torch {distinct(made, 'torch')}, commit "
+        f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
         f"{', '.join(dict.fromkeys(commits))}."
     )
 
 
 def distinct(items: list[dict], key: str) -> str:
     """The distinct values of a key, in order of appearance."""
-    values = [item[key] for item in items if item.get(key) is not None]
-    return ", ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else str(v) for v in values))
+    values = []
+    for item in items:
+        value = item.get(key)
+        if isinstance(value, int):
+            values.append(f"{value:,}")
+        elif value is not None:
+            values.append(str(value))
+    return ", ".join(dict.fromkeys(values))
 
 
 def ranged(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    """The lowest and the highest value: "6 to 12", or "6" where they are the same."""
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,} to {high:,}"

@@ -1,18 +1,12 @@
-"""The papers' tables and figures: their entries, their numbers and their pictures.
+"""The papers' tables and figures: their entries, their columns and their pictures.
 
 A new table is a new entry of EXPERIMENTS.
 """
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 from config import Config
-from data.tokenizer import get_tokenizer
-from layers.rope import Rope
-from scripts import passkey
 from scripts.attention_maps import (
     ATTENTION_MAPS,
     MapOptions,
@@ -21,8 +15,6 @@ from scripts.attention_maps import (
     positive_curve,
 )
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
-from scripts.common.tables import cell, summarise
-from scripts.common.validation import accuracies
 from scripts.copying import (
     BEYOND,
     COPYING,
@@ -32,129 +24,200 @@ from scripts.copying import (
     shares_kept,
     worth_at,
 )
-from scripts.downstream import DOWNSTREAM, DownstreamOptions
-from scripts.eval_length import EVAL_LENGTH, LossOptions, gain, smoothed
-from scripts.passkey import PASSKEY, PasskeyOptions
 from scripts.physics import PHYSICS, PhysicsOptions
-from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
+from scripts.recall import RecallOptions
 from scripts.reproduce import formulas, metrics, pictures
-from scripts.reproduce.entries import NORMALISERS
-from scripts.reproduce.measure import Experiment, at, lengths
-from scripts.reproduce.pictures import SLIDING, grouped, lines
+from scripts.reproduce.entries import (
+    ADAPTIVE_TEMPERATURE,
+    LSSAR_SWIGLU,
+    NTK16,
+    PLAIN_ROPE,
+    ROPE_SCALINGS,
+    SOFTMAX_SWIGLU,
+    SOFTMAX_WINDOW,
+    SSMAX_E,
+    SSMAX_F,
+    SSMAX_PROBE,
+    TRUE_FORCES,
+    UNTRAINED,
+    Entry,
+    config_entries,
+    config_entry,
+    distinct,
+    hybrid,
+    plain_rope,
+    view_p,
+    with_alibi,
+    with_p,
+    without_positions,
+)
+from scripts.reproduce.headroom import HEADROOM
+from scripts.reproduce.kinds import (
+    MULTIPLES,
+    SOFTMAX_AND_LSSAR,
+    accuracies_if_learned,
+    all_accuracies,
+    downstream,
+    each_seed,
+    loss,
+    loss_and_gain,
+    loss_by_position,
+    only_part,
+    passkeys,
+    recall,
+)
+from scripts.reproduce.measure import Experiment, at
+from scripts.reproduce.pictures import grouped, lines
 
-TWO = ("softmax", "lssar_p15")
-LOSS = "validation loss (nats per token)"
-GAIN = "gain from context"
-HEADROOM = ("softmax", "softmax_4t", "softmax_16t")  # each trained longer than the one before
+# ---- the entries of larger tables ----
 
-# ---- measurements that several tables share ----
+TABLE1 = LSSAR["table1"]
+# What users pick instead of LSSAR: a panel of the league's picture for each kind.
+LEAGUE = {
+    "LSSAR's paper": config_entries(*TABLE1["rows"]),
+    "scales and norms": config_entries(
+        "softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap"
+    ),
+    "positions": (
+        *config_entries("softmax", "softmax_alibi", "softmax_nope"),
+        config_entry("swa"),
+        plain_rope("swa"),
+        config_entry("hybrid"),
+        plain_rope("hybrid"),
+        config_entry("hybrid_ssmax"),
+        plain_rope("hybrid_ssmax"),
+        config_entry("hybrid_lssar_p5"),
+        plain_rope("hybrid_lssar_p5"),
+    ),
+    "sinks and gates": config_entries(
+        "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox"
+    ),
+    "whole rows": (
+        config_entry("softmax"),
+        config_entry("softmax").viewed(ADAPTIVE_TEMPERATURE),
+        *config_entries("sparsemax", "entmax15", "asentmax", "stick_breaking"),
+    ),
+}
+LEAGUE_ENTRIES = distinct(entry for entries in LEAGUE.values() for entry in entries)
 
-
-def loss(
-    title: str, entries: tuple[str, ...], multiples: tuple[float, ...], **more: Any
-) -> Experiment:
-    """Loss by length over the same tokens, and what the longest context is worth."""
-
-    def values(measured: dict, config: Config) -> list[float | None]:
-        control = [measured["control"]["loss"][-1], gain(measured)] if longer else []
-        return [*measured["loss"], *control]
-
-    longer = multiples[-1] > 1
-    controlled = (f"{multiples[-1]:g}x, {SLIDING}", GAIN) if longer else ()
-    return Experiment(
-        title, LOSS, entries, (*multiples, *controlled), values,
-        EVAL_LENGTH,
-        lambda config: LossOptions(
-            lengths=lengths(multiples, config), tokens=config.val_tokens
-        ),
-        better=("lower",) * len(multiples) + ("lower", "higher") * longer,
-        **more,
-    )  # fmt: skip
-
-
-def loss_table(title: str, paper: dict) -> Experiment:
-    """A table of losses at the training length."""
-    return loss(title, tuple(paper["rows"]), (1,), paper=paper)
-
-
-def loss_by_position(
-    title: str, entries: tuple[str, ...], multiple: float, sequences: int | None = None,
-    note: str = "", **opened: Any,
-) -> Experiment:  # fmt: skip
-    """Loss at every position of windows of one length; columns are the loss around positions.
-
-    There are `sequences` windows, or as many as the validation text has. `opened` are options of
-    the runs' RoPE.
-    """
-    shown = (0.5, 1, 2, 4, 8, 16)
-
-    def options(config: Config) -> LossOptions:
-        length = at(multiple, config)
-        tokens = sequences * length if sequences else config.val_tokens
-        return LossOptions(lengths=(length,), tokens=tokens, per_position=True, **opened)
-
-    def values(measured: dict, config: Config) -> list[float]:
-        curve = smoothed(only_part(measured)["loss_by_position"])
-        return [curve[at(position, config) - 1] for position in shown]
-
-    return Experiment(
-        title, "validation loss around a position (nats)", entries, shown, values,
-        EVAL_LENGTH, options,
-        better="lower", draw=pictures.positions, note=note,
-    )  # fmt: skip
-
-
-def only_part(measured: dict) -> dict:
-    (part,) = measured["parts"].values()
-    return part
-
-
-def passkeys(title: str, entries: tuple[str, ...], **more: Any) -> Experiment:
-    """Passkeys found, in percent."""
-
-    def columns(config: Config) -> tuple:
-        """Multiples of the training length, or of its smallest multiple that fits a prompt."""
-        factor = -(-passkey.shortest(get_tokenizer(config.tokenizer)) // config.block_size)
-        return tuple(multiple * factor for multiple in (1, 1.5, 2, 4, 8))
-
-    return Experiment(
-        title, "passkeys found (%)", entries, columns,
-        lambda measured, config: list(accuracies(measured).values()),
-        PASSKEY, lambda config: PasskeyOptions(lengths=lengths(columns(config), config)),
-        better="higher", digits=1, paper=LSSAR["passkey"], note=(
-            "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
-            "are multiples of the training length, or of its least multiple that fits a prompt."
-        ), **more,
-    )  # fmt: skip
+POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
+P_SWEEPS = {
+    "lssar": {p: with_p("lssar", p) for p in POWERS},
+    "softmax": {p: with_p("softmax", p) for p in POWERS},
+}
 
 
-def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
-    """Tasks of lm-evaluation-harness; accuracies in percent."""
-    columns = tuple(paper["columns"])
-    pairs = [column.split() for column in columns]
-    tasks = tuple(dict.fromkeys(task for task, _ in pairs))
+def evaluated_at(config: str, *powers: float) -> tuple[Entry, ...]:
+    """A config as it was trained, and evaluated with other p."""
+    entry = config_entry(config)
+    return (entry, *(entry.viewed(view_p(p)) for p in powers))
 
-    def values(measured: dict, config: Config) -> list[float]:
-        scores = {task: measured["parts"][task]["scores"][task]["metrics"] for task in tasks}
-        return [
-            scores[task][metric]["value"] * (100 if metric.startswith("acc") else 1)
-            for task, metric in pairs
-        ]
 
-    return Experiment(
-        title, "zero-shot scores", TWO, columns, values,
-        DOWNSTREAM, lambda config: DownstreamOptions(tasks=",".join(tasks)),
-        better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in pairs),
-        digits=2, paper=paper, paper_scale=scale,
-    )  # fmt: skip
+P_AT_EVALUATION = (
+    *evaluated_at("lssa", 3, 15),
+    *evaluated_at("lssar_p3", 1, 5, 15),
+    *evaluated_at("lssar_p15", 1, 3, 5, 10, 20, 30),
+)
+
+
+def with_and_without_p(variant: str) -> tuple[Entry, ...]:
+    """A variant without re-weighting, and re-weighted with two p."""
+    return (config_entry(variant), with_p(variant, 3), with_p(variant, 15))
+
+
+# {exp, softplus} x {1 / sqrt d, log n / sqrt d, log d log n cos} x {no stage 2, p = 3, p = 15}
+COMPONENTS = (
+    *with_and_without_p("softmax"),
+    *with_and_without_p("ssmax_fixed"),
+    *with_and_without_p("softmax_cosine"),
+    *with_and_without_p("phi_softplus"),
+    *with_and_without_p("softplus_logn"),
+    *config_entries("lssa", "lssar_p3", "lssar_p15", "lssa_threshold"),
+)
+
+ROPE_VIEWS = (*(view for name, view in ROPE_SCALINGS.items() if name != "ntk"), NTK16)
+ROPES = tuple(
+    config_entry(name).viewed(view)
+    for name in ("softmax", "ssmax", "lssar_p15")
+    for view in ROPE_VIEWS
+)
+
+
+def by_positions(normaliser: str) -> dict[str, Entry]:
+    """The entries of a normaliser, by what their positions are called."""
+    return {
+        "RoPE, scaled": config_entry(normaliser),
+        "RoPE, plain": plain_rope(normaliser),
+        "no positions": without_positions(normaliser),
+        "ALiBi": with_alibi(normaliser),
+        "hybrid": hybrid(normaliser).viewed(PLAIN_ROPE),
+    }
+
+
+NORMALISERS = (
+    "softmax",
+    "softmax_logn",
+    "ssmax",
+    "lssa",
+    "softmax_cosine",
+    "lssar_p3",
+    "lssar_p15",
+    "sparsemax",
+    "entmax15",
+)
+RECALL = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
+OTHERS_IN_RECALL = (
+    *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
+    plain_rope("swa"),
+    *config_entries("gated", "qk_norm"),
+)
+
+TEXT_AND_RECALL = (
+    config_entry("softmax"),
+    plain_rope("softmax"),
+    plain_rope("hybrid"),
+    plain_rope("hybrid_ssmax"),
+    plain_rope("hybrid_ssmax_quarter"),
+    plain_rope("hybrid_lssar_p5"),
+)
+TEXT_AND_RECALL_NOTE = (
+    "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
+)
+COPIES = (
+    *TEXT_AND_RECALL,
+    config_entry("ssmax"),
+    without_positions("ssmax"),
+    *config_entries("lssar_p15", "stick_breaking", "fox"),
+)
+
+SSMAX_ENTRIES = config_entries("softmax", "ssmax", "ssmax_fixed", "ssmax_bias")
+SSMAX_AND_SWAPS = (*SSMAX_ENTRIES, SSMAX_E, SSMAX_F)
+
+
+# ---- maps, entropy and dead weights ----
+
+MAPPED = {
+    "first_token": "share of the first token",
+    "entropy_share": "entropy / log n",
+    "zeros": "share of weights that are exactly 0",
+}
+ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
+DEAD = ("near", "far", "all", "dead rows", "dead keys")
+
+
+def mapped(measured: dict, config: Config) -> list[float]:
+    """The values of MAPPED, means over heads."""
+    part = only_part(measured)
+    return [mean_over_heads(part, name) for name in MAPPED]
 
 
 def entropies(measured: dict) -> tuple[list[float], list[float]]:
     """Of attention_maps: the keys of each group of queries, and their entropy, mean over heads."""
     part = only_part(measured)
-    columns = zip(*part["groups"]["entropy"], strict=True)
-    known = [[value for value in column if value is not None] for column in columns]
-    return part["keys"], [statistics.mean(column) for column in known]
+    means = []
+    for column in zip(*part["groups"]["entropy"], strict=True):
+        means.append(statistics.mean(value for value in column if value is not None))
+    return part["keys"], means
 
 
 def entropy_by_keys(measured: dict, config: Config) -> list[float]:
@@ -163,28 +226,51 @@ def entropy_by_keys(measured: dict, config: Config) -> list[float]:
     A query with n keys counts for the smallest power of 2 that is at least n.
     """
     keys, means = entropies(measured)
-    shown = [means[(at(m, config) - 1).bit_length() - 1] for m in ENTROPY_AT]
-    points = zip(keys, means, strict=True)
-    beyond = [(math.log(n), mean) for n, mean in points if n >= config.block_size]
-    return [*shown, statistics.linear_regression(*zip(*beyond, strict=True)).slope]
+    columns = []
+    for multiple in ENTROPY_AT:
+        power = (at(multiple, config) - 1).bit_length()
+        columns.append(means[power - 1])
+    logs = []
+    entropies_beyond = []
+    for n, mean in zip(keys, means, strict=True):
+        if n >= config.block_size:
+            logs.append(math.log(n))
+            entropies_beyond.append(mean)
+    slope = statistics.linear_regression(logs, entropies_beyond).slope
+    return [*columns, slope]
+
+
+def dead_shares(measured: dict, config: Config) -> list[float]:
+    """The shares of DEAD, means over layers and heads."""
+    shares = mean_shares(measured)
+    return [shares[name] for name in DEAD]
 
 
 # ---- orbits ----
 
 # The columns of Table 3, and what is better.
 TABLE3 = {
-    "cosine": "higher", "error": "lower", "rank correlation": "higher", "median error": "lower",
-    "above 0": "higher", "exponent of r": None, "of m1": None, "of m2": None,
-    "m1 m2 / r^2 found": "higher", "m1 / r^2 found": None,
-}  # fmt: skip
-LAWS = ([-2.0, 1.0, 1.0], [-2.0, 1.0, 0.0])  # powers of r, m1 and m2
+    "cosine": "higher",
+    "error": "lower",
+    "rank correlation": "higher",
+    "median error": "lower",
+    "above 0": "higher",
+    "exponent of r": None,
+    "of m1": None,
+    "of m2": None,
+    "m1 m2 / r^2 found": "higher",
+    "m1 / r^2 found": None,
+}
+# powers of r, m1 and m2
+NEWTON = [-2.0, 1.0, 1.0]
+ACCELERATION = [-2.0, 1.0, 0.0]
 
 
 def physics(config: Config) -> PhysicsOptions:
+    """The published sizes, or less for fewer systems."""
     return PhysicsOptions(
-        # the published numbers, or less for fewer systems
-        steps=min(10_000, -(-config.systems // 40)),
-        pairs=min(10_000, -(-config.systems // 10)),
+        steps=min(10_000, math.ceil(config.systems / 40)),
+        pairs=min(10_000, math.ceil(config.systems / 10)),
         batch=min(64, config.total_batch_size // config.block_size),
     )
 
@@ -192,68 +278,28 @@ def physics(config: Config) -> PhysicsOptions:
 def newton(measured: dict, config: Config) -> list[float]:
     """LSSAR Table 3."""
     vectors, magnitudes = measured["parts"].values()
+    powers = [law["powers"] for law in magnitudes["laws"]]
     return [
-        vectors["cosine"], vectors["relative_error"], magnitudes["rank_correlation"],
-        magnitudes["median_relative_error"], magnitudes["positive"],
+        vectors["cosine"],
+        vectors["relative_error"],
+        magnitudes["rank_correlation"],
+        magnitudes["median_relative_error"],
+        magnitudes["positive"],
         *magnitudes["exponents"].values(),
-        *(sum(law["powers"] == powers for law in magnitudes["laws"]) for powers in LAWS),
-    ]  # fmt: skip
+        powers.count(NEWTON),
+        powers.count(ACCELERATION),
+    ]
 
 
 def equations(table: dict) -> list[str]:
     """The equation of every draw."""
     sentences = []
-    for name, run in ((name, run) for name, e in table["rows"].items() for run in e["runs"]):
-        found = run["evaluation"]["parts"]["magnitudes"]
-        drawn = "; ".join(f"`{law['equation']}`" for law in found["laws"])
-        sentences.append(f"`{name}`, seed {run['seed']}, by {found['engine']}: {drawn}.")
-    return sentences
-
-
-# ---- recall ----
-
-
-def recalled(measured: dict, config: Config) -> list[float | None]:
-    """The accuracy in percent at each length; if the task is not learned, at 1x alone."""
-    known, trained = learned(measured), measured["trained_length"]
-    return [share if known or n == trained else None for n, share in accuracies(measured).items()]
-
-
-def recall(
-    title: str, entries: tuple[str, ...], multiples: tuple[float, ...],
-    values: Callable[[dict, Config], list] = recalled, **more: Any,
-) -> Experiment:  # fmt: skip
-    """Recall by length, in percent."""
-    return Experiment(
-        title, PERCENT, entries, multiples, values,
-        RECALL, lambda config: RecallOptions(lengths=lengths(multiples, config)),
-        digits=1, **({"task": "recall"} | more),
-    )  # fmt: skip
-
-
-def each_seed(table: dict, column: int, rows: dict) -> str:
-    """Of these rows of the table, the names and the values in a column, by seed."""
-    return "; ".join(
-        f"`{name}` {', '.join(cell(table, summarise([run]), column) for run in row['runs'])}"
-        for name, row in rows.items()
-    )
-
-
-def accuracy_by_seed(table: dict) -> list[str]:
-    """The accuracy of each seed at 16x or less, and the entries that have not learned the task."""
-    multiples, rows = table["multiples"], table["rows"]
-    at = max(i for i, multiple in enumerate(multiples) if multiple <= 16)
-    learned = {name: row for name, row in rows.items() if row["mean"][at] is not None}
-    missing = {name: row for name, row in rows.items() if name not in learned}
-    accuracies = f"At {multiples[at]:g}x, by seed: {each_seed(table, at, learned)}."
-    sentences = [accuracies] if learned else []
-    if missing:
-        steps = next(iter(missing.values()))["runs"][0]["step"]
-        sentences.append(
-            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
-            "learning rates or more steps may change that); at 1x, by seed: "
-            f"{each_seed(table, multiples.index(1), missing)}."
-        )
+    for name, row in table["rows"].items():
+        for run in row["runs"]:
+            magnitudes = run["evaluation"]["parts"]["magnitudes"]
+            drawn = "; ".join(f"`{law['equation']}`" for law in magnitudes["laws"])
+            engine = magnitudes["engine"]
+            sentences.append(f"`{name}`, seed {run['seed']}, by {engine}: {drawn}.")
     return sentences
 
 
@@ -262,101 +308,38 @@ def accuracy_by_seed(table: dict) -> list[str]:
 
 def copied(measured: dict, config: Config) -> list[float | None]:
     """The worth of the first copy by lag, without what is hurt, and the share kept at the last."""
-    kept, lags = shares_kept(measured), sorted(map(int, measured["parts"]))
-    known = [None if kept.get(n) == "hurt" else worth_at(measured, [n])[0] for n in lags]
-    return [*known, None if isinstance(share := kept[lags[-1]], str) else share]
+    kept = shares_kept(measured)
+    lags = sorted(int(lag) for lag in measured["parts"])
+    worths: list[float | None] = []
+    for lag in lags:
+        if kept.get(lag) == "hurt":
+            worths.append(None)
+        else:
+            worth, error = worth_at(measured, [lag])
+            worths.append(worth)
+    share = kept[lags[-1]]
+    return [*worths, None if isinstance(share, str) else share]
 
 
-# ---- headroom ----
-
-
-def available(entries: dict[str, list[dict]], length: int) -> list[float]:
-    """By seed, what a context of this length is worth to a softmax that was trained on it.
-
-    `entries` are the measured runs of headroom. Of the run that was trained at this length, or at
-    the next longer one, it is the loss at T, reading T tokens at a time, minus the loss at the
-    length. A sliding window of T would have a lower loss, so the context is worth this at most.
-    """
-    gains: dict[int, float] = {}
-    for run in (run for name in HEADROOM[1:] for run in entries.get(name, [])):
-        measured = run["evaluation"]
-        losses = dict(zip(measured["lengths"], measured["loss"], strict=True))
-        if measured["trained_length"] >= length and length in losses:
-            gains.setdefault(run["seed"], measured["loss"][0] - losses[length])
-    return list(gains.values())
-
-
-def headroom(table: dict) -> list[str]:
-    """What is available at each length beyond the first, by seed."""
-    entries = {name: entry["runs"] for name, entry in table["rows"].items()}
-    lengths = next(iter(entries.values()))[0]["evaluation"]["lengths"]
-    return [
-        f"Available at {multiple:g}x, by seed: {', '.join(f'{gain:+.4f}' for gain in gains)}."
-        for multiple, length in zip(table["multiples"], lengths, strict=True)
-        if multiple > 1 and (gains := available(entries, length))
-    ]
+def shares_kept_by_seed(table: dict) -> list[str]:
+    return [f"Share kept, by seed: {each_seed(table, -1, table['rows'])}."]
 
 
 # ---- the tables ----
 
-TABLE1 = LSSAR["table1"]
-LENGTHS = (1, 2, 4, 8, 16)
-MAPPED = {
-    "first_token": "share of the first token",
-    "entropy_share": "entropy / log n",
-    "zeros": "share of weights that are exactly 0",
-}
-ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
-SIZES = tuple(f"n = {n:,}" for n in formulas.SIZES)
-SSMAX_ENTRIES = tuple(SSMAX["rows"])
-# What users pick instead of LSSAR: a panel of the league's picture for each kind.
-LEAGUE = {
-    "LSSAR's paper": tuple(TABLE1["rows"]),
-    "scales and norms": ("softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap"),
-    "positions": (
-        "softmax", "softmax_alibi", "softmax_nope", "swa", "swa:plain_rope", "hybrid",
-        "hybrid:plain_rope", "hybrid_ssmax", "hybrid_ssmax:plain_rope", "hybrid_lssar_p5",
-        "hybrid_lssar_p5:plain_rope",
-    ),
-    "sinks and gates": (
-        "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox",
-    ),
-    "whole rows": (
-        "softmax", "softmax:adaptive_temperature", "sparsemax", "entmax15", "asentmax",
-        "stick_breaking",
-    ),
-}  # fmt: skip
-LEAGUE_ENTRIES = tuple(dict.fromkeys(name for names in LEAGUE.values() for name in names))
-POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
-# {exp, softplus} x {1 / sqrt d, log n / sqrt d, log d log n cos} x {no stage 2, p = 3, p = 15}
-COMPONENTS = (
-    *(
-        f"{name}{p}"
-        for name in ("softmax", "ssmax_fixed", "softmax_cosine", "phi_softplus", "softplus_logn")
-        for p in ("", "_p3", "_p15")
-    ),
-    "lssa", "lssar_p3", "lssar_p15", "lssa_threshold",
-)  # fmt: skip
-ROPES = (*(name for name in Rope.SCALINGS if name != "ntk"), "ntk16")
-DEAD = ("near", "far", "all", "dead rows", "dead keys")
 
-RECALL_ENTRIES = (
-    *(form.format(name) for name in NORMALISERS for form in pictures.RECALL_POSITIONS),
-    "stick_breaking", "fox", "asentmax", "softpick", "swa:plain_rope", "gated", "qk_norm",
-)  # fmt: skip
+def loss_table(title: str, paper: dict) -> Experiment:
+    """A table of losses at the training length, without a picture."""
+    entries = config_entries(*paper["rows"])
+    return loss(title, entries, (1,), draw=lambda table: {}, paper=paper)
 
-BOTH = "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
-TEXT_AND_RECALL = (
-    "softmax", "softmax:plain_rope", "hybrid:plain_rope", "hybrid_ssmax:plain_rope",
-    "hybrid_ssmax_quarter:plain_rope", "hybrid_lssar_p5:plain_rope",
-)  # fmt: skip
-
-COPIES = (*TEXT_AND_RECALL, "ssmax", "ssmax_nope", "lssar_p15", "stick_breaking", "fox")
 
 EXPERIMENTS = {
-    "table1": loss(
-        "LSSAR Table 1, loss by length", tuple(TABLE1["rows"]), (1, 2, 4, 8),
-        draw=pictures.together, paper=TABLE1,
+    "table1": loss_and_gain(
+        title="LSSAR Table 1, loss by length",
+        entries=config_entries(*TABLE1["rows"]),
+        multiples=(1, 2, 4, 8),
+        paper=TABLE1,
     ),
     "table2": downstream("LSSAR Table 2, downstream tasks", LSSAR["table2"]),
     "table_a1": downstream("LSSAR Table A1, FineWeb-Edu", LSSAR["table_a1"], "124m_edu"),
@@ -364,118 +347,180 @@ EXPERIMENTS = {
     "table_a4": loss_table("LSSAR Table A4, modified scores", LSSAR["table_a4"]),
     "table_a5": loss_table("LSSAR Table A5, softmax without its parts", LSSAR["table_a5"]),
     "table_a6": loss_table("LSSAR Table A6, activation functions", LSSAR["table_a6"]),
-    "loss_by_length": loss(
-        "LSSAR Fig. A2, loss to 16 times the training length", TWO, LENGTHS,
-        draw=pictures.together, paper=TABLE1,
+    "loss_by_length": loss_and_gain(
+        title="LSSAR Fig. A2, loss to 16 times the training length",
+        entries=SOFTMAX_AND_LSSAR,
+        paper=TABLE1,
         note="Fig. A2 has no numbers; the paper's values here are of its Table 1.",
     ),
-    "p_sweep": loss(
-        "LSSAR Appendix B.1.4, loss by p",
-        ("lssa", *(f"lssar_p{p}" for p in POWERS), "softmax", *(f"softmax_p{p}" for p in POWERS)),
-        LENGTHS, draw=pictures.loss_over_p, paper=TABLE1,
+    "p_sweep": loss_and_gain(
+        title="LSSAR Appendix B.1.4, loss by p",
+        entries=(
+            config_entry("lssa"),
+            *P_SWEEPS["lssar"].values(),
+            config_entry("softmax"),
+            *P_SWEEPS["softmax"].values(),
+        ),
+        draw=pictures.loss_over_p(P_SWEEPS),
+        paper=TABLE1,
         note="The paper has only curves here; its values are of its Table 1.",
     ),
-    "p_at_evaluation": loss(
-        "Is it the training or the sharpening: other p than in training",
-        ("lssa", "lssa:p3", "lssa:p15", "lssar_p3", *(f"lssar_p3:p{p}" for p in (1, 5, 15)),
-         "lssar_p15", *(f"lssar_p15:p{p}" for p in (1, 3, 5, 10, 20, 30))),
-        LENGTHS, draw=grouped(pictures.by_run), paper=TABLE1,
+    "p_at_evaluation": loss_and_gain(
+        title="Is it the training or the sharpening: other p than in training",
+        entries=P_AT_EVALUATION,
+        draw=grouped(P_AT_EVALUATION, pictures.by_run),
+        paper=TABLE1,
     ),
-    "components": loss(
-        "LSSAR taken apart: phi, scale and re-weighting", COMPONENTS, LENGTHS,
-        draw=grouped(pictures.by_stage), paper=TABLE1,
+    "components": loss_and_gain(
+        title="LSSAR taken apart: phi, scale and re-weighting",
+        entries=COMPONENTS,
+        draw=grouped(COMPONENTS, pictures.by_stage),
+        paper=TABLE1,
         note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
-    "rope": loss(
-        "RoPE scalings and variants",
-        tuple(f"{name}:{rope}" for name in ("softmax", "ssmax", "lssar_p15") for rope in ROPES),
-        LENGTHS, draw=grouped(pictures.by_run),
+    "rope": loss_and_gain(
+        title="RoPE scalings and variants",
+        entries=ROPES,
+        draw=grouped(ROPES, pictures.by_run),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
-    "league": loss(
-        "What users pick instead", LEAGUE_ENTRIES, LENGTHS,
-        draw=grouped(pictures.by_kind(LEAGUE)), paper=TABLE1,
+    "league": loss_and_gain(
+        title="What users pick instead",
+        entries=LEAGUE_ENTRIES,
+        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
+        paper=TABLE1,
         note="`:plain_rope` has no dynamic NTK. `swa` has its own window in the control too.",
     ),
-    "headroom": replace(
-        loss("What a longer context is worth to a model trained on it", HEADROOM, LENGTHS),
-        columns=LENGTHS, better="lower", values=lambda measured, config: measured["loss"],
-        draw=pictures.together, remarks=headroom, note=(
-            "Available: the loss at 1x minus the loss at the length, of the model that was trained "
-            "there or at the next longer length. `softmax_4t` has its own sliding window, of 4x."
-        ),
-    ),
+    "headroom": HEADROOM,
     "league_passkey": passkeys(
-        "What users pick instead, passkey retrieval",
-        tuple(name for name in LEAGUE_ENTRIES if ":" not in name),
-        draw=grouped(pictures.by_kind(LEAGUE)),
+        title="What users pick instead, passkey retrieval",
+        entries=tuple(entry for entry in LEAGUE_ENTRIES if entry.view is None),
+        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
     ),
-    "t6": loss(
-        "T6: queries, keys and values from factors, with softmax and with LSSAR",
-        ("softmax", "lssar_p15", "softmax_swiglu", "lssar_p15_swiglu", "t6", "t6_lssar_p15"),
-        LENGTHS, draw=pictures.together, note="docs/t6.md explains the entries.",
+    "t6": loss_and_gain(
+        title="T6: queries, keys and values from factors, with softmax and with LSSAR",
+        entries=(
+            *SOFTMAX_AND_LSSAR,
+            SOFTMAX_SWIGLU,
+            LSSAR_SWIGLU,
+            *config_entries("t6", "t6_lssar_p15"),
+        ),
+        note="docs/t6.md explains the entries.",
     ),
-    "loss_by_position": loss_by_position("Loss by position, to 16 training lengths", TWO, 16),
-    "passkey": passkeys("LSSAR Figs. 2 and A3, passkey retrieval", TWO, draw=pictures.together),
+    "loss_by_position": loss_by_position(
+        title="Loss by position, to 16 training lengths",
+        entries=SOFTMAX_AND_LSSAR,
+        multiple=16,
+    ),
+    "passkey": passkeys(
+        title="LSSAR Figs. 2 and A3, passkey retrieval",
+        entries=SOFTMAX_AND_LSSAR,
+    ),
     "recall": recall(
-        "Recall of what lies far away", RECALL_ENTRIES, RecallOptions.multiples,
-        draw=pictures.recall, remarks=accuracy_by_seed, note=(
+        title="Recall of what lies far away",
+        entries=(
+            *(entry for entries in RECALL.values() for entry in entries.values()),
+            *OTHERS_IN_RECALL,
+        ),
+        multiples=RecallOptions.multiples,
+        values=accuracies_if_learned,
+        draw=pictures.recall(RECALL, OTHERS_IN_RECALL),
+        note=(
             "A guess has 6.2 in lookup and latest, 1.6 in mqar; in sort, repeating the last answer "
             "has 36, 57, 75, 88, 94, 97, 98 at 1x to 64x. Of 512 answers, 50 has a standard error "
             "of 2.2. `:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in "
             "half of the heads; the others are softmax with RoPE over a quarter of 1x."
         ),
     ),
-    "text_and_recall": loss(
-        "Text and recall in one model: loss on text", TEXT_AND_RECALL, LENGTHS,
+    "text_and_recall": loss_and_gain(
+        title="Text and recall in one model: loss on text",
+        entries=TEXT_AND_RECALL,
         task="language+recall",
-        draw=pictures.together, note=BOTH,
+        note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_text": recall(
-        "Text and recall in one model: recall", TEXT_AND_RECALL, LENGTHS,
-        lambda measured, config: [*accuracies(measured).values()], better="higher",
-        task="language+recall", draw=pictures.together, remarks=accuracy_by_seed, note=BOTH,
+        title="Text and recall in one model: recall",
+        entries=TEXT_AND_RECALL,
+        multiples=MULTIPLES,
+        values=all_accuracies,
+        better="higher",
+        task="language+recall",
+        note=TEXT_AND_RECALL_NOTE,
     ),
     "copying": Experiment(
-        "Worth of an earlier copy of a passage, by lag", UNIT, COPIES,
-        (*WITHIN, *BEYOND, "share kept at 16x"), copied, COPYING, lambda config: CopyingOptions(),
-        better="higher", digits=3, draw=pictures.together,
-        remarks=lambda table: [f"Share kept, by seed: {each_seed(table, -1, table['rows'])}."],
+        title="Worth of an earlier copy of a passage, by lag",
+        unit=UNIT,
+        entries=COPIES,
+        multiples=(*WITHIN, *BEYOND),
+        columns=("share kept at 16x",),
+        better="higher",
+        digits=3,
+        evaluation=COPYING,
+        options=lambda config: CopyingOptions(),
+        values=copied,
+        draw=pictures.together,
+        remarks=shares_kept_by_seed,
         note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
     ),
-    "loss_and_copying": loss(
-        "Loss by length of models trained with repeats", COPIES, LENGTHS, draw=pictures.together
+    "loss_and_copying": loss_and_gain(
+        title="Loss by length of models trained with repeats",
+        entries=COPIES,
     ),
     "attention_maps": Experiment(
-        "LSSAR Figs. A1, A4, A5, A6, attention maps", "mean over heads and rows", TWO,
-        tuple(MAPPED.values()),
-        lambda measured, config: [mean_over_heads(only_part(measured), name) for name in MAPPED],
-        ATTENTION_MAPS, lambda config: MapOptions(tokens=0), draw=pictures.maps,
+        title="LSSAR Figs. A1, A4, A5, A6, attention maps",
+        unit="mean over heads and rows",
+        entries=SOFTMAX_AND_LSSAR,
+        columns=tuple(MAPPED.values()),
+        evaluation=ATTENTION_MAPS,
+        options=lambda config: MapOptions(tokens=0),
+        values=mapped,
+        draw=pictures.maps,
     ),
     "table3": Experiment(
-        "LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
-        "forces at positions without a label",
-        ("oracle", "softmax", "lssar_p15", "lssar_p3", "lssa", "softmax_window", "untrained"),
-        tuple(TABLE3), newton, PHYSICS, physics,
-        better=tuple(TABLE3.values()), digits=2, task="orbits", remarks=equations,
-        draw=pictures.forces, note=(
+        title="LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
+        unit="forces at positions without a label",
+        entries=(
+            TRUE_FORCES,
+            *config_entries("softmax", "lssar_p15", "lssar_p3", "lssa"),
+            SOFTMAX_WINDOW,
+            UNTRAINED,
+        ),
+        columns=tuple(TABLE3),
+        better=tuple(TABLE3.values()),
+        digits=2,
+        task="orbits",
+        evaluation=PHYSICS,
+        options=physics,
+        values=newton,
+        draw=pictures.forces,
+        remarks=equations,
+        note=(
             "docs/physics.md explains the entries and the columns, and has the paper's laws. "
             "Arrows: the true forces, then the predictions of the first seed."
         ),
     ),
     "gradient_norm": Experiment(
-        "LSSAR Appendix B.1.4, gradient norm in training", "gradient norm before clipping",
-        ("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
-        ("median", "highest", "share of steps clipped"), read=metrics.gradient_norms,
+        title="LSSAR Appendix B.1.4, gradient norm in training",
+        unit="gradient norm before clipping",
+        entries=config_entries("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
+        columns=("median", "highest", "share of steps clipped"),
+        read=metrics.gradient_norms,
         draw=lines("step", "gradient norm before clipping", log="y"),
         note="After the warm-up. In the paper softmax explodes at p = 15, and LSSAR does not.",
     ),
     "entropy": Experiment(
-        "LSSAR Sect. 2.1.2, entropy by the number of keys", "entropy of a row's weights (nats)",
-        ("softmax", "ssmax", "lssa", "lssar_p15"), (*ENTROPY_AT, "slope"), entropy_by_keys,
-        ATTENTION_MAPS, lambda config: MapOptions(text="", lengths=(at(16, config),)),
+        title="LSSAR Sect. 2.1.2, entropy by the number of keys",
+        unit="entropy of a row's weights (nats)",
+        entries=config_entries("softmax", "ssmax", "lssa", "lssar_p15"),
+        multiples=ENTROPY_AT,
+        columns=("slope",),
+        evaluation=ATTENTION_MAPS,
+        options=lambda config: MapOptions(text="", lengths=(at(16, config),)),
+        values=entropy_by_keys,
         curves=lambda measured: {"": entropies(measured)},
-        draw=lines("keys n of a row, up to", "entropy of the weights (nats)", "x", True),
+        draw=lines(
+            "keys n of a row, up to", "entropy of the weights (nats)", log="x", equal_weights=True
+        ),
         note=(
             "Rows of the last layer in windows of 16 times the training length, means over heads; "
             "a column is of rows that see more than half as many keys, and at most as many. "
@@ -483,76 +528,114 @@ EXPERIMENTS = {
         ),
     ),
     "gradient_slopes": Experiment(
-        "LSSAR Appendix A.6, decay of the gradient", "slope of the gradient g in the score x",
-        tuple(LSSAR["gradients"]["rows"]),
-        (*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
-        compute=formulas.gradient_slopes, paper=LSSAR["gradients"],
+        title="LSSAR Appendix A.6, decay of the gradient",
+        unit="slope of the gradient g in the score x",
+        entries=config_entries(*LSSAR["gradients"]["rows"]),
+        columns=(*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
+        compute=formulas.gradient_slopes,
         draw=lines("score x of the winner", "gradient dy / dx over its highest value", log="xy"),
+        paper=LSSAR["gradients"],
         note=(
             f"Of one score x among {formulas.KEYS:,} keys, the others 0, and head size "
             f"{formulas.HEAD_SIZE}; with p, of (A6)'s y = r^p, before the last l1. The first two "
-            "columns are far out (x = {exp:g} for exp, {softplus:g} for softplus), the last is at "
-            "the highest score that LSSA can have.".format(**formulas.FAR)
+            f"columns are far out (x = {formulas.FAR['exp']:g} for exp, "
+            f"{formulas.FAR['softplus']:g} for softplus), the last is at the highest score that "
+            "LSSA can have."
         ),
     ),
     "entropy_random": Experiment(
-        "LSSAR Sect. 2.1.2, entropy of random rows", "entropy of a row's weights (nats)",
-        ("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
-        (*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"), compute=formulas.random_entropy,
-        draw=lines("keys n of a row", "entropy of the weights (nats)", "x", True), note=(
+        title="LSSAR Sect. 2.1.2, entropy of random rows",
+        unit="entropy of a row's weights (nats)",
+        entries=config_entries("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
+        columns=(*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"),
+        compute=formulas.random_entropy,
+        draw=lines("keys n of a row", "entropy of the weights (nats)", log="x", equal_weights=True),
+        note=(
             f"q and k are normal, of head size {formulas.HEAD_SIZE}; means over "
             f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1."
         ),
     ),
     "sparsity": Experiment(
-        "LSSAR Sect. 2.2.1, positive weights by distance", "share of weights above 0, of dead ones",
-        ("relu_wortsman", "relu_li", "relu_shen", "phi_relu2", "phi_relu6", "lssar_p3",
-         "lssar_p15"), DEAD,
-        lambda measured, config: [mean_shares(measured)[name] for name in DEAD],
-        ATTENTION_MAPS, lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
+        title="LSSAR Sect. 2.2.1, positive weights by distance",
+        unit="share of weights above 0, of dead ones",
+        entries=config_entries(
+            "relu_wortsman",
+            "relu_li",
+            "relu_shen",
+            "phi_relu2",
+            "phi_relu6",
+            "lssar_p3",
+            "lssar_p15",
+        ),
+        columns=DEAD,
+        evaluation=ATTENTION_MAPS,
+        options=lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
+        values=dead_shares,
         curves=lambda measured: {"": positive_curve(measured)},
-        draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", "x"),
+        draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", log="x"),
         note=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
             "training length; far: at least half of it."
         ),
     ),
     "ssmax_figure1": Experiment(
-        "SSMax Fig. 1, attention fading", "largest of n weights", ("softmax", "ssmax"), SIZES,
+        title="SSMax Fig. 1, attention fading",
+        unit="largest of n weights",
+        entries=config_entries("softmax", "ssmax"),
+        columns=formulas.SIZE_COLUMNS,
         compute=formulas.attention_fading,
-        draw=lines("size n of the input vector", "largest weight", log="x"), note=(
+        draw=lines("size n of the input vector", "largest weight", log="x"),
+        note=(
             "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
             "to 1.".format(**formulas.FADING)
         ),
     ),
     "ssmax_figure2": Experiment(
-        "SSMax Fig. 2, learnt p_n", "p_n as a_1 log n + a_2", ("ssmax_probe",),
-        ("a_1", "a_2", "R²"), read=metrics.learned_p,
+        title="SSMax Fig. 2, learnt p_n",
+        unit="p_n as a_1 log n + a_2",
+        entries=(SSMAX_PROBE,),
+        columns=("a_1", "a_2", "R²"),
+        read=metrics.learned_p,
         draw=lines("input vector size n", "p_n", log="x"),
         note="By least squares over n >= 2. In the paper p_n closely follows the logarithm.",
     ),
     "ssmax_figure3": Experiment(
-        "SSMax Fig. 3, the score that attention focuses on", "z_max whose weight is 1/2",
-        tuple(formulas.FOCUS), SIZES, compute=formulas.attention_focus, digits=2,
-        draw=lines("z_max; the other n - 1 scores are spread evenly from 0 to 1",
-                   "weight of z_max"),
+        title="SSMax Fig. 3, the score that attention focuses on",
+        unit="z_max whose weight is 1/2",
+        entries=formulas.FOCUS,
+        columns=formulas.SIZE_COLUMNS,
+        digits=2,
+        compute=formulas.attention_focus,
+        draw=lines(
+            "z_max; the other n - 1 scores are spread evenly from 0 to 1", "weight of z_max"
+        ),
         paper=formulas.FOCUS_RULE,
         note="The paper's values are its rule that z_max must exceed the others by about 1 / s.",
     ),
     "ssmax_figure4": Experiment(
-        "SSMax Fig. 4, learning curves", "training loss (nats per token)", SSMAX_ENTRIES[:4],
-        tuple(SSMAX["figure4"]["columns"]), read=metrics.learning_curve, needs=("softmax",),
-        better="lower", draw=lines("step", "training loss (nats per token)"),
-        paper=SSMAX["figure4"], paper_scale="ssmax_paper",
+        title="SSMax Fig. 4, learning curves",
+        unit="training loss (nats per token)",
+        entries=SSMAX_ENTRIES,
+        columns=tuple(SSMAX["figure4"]["columns"]),
+        better="lower",
+        read=metrics.learning_curve,
+        needs=config_entries("softmax"),
+        draw=lines("step", "training loss (nats per token)"),
+        paper=SSMAX["figure4"],
+        paper_scale="ssmax_paper",
         note="Means over the last tenth of the steps; all runs of a seed see the same batches.",
     ),
     "ssmax_figure5": loss_by_position(
-        "SSMax Fig. 5, loss by position", SSMAX_ENTRIES,
-        SSMAX["figure5"]["length"] / TRAINED_LENGTH, SSMAX["figure5"]["sequences"],
-        rope="none", rope_theta=SSMAX["figure5"]["rope_theta"], note=(
+        title="SSMax Fig. 5, loss by position",
+        entries=SSMAX_AND_SWAPS,
+        multiple=SSMAX["figure5"]["length"] / TRAINED_LENGTH,
+        sequences=SSMAX["figure5"]["sequences"],
+        rope="none",
+        rope_theta=SSMAX["figure5"]["rope_theta"],
+        note=(
             "docs/ssmax_swaps.md explains (e) and (f). The paper takes {sequences:,} random "
             "sequences of {length:,} tokens, here as many as the validation text has side by "
             "side.".format(**SSMAX["figure5"])
         ),
     ),
-}  # fmt: skip
+}

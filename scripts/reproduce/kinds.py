@@ -1,0 +1,256 @@
+"""Kinds of experiment that several tables share: loss, downstream tasks, passkeys and recall."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from config import Config
+from data.tokenizer import get_tokenizer
+from scripts import passkey
+from scripts.common.papers import LSSAR
+from scripts.common.tables import cell, summarise
+from scripts.common.validation import accuracies
+from scripts.downstream import DOWNSTREAM, DownstreamOptions
+from scripts.eval_length import EVAL_LENGTH, LossOptions, gain, smoothed
+from scripts.passkey import PASSKEY, PasskeyOptions
+from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
+from scripts.reproduce import pictures
+from scripts.reproduce.entries import Entry, config_entries
+from scripts.reproduce.measure import Experiment, Multiples, at, lengths
+from scripts.reproduce.pictures import SLIDING, Draw
+
+LOSS = "validation loss (nats per token)"
+GAIN = "gain from context"
+MULTIPLES = (1, 2, 4, 8, 16)  # of the training length, in most tables
+SOFTMAX_AND_LSSAR = config_entries("softmax", "lssar_p15")
+
+Entries = tuple[Entry, ...]
+
+
+# ---- loss ----
+
+
+def loss(
+    title: str,
+    entries: Entries,
+    multiples: Multiples,
+    draw: Draw = pictures.together,
+    **more: Any,
+) -> Experiment:
+    """Loss by length, over the same tokens at each length."""
+
+    def options(config: Config) -> LossOptions:
+        return LossOptions(lengths=lengths(multiples, config), tokens=config.val_tokens)
+
+    return Experiment(
+        title=title,
+        unit=LOSS,
+        entries=entries,
+        multiples=multiples,
+        better="lower",
+        evaluation=EVAL_LENGTH,
+        options=options,
+        values=lambda measured, config: measured["loss"],
+        draw=draw,
+        **more,
+    )
+
+
+def loss_and_gain(
+    title: str, entries: Entries, multiples: Multiples = MULTIPLES, **more: Any
+) -> Experiment:
+    """Loss by length, and what the longest context is worth beside a sliding window."""
+
+    def values(measured: dict, config: Config) -> list[float]:
+        return [*measured["loss"], measured["control"]["loss"][-1], gain(measured)]
+
+    lower = ["lower"] * (len(multiples) + 1)
+    return replace(
+        loss(title, entries, multiples, **more),
+        columns=(f"{multiples[-1]:g}x, {SLIDING}", GAIN),
+        better=(*lower, "higher"),
+        values=values,
+    )
+
+
+def loss_by_position(
+    title: str,
+    entries: Entries,
+    multiple: float,
+    sequences: int | None = None,
+    note: str = "",
+    **opened: Any,
+) -> Experiment:
+    """Loss at every position of windows of one length; columns are the loss around positions.
+
+    There are `sequences` windows, or as many as the validation text has. `opened` are options of
+    the runs' RoPE.
+    """
+    shown = (0.5, 1, 2, 4, 8, 16)
+
+    def options(config: Config) -> LossOptions:
+        length = at(multiple, config)
+        tokens = sequences * length if sequences else config.val_tokens
+        return LossOptions(lengths=(length,), tokens=tokens, per_position=True, **opened)
+
+    def values(measured: dict, config: Config) -> list[float]:
+        curve = smoothed(only_part(measured)["loss_by_position"])
+        return [curve[position - 1] for position in lengths(shown, config)]
+
+    return Experiment(
+        title=title,
+        unit="validation loss around a position (nats)",
+        entries=entries,
+        multiples=shown,
+        better="lower",
+        evaluation=EVAL_LENGTH,
+        options=options,
+        values=values,
+        draw=pictures.positions,
+        note=note,
+    )
+
+
+def only_part(measured: dict) -> dict:
+    """The values of a measurement that has a single part."""
+    (part,) = measured["parts"].values()
+    return part
+
+
+# ---- downstream tasks and passkeys ----
+
+
+def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
+    """Tasks of lm-evaluation-harness; accuracies in percent.
+
+    The columns are the paper's: the name of a task and of a metric, such as "piqa acc_norm".
+    """
+    columns = [column.split() for column in paper["columns"]]
+    tasks = list(dict.fromkeys(task for task, metric in columns))
+
+    def values(measured: dict, config: Config) -> list[float]:
+        scores = []
+        for task, metric in columns:
+            score = measured["parts"][task]["scores"][task]["metrics"][metric]["value"]
+            if metric.startswith("acc"):
+                score *= 100
+            scores.append(score)
+        return scores
+
+    return Experiment(
+        title=title,
+        unit="zero-shot scores",
+        entries=SOFTMAX_AND_LSSAR,
+        columns=tuple(paper["columns"]),
+        better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in columns),
+        digits=2,
+        evaluation=DOWNSTREAM,
+        options=lambda config: DownstreamOptions(tasks=",".join(tasks)),
+        values=values,
+        paper=paper,
+        paper_scale=scale,
+    )
+
+
+def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Experiment:
+    """Passkeys found, in percent."""
+
+    def multiples(config: Config) -> Multiples:
+        """Multiples of the training length, or of its smallest multiple that fits a prompt."""
+        shortest = passkey.shortest(get_tokenizer(config.tokenizer))
+        factor = -(-shortest // config.block_size)
+        return tuple(multiple * factor for multiple in (1, 1.5, 2, 4, 8))
+
+    return Experiment(
+        title=title,
+        unit="passkeys found (%)",
+        entries=entries,
+        multiples=multiples,
+        better="higher",
+        digits=1,
+        evaluation=PASSKEY,
+        options=lambda config: PasskeyOptions(lengths=lengths(multiples(config), config)),
+        values=all_accuracies,
+        draw=draw,
+        paper=LSSAR["passkey"],
+        note=(
+            "Of 100 trials: a value near 50 has a standard error of 5, whatever the seeds. Lengths "
+            "are multiples of the training length, or of its least multiple that fits a prompt."
+        ),
+    )
+
+
+def all_accuracies(measured: dict, config: Config) -> list[float]:
+    """The accuracy in percent at each length."""
+    return list(accuracies(measured).values())
+
+
+# ---- recall ----
+
+
+def recall(
+    title: str,
+    entries: Entries,
+    multiples: Multiples,
+    values: Callable[[dict, Config], Sequence[float | None]],
+    task: str = "recall",
+    draw: Draw = pictures.together,
+    **more: Any,
+) -> Experiment:
+    """Recall by length, in percent."""
+    return Experiment(
+        title=title,
+        unit=PERCENT,
+        entries=entries,
+        multiples=multiples,
+        digits=1,
+        evaluation=RECALL,
+        options=lambda config: RecallOptions(lengths=lengths(multiples, config)),
+        values=values,
+        draw=draw,
+        remarks=accuracy_by_seed,
+        task=task,
+        **more,
+    )
+
+
+def accuracies_if_learned(measured: dict, config: Config) -> list[float | None]:
+    """The accuracy in percent at each length; of a task that is not learned, at 1x alone."""
+    known = learned(measured)
+    trained = measured["trained_length"]
+    shares = accuracies(measured).items()
+    return [share if known or length == trained else None for length, share in shares]
+
+
+def accuracy_by_seed(table: dict) -> list[str]:
+    """The accuracy of each seed at 16x or less, and the entries that have not learned the task."""
+    multiples = table["multiples"]
+    longest = max(multiple for multiple in multiples if multiple <= 16)
+    column = multiples.index(longest)
+    learned = {}
+    not_learned = {}
+    for name, row in table["rows"].items():
+        if row["mean"][column] is None:
+            not_learned[name] = row
+        else:
+            learned[name] = row
+    sentences = []
+    if learned:
+        sentences.append(f"At {longest:g}x, by seed: {each_seed(table, column, learned)}.")
+    if not_learned:
+        steps = next(iter(not_learned.values()))["runs"][0]["step"]
+        sentences.append(
+            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
+            "learning rates or more steps may change that); at 1x, by seed: "
+            f"{each_seed(table, multiples.index(1), not_learned)}."
+        )
+    return sentences
+
+
+def each_seed(table: dict, column: int, rows: dict[str, dict]) -> str:
+    """Of these rows of the table, the names and the values in a column, by seed."""
+    descriptions = []
+    for name, row in rows.items():
+        values = [cell(table, summarise([run]), column) for run in row["runs"]]
+        descriptions.append(f"`{name}` {', '.join(values)}")
+    return "; ".join(descriptions)
