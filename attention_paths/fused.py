@@ -82,7 +82,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     if decay is not None:
         decay = entry.argument * decay
         key_bias = -decay
-        query_decay = of_queries(decay, rows)
+        query_decay = at_queries(decay, rows)
         if variant.is_softmax and layer.p is None and not layer.has_sink:
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             query_decay = query_decay.detach()
