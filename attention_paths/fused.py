@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import EXPM1, Variant, l2_normalise, relu_power, shift_of
+from attention import EXPM1, Variant, at_queries, l2_normalise, relu_power, shift_of
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
