@@ -14,7 +14,7 @@ from config import Config
 from errors import UserError
 from layers.cache import KVCache
 from layers.heads import build_attention
-from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_parts
+from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_vocabulary
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
 
@@ -332,7 +332,7 @@ class GPT(nn.Module):
         """Return the float32 losses of targets [n], whose logits may be held at once."""
         if x.is_cpu:
             head = self.lm_head.weight[: self.n_vocab]
-            return losses_by_parts(x, head, targets)
+            return losses_by_vocabulary(x, head, targets)
         logits = self.logits(x).float()
         return F.cross_entropy(logits, targets, reduction="none")
 

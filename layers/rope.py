@@ -36,7 +36,8 @@ class Rope:
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angles per position [d/2] in float64, and the factor on every score, at this length."""
-        d, s = self.head_size, max(1.0, length / self.trained_length)
+        d = self.head_size
+        s = max(1.0, length / self.trained_length)
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
         power = d / max(d - 2, 1)  # with a single pair any base is the same
         factor = s if self.factor is None else self.factor
@@ -69,7 +70,8 @@ class Rope:
         index = torch.arange(len(pairs), dtype=torch.float64)
         ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
         frequencies = self.theta**-pairs
-        return frequencies * (1 - ramp) + frequencies / s * ramp, (0.1 * math.log(s) + 1) ** 2
+        mixed = frequencies * (1 - ramp) + frequencies / s * ramp
+        return mixed, (0.1 * math.log(s) + 1) ** 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos = rotation.cos
     sin = rotation.sin
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 class RopeTable(nn.Module):
@@ -106,8 +109,11 @@ class RopeTable(nn.Module):
         frequencies, self.score_scale = rope.frequencies(length)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
         dtype = torch.promote_types(self.cos.dtype, torch.float32)
-        self.cos, self.sin = (x.to(self.cos.device, dtype) for x in (angles.cos(), angles.sin()))
-        self.rope, self.length = rope, length
+        device = self.cos.device
+        self.cos = angles.cos().to(device, dtype)
+        self.sin = angles.sin().to(device, dtype)
+        self.rope = rope
+        self.length = length
 
     def _apply(
         self,
@@ -122,6 +128,9 @@ class RopeTable(nn.Module):
     def forward(self, start: int, end: int, length: int) -> Rotation:
         """The rotations of positions start to end - 1 of a text of this length."""
         # without a scaling a longer table serves, and a model under torch.compile stays compiled
-        if length > self.length or (length != self.length and self.rope.scaling != "none"):
+        is_scaled = self.rope.scaling != "none"
+        if length > self.length or (is_scaled and length != self.length):
             self.set(self.rope, length)
-        return Rotation(self.cos[start:end], self.sin[start:end], self.score_scale)
+        cos = self.cos[start:end]
+        sin = self.sin[start:end]
+        return Rotation(cos, sin, self.score_scale)

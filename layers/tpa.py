@@ -60,10 +60,12 @@ class TensorProductAttention(SelfAttention):
         fans = []
         for rank in (self.q_rank, self.kv_rank, self.kv_rank):
             if rank is None:
-                fans += [n_embd + self.n_head * self.d_head]
+                fans.append(n_embd + self.n_head * self.d_head)
             else:
-                fans += [rank * (n_embd + self.n_head), self.d_head * (n_embd + rank)]
-        for weight, fan in zip(self.c_attn.weight.split(self.sizes), fans, strict=True):
+                fans.append(rank * (n_embd + self.n_head))
+                fans.append(self.d_head * (n_embd + rank))
+        weights = self.c_attn.weight.split(self.sizes)
+        for weight, fan in zip(weights, fans, strict=True):
             bound = math.sqrt(6 / fan)
             nn.init.uniform_(weight, -bound, bound)
 
@@ -73,7 +75,8 @@ class TensorProductAttention(SelfAttention):
         """Return q [B, H, L, d], and the factors of k and v."""
         if not self.has_rope:
             rotation = None
-        *q_columns, a_k, b_k, a_v, b_v = self.c_attn(x).split(self.sizes, dim=-1)
+        columns = self.c_attn(x).split(self.sizes, dim=-1)
+        *q_columns, a_k, b_k, a_v, b_v = columns
         if self.q_rank is None:
             q = rows_of(q_columns[0], self.n_head)
             if rotation is not None:
@@ -111,8 +114,8 @@ class TensorProductAttention(SelfAttention):
         cache: KVCache | None,
     ) -> Tensor:
         if cache is not None:
-            tensors = cache.append(attention, (k.a, k.b, v.a, v.b, context.log_forget))
-            a_k, b_k, a_v, b_v, log_forget = tensors
+            new = (k.a, k.b, v.a, v.b, context.log_forget)
+            a_k, b_k, a_v, b_v, log_forget = cache.append(attention, new)
             k = Factors(a_k, b_k)
             v = Factors(a_v, b_v)
             context = replace(context, log_forget=log_forget)
