@@ -43,7 +43,7 @@ class Batching:
     seed: int  # of the order within an epoch
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")  # where batches are copied to
+    device: torch.device = torch.device("cpu")  # where batches are copied to; a GPU by its index
 
 
 class Loader(ABC):
@@ -69,7 +69,6 @@ class Loader(ABC):
         self.device = batching.device
         self._reader = ThreadPoolExecutor(1)
         if self.device.type == "cuda":  # a new thread would open a context on GPU 0
-            self.device = torch.empty(0, device=self.device).device  # "cuda" becomes "cuda:N"
             self._reader.submit(torch.cuda.set_device, self.device)
         self._ahead: dict[int, Future[Batch]] = {}  # by step
 

@@ -209,7 +209,7 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_batches_on_a_gpu(data_dir):
     host = open_loader(data_dir, 4, seed=0)
-    loader = open_loader(data_dir, 4, seed=0, device=torch.device("cuda"))
+    loader = open_loader(data_dir, 4, seed=0, device=torch.device("cuda:0"))
     for step in range(5):
         x, y = loader.batch(step)
         assert x.is_cuda and y.is_cuda
