@@ -74,7 +74,11 @@ def shift_out_of_tail(top: Tensor) -> Tensor:
 EXP = Phi(torch.exp, shift=torch.neg, kernel="exp")
 SIGMOID = Phi(torch.sigmoid, shift=shift_out_of_tail, kernel="sigmoid")
 # torch's softplus is linear above its threshold: exact in float64 at 40, but not at its default 20.
-SOFTPLUS = Phi(lambda z: F.softplus(z, threshold=40), shift=shift_out_of_tail, kernel="softplus")
+SOFTPLUS = Phi(
+    lambda z: F.softplus(z, threshold=40),
+    shift=shift_out_of_tail,
+    kernel="softplus",
+)
 RELU = Phi(torch.relu, zero=0.0, kernel="relu")
 RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
@@ -347,7 +351,8 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
     """
     hidden = (z == -math.inf) | (rows.keys == rows.last)
     log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
-    log_left_by_later = log_left.flip(-1).cumsum(-1).flip(-1) - log_left  # by j < k < i together
+    sum_from_j = log_left.flip(-1).cumsum(-1).flip(-1)
+    log_left_by_later = sum_from_j - log_left  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
     return weights.masked_fill(hidden, 0)
 
@@ -356,7 +361,8 @@ def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
     """Compute softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
     hidden = z == -math.inf
     log_A = z.log_softmax(-1).masked_fill(hidden, 0)
-    entropy = -(log_A.exp() * log_A).sum(-1, keepdim=True)
+    A = log_A.exp()
+    entropy = -(A * log_A).sum(-1, keepdim=True)
     beta = torch.zeros_like(entropy)
     for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):
         beta = beta * entropy + coefficient
@@ -462,8 +468,9 @@ def attention_weights(
     if rows.slopes is not None:
         z = z - rows.slopes * (rows.last - rows.keys)
     if rows.decay is not None:
-        decay_of_queries = at_queries(rows.decay, rows)
-        z = z + (decay_of_queries[..., None] - rows.decay[:, :, None])
+        decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
+        decay_of_queries = at_queries(rows.decay, rows)[..., None]  # [B, H, Lq, 1]
+        z = z + (decay_of_queries - decay)
     z = mask_hidden(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)

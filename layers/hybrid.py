@@ -68,6 +68,20 @@ class HybridAttention(SelfAttention):
         # YaRN's factor is for the scores of heads with RoPE
         global_context = replace(context.select(heads=slice(H)), score_scale=1.0)
         local_context = context.select(heads=slice(H, None))
-        y_global = super().attend(attention, q[:, :H], k[:, :Hk], v[:, :Hk], global_context, cache)
-        y_local = super().attend(self.local, q[:, H:], k[:, Hk:], v[:, Hk:], local_context, cache)
+        y_global = super().attend(
+            attention,
+            q[:, :H],
+            k[:, :Hk],
+            v[:, :Hk],
+            global_context,
+            cache,
+        )
+        y_local = super().attend(
+            self.local,
+            q[:, H:],
+            k[:, Hk:],
+            v[:, Hk:],
+            local_context,
+            cache,
+        )
         return torch.cat((y_global, y_local), dim=1)
