@@ -42,35 +42,56 @@ CASES = [
     "ablations/softplus_logn.py --p=3",
     "ablations/ssmax_probe.py --p=3",
 ]
-P_CASES = [case for case in CASES if (c := small_config(case)).p is not None and c.sink == "none"]
-SOFTMAX_CASES = ["softmax.py", "ssmax.py", "ssmax_fixed.py", "ssmax_bias.py", "softmax_logn.py"]
-SOFTMAX_CASES += ["ablations/ssmax_probe.py", "ablations/softmax_cosine.py"]
-RELU = [case for case in CASES if "relu" in case]
+
+
+def is_reweighted(case):
+    """Whether weights are raised to a power, without a sink that takes weight from tied rows."""
+    config = small_config(case)
+    return config.p is not None and config.sink == "none"
+
+
+P_CASES = [case for case in CASES if is_reweighted(case)]
+RELU_CASES = [case for case in CASES if "relu" in case]
+# Those that torch's own attention can compute.
+SDPA_CASES = [
+    "softmax.py",
+    "ssmax.py",
+    "ssmax_fixed.py",
+    "ssmax_bias.py",
+    "softmax_logn.py",
+    "ablations/ssmax_probe.py",
+    "ablations/softmax_cosine.py",
+]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def build(case, *more):
     """An attention layer whose parameters are not at their initial values."""
     attn = build_attention(small_config(case, *more))
-    values = {"s": (1.3, 0.4), "b": (-0.5, 0.7), "p_n": torch.linspace(0.5, 2, 16).tolist()}
-    values |= {"sink": (-0.3, 1.1)}
+    values = {
+        "s": torch.tensor([1.3, 0.4]),
+        "b": torch.tensor([-0.5, 0.7]),
+        "p_n": torch.linspace(0.5, 2, 16),
+        "sink": torch.tensor([-0.3, 1.1]),
+    }
     for name, parameter in attn.named_parameters():
-        value = torch.tensor(values[name])
+        value = values[name]
         parameter.data = value.repeat(len(parameter) // len(value))
     return attn
 
 
 def draw(Lq, Lk, seed=0, B=2, H=2, d=8, size=1.5, dtype=torch.float64):
     """q [B, H, Lq, d], k and v [B, H, Lk, d]."""
-    g = torch.Generator().manual_seed(seed)
-    return tuple(
-        (size * torch.randn(B, H, L, d, generator=g, dtype=torch.float64)).to(dtype)
-        for L in (Lq, Lk, Lk)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for L in (Lq, Lk, Lk):
+        x = torch.randn(B, H, L, d, generator=generator, dtype=torch.float64)
+        tensors.append((size * x).to(dtype))
+    return tensors
 
 
 def leaves(*tensors):
-    return tuple(t.detach().clone().requires_grad_() for t in tensors)
+    return [t.detach().clone().requires_grad_() for t in tensors]
 
 
 def assert_near(actual, expected, rtol=1e-9, atol=1e-12):
@@ -78,7 +99,13 @@ def assert_near(actual, expected, rtol=1e-9, atol=1e-12):
 
 
 def assert_finite(*tensors):
-    assert all(t.isfinite().all() for t in tensors)
+    for tensor in tensors:
+        assert tensor.isfinite().all()
+
+
+def assert_all_near(tensors, expected):
+    for actual, exact in zip(tensors, expected, strict=True):
+        assert_near(actual, exact)
 
 
 # ---- the formulas ----
@@ -87,9 +114,11 @@ def assert_finite(*tensors):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_formula(case):
     attn = build(case).double()
-    shapes = [(L, L) for L in (1, 2, 3, 4, 5, 33)] + [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
-    contexts = [PLAIN] * len(shapes) + [Context(score_scale=1.7)]
-    for (Lq, Lk), context in zip([*shapes, (4, 6)], contexts, strict=True):
+    shapes = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (33, 33)]
+    shapes += [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
+    calls = [(*shape, PLAIN) for shape in shapes]
+    calls.append((4, 6, Context(score_scale=1.7)))
+    for Lq, Lk, context in calls:
         q, k, v = draw(Lq, Lk, seed=Lk)
         expected = textbook.weights(attn, q, k, context)
         assert_near(attn.weights(q, k, context), expected)
@@ -98,14 +127,24 @@ def test_equals_the_formula(case):
 
 def test_learnables_start_at_their_settings():
     attn = build_attention(small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"))
-    assert attn.s.tolist() == pytest.approx([0.2, 0.2]) and attn.b.tolist() == [3, 3]
+    assert attn.s.tolist() == pytest.approx([0.2, 0.2])
+    assert attn.b.tolist() == [3, 3]
     assert attn.p_n.tolist() == [1] * 16
-    assert {case for case in ROWS if [*build(case).parameters()]} == {
-        "ssmax.py", "ssmax_bias.py", "softmax_sink.py", "ablations/ssmax_probe.py"
-    }  # fmt: skip
     assert build_attention(small_config("softmax_sink.py")).sink.tolist() == [0, 0]
-    short = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
-    assert_finite(short.weights(*draw(3, 5)[:2]))  # log L is 0
+    rows_with_parameters = [row for row in ROWS if list(build(row).parameters())]
+    assert sorted(rows_with_parameters) == [
+        "ablations/ssmax_probe.py",
+        "softmax_sink.py",
+        "ssmax.py",
+        "ssmax_bias.py",
+    ]
+
+
+def test_a_training_length_of_1_is_finite():
+    """There log L is 0."""
+    attn = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
+    q, k, _ = draw(3, 5)
+    assert_finite(attn.weights(q, k))
 
 
 @pytest.mark.parametrize("case", ["sigmoid_l1.py", "ablations/phi_softplus.py"])
@@ -113,7 +152,8 @@ def test_rows_far_below_zero_keep_their_shares(case):
     """There sigmoid and softplus are exp, which itself is 0 in float64 from -745."""
     attn = build(case)
     q, k, _ = draw(6, 6)
-    q[..., 0], k[..., 0] = 50, -50  # about -880 on every scaled score
+    q[..., 0] = 50
+    k[..., 0] = -50  # about -880 on every scaled score
     assert_near(attn.weights(q, k), build("softmax.py").weights(q, k))
     assert gradcheck(attn.weights, leaves(q[:1, :1], k[:1, :1]))
 
@@ -122,7 +162,8 @@ def test_rows_far_below_zero_keep_their_shares(case):
 @pytest.mark.parametrize("case", ["ablations/phi_softplus.py", "sparsemax.py", "entmax15.py"])
 def test_small_and_large_scores(case, size):
     """softplus is not linear above 20 either; where entmax has one key it is 1."""
-    attn, (q, k, _) = build(case), draw(20, 20, size=size)
+    attn = build(case)
+    q, k, _ = draw(20, 20, size=size)
     assert_near(attn.weights(q, k), textbook.weights(attn, q, k), rtol=1e-8)
 
 
@@ -131,8 +172,16 @@ def test_small_and_large_scores(case, size):
 def test_entmax_is_the_threshold_at_which_a_row_sums_to_1(power, keys):
     """In rows of many keys: of scores close to each other, far apart, and with heavy tails."""
     noise, other = torch.randn(2, 8, keys, dtype=torch.float64)
-    rows = [0.01 * noise, 0.3 * noise, 30 * noise, noise / other, -(noise.abs() ** 5), 0 * noise]
-    z = torch.cat([*rows, -(-noise.abs()).exp()]) / power
+    scores = [
+        0.01 * noise,
+        0.3 * noise,
+        30 * noise,
+        noise / other,
+        -(noise.abs() ** 5),
+        0 * noise,
+        -(-noise.abs()).exp(),
+    ]
+    z = torch.cat(scores) / power
     A = attention.entmax(z * power, power)
     assert_near(A.sum(-1), torch.ones(len(z), dtype=z.dtype))
     tau = z - A ** (1 / power)  # where A is 0, this is the score
@@ -144,32 +193,38 @@ def test_entmax_is_the_threshold_at_which_a_row_sums_to_1(power, keys):
 # ---- blocks ----
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("Lq, blocks", [(10, 6 * [1, 3, 3, 3]), (4, [16, 8])])
-def test_blocks_are_small_and_recomputed_where_scores_are_many(Lq, blocks, keep, monkeypatch):
-    """3 queries of one head at a time, or 2 sequences of 4 queries; weights kept or recomputed."""
-    rows, product = [], ReferenceAttention.output
+@pytest.mark.parametrize("keep_scores, times", [(10**9, 1), (0, 2)])
+@pytest.mark.parametrize(
+    "Lq, block_queries, block_scores, rows_of_blocks",
+    [
+        (10, 3, 3 * 10, 6 * [1, 3, 3, 3]),  # 3 queries of one head at a time
+        (4, 256, 4 * 10 * 4, [16, 8]),  # all 4 queries of 2 sequences
+    ],
+)
+def test_blocks_are_small_and_recomputed_where_scores_are_many(
+    Lq, block_queries, block_scores, rows_of_blocks, keep_scores, times, monkeypatch
+):
+    rows = []
+    output = ReferenceAttention.output
 
-    def spy(self, q, *rest):
+    def counting_output(self, q, *rest):
         rows.append(q.shape[:3].numel())
-        return product(self, q, *rest)
+        return output(self, q, *rest)
 
-    monkeypatch.setattr(ReferenceAttention, "output", spy)
-    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 3 if Lq == 10 else 256)
-    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 3 * 10 if Lq == 10 else 4 * 10 * 4)
-    monkeypatch.setattr(blocked, "KEEP_SCORES", 10**9 if keep else 0)
+    monkeypatch.setattr(ReferenceAttention, "output", counting_output)
+    monkeypatch.setattr(blocked, "BLOCK_QUERIES", block_queries)
+    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", block_scores)
+    monkeypatch.setattr(blocked, "KEEP_SCORES", keep_scores)
     attn = build("lssar_p3.py").double()
     q, k, v = leaves(*draw(Lq, 10, B=3))
     out = attn(q, k, v)
     assert_near(out, textbook.attention(attn, q, k, v))
-    assert rows == blocks
+    assert rows == rows_of_blocks
     out.sum().backward()
-    assert len(rows) == (1 if keep else 2) * len(blocks)
+    assert len(rows) == times * len(rows_of_blocks)
 
 
 # ---- windows and paths ----
-
-PATHS = ["reference", "auto", "blocked"]
 
 
 @pytest.fixture
@@ -181,28 +236,35 @@ def small_blocks(monkeypatch):
 
 
 def with_gradients(function, attn, inputs, context=PLAIN):
-    """The output of function(q, k, v, context), and its gradients by inputs and parameters."""
-    out = function(*inputs[:3], context)
+    """The output of function(q, k, v, context), and its gradients by inputs and parameters.
+
+    The inputs begin with q, k and v.
+    """
+    q, k, v, *_ = inputs
+    out = function(q, k, v, context)
     gradient = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
-    return out, *torch.autograd.grad(out, (*inputs, *attn.parameters()), gradient)
+    gradients = torch.autograd.grad(out, (*inputs, *attn.parameters()), gradient)
+    return [out, *gradients]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_path_equals_the_formula(case, small_blocks, monkeypatch):
     """With a window and without; more than the 16 keys of the training length, too."""
     monkeypatch.setattr(blocked, "KEEP_SCORES", 100)  # of the first alone
+    paths = ["reference", "auto"]
+    if case in SDPA_CASES:  # elsewhere "auto" is "blocked"
+        paths.append("blocked")
     shapes = [(11, 11, 1), (11, 11, 3), (10, 12, 5), (1, 9, 6), (3, 30, 20), (10, 10, None)]
     for Lq, Lk, window in shapes:
         inputs = leaves(*draw(Lq, Lk, seed=Lk, B=1 if window else 2))
-        reference, *others = (
-            build(case, f"--window={window}", f"--attention_impl={path}").double() for path in PATHS
-        )
+        reference = build(case, f"--window={window}", "--attention_impl=reference").double()
+        q, k, _ = inputs
+        assert_near(reference.weights(q, k), textbook.weights(reference, q, k))
         formula = functools.partial(textbook.attention, reference)
         expected = with_gradients(formula, reference, inputs)
-        for attn in (reference, *others[: 2 if case in SOFTMAX_CASES else 1]):
-            for ours, exact in zip(with_gradients(attn, attn, inputs), expected, strict=True):
-                assert_near(ours, exact)
-        assert_near(reference.weights(*inputs[:2]), textbook.weights(reference, *inputs[:2]))
+        for path in paths:
+            attn = build(case, f"--window={window}", f"--attention_impl={path}").double()
+            assert_all_near(with_gradients(attn, attn, inputs), expected)
 
 
 @pytest.mark.parametrize("window", ["--window=5", "--window=None"])
@@ -213,25 +275,30 @@ def test_no_minimum_of_integers(case, window):
     attn.impl = "blocked"
     q, k, v = torch.randn(3, 1, 2, 16, attn.head_size)
     graph = make_fx(attn)(q, k, v).graph
-    clamped = [node.meta["val"] for node in graph.nodes if re.search("clamp|minimum", node.name)]
-    assert all(value.is_floating_point() for value in clamped), graph
+    for node in graph.nodes:
+        if re.search("clamp|minimum", node.name):
+            assert node.meta["val"].is_floating_point(), graph
 
 
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
 def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypatch):
-    shapes, output, fused = [], ReferenceAttention.output, F.scaled_dot_product_attention
+    lengths = []
+    output = ReferenceAttention.output
+    sdpa_output = F.scaled_dot_product_attention
 
-    def record(function, owner, q, k, *rest, **settings):
-        shapes.append((q.shape[2], (k.k if owner else k).shape[2]))
-        return function(*owner, q, k, *rest, **settings)
+    def noting_output(self, q, keys, *rest):
+        lengths.append((q.shape[2], keys.k.shape[2]))
+        return output(self, q, keys, *rest)
 
-    monkeypatch.setattr(ReferenceAttention, "output", lambda self, *a: record(output, [self], *a))
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *a, **settings: record(fused, [], *a, **settings)
-    )
+    def noting_sdpa(q, k, *rest, **options):
+        lengths.append((q.shape[2], k.shape[2]))
+        return sdpa_output(q, k, *rest, **options)
+
+    monkeypatch.setattr(ReferenceAttention, "output", noting_output)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
     attn = build(case, "--window=6")
     attn(*draw(20, 50, B=1, H=1))
-    assert shapes == [(4, 9)] * 5
+    assert lengths == [(4, 9)] * 5
 
 
 # ---- edge cases ----
@@ -268,10 +335,9 @@ def test_normalised_powers_and_their_gradients(p):
         (curve,) = torch.autograd.grad(slope, x, h.to(dtype))
         return A, slope, curve
 
-    found = derivatives(torch.float64), derivatives(torch.float32)
     expected = derivatives(torch.float64, attention.normalised_power)
-    for ours, rounded, formula in zip(*found, expected, strict=True):
-        assert_near(ours, formula)
+    assert_all_near(derivatives(torch.float64), expected)
+    for rounded, formula in zip(derivatives(torch.float32), expected, strict=True):
         # a relative error of an eps in x becomes p of them, and terms of both signs cancel
         size = formula.abs().max().item()
         assert_near(rounded.double() / size, formula / size, atol=16 * (p + 16) * EPS)
@@ -284,7 +350,9 @@ def test_a_row_with_a_single_key_has_no_gradient(p):
     x = torch.cat((top, -torch.rand(200, 9)), dim=1).requires_grad_()
     A = power.fast_normalised_power(x, top, p)
     A.backward(torch.randn(200, 10))
-    assert A[:, 0].eq(1).all() and not A[:, 1:].any() and not x.grad.any()
+    assert (A[:, 0] == 1).all()
+    assert not A[:, 1:].any()
+    assert not x.grad.any()
 
 
 @pytest.mark.parametrize("largest, winner", [(15.9 * EPS, 0.1), (16.1 * EPS, 1.0)])
@@ -292,15 +360,24 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
     last = torch.tensor([[9]])
-    keys, head = torch.arange(10), torch.zeros(1, 1, 1)
-    rows = attention.Rows(last + 1.0, last, keys, head, None, d=8, L=10, gamma=1.0, p=3)
+    rows = attention.Rows(
+        n=last + 1.0,
+        last=last,
+        keys=torch.arange(10),
+        head=torch.zeros(1, 1, 1),
+        window=None,
+        d=8,
+        L=10,
+        gamma=1.0,
+        p=3,
+    )
     out = attention.relu_power(A, rows, 3)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", RELU)
+@pytest.mark.parametrize("case", RELU_CASES)
 def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
     attn = build(case)
     q, k, v = draw(6, 6, dtype=dtype)
@@ -308,29 +385,38 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
     k = -q.sign()
     q, k, v = leaves(q, k, v)
     out = attn(q, k, v)
-    assert not out.any() and not attn.weights(q, k).any()
+    assert not out.any()
+    assert not attn.weights(q, k).any()
     out.backward(torch.ones_like(out))
-    assert not (q.grad.any() or k.grad.any() or v.grad.any())
+    for x in (q, k, v):
+        assert not x.grad.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_zero_queries_and_scores_of_ten_thousand_are_finite(case, dtype):
+def test_zero_queries_are_finite(case, dtype):
+    if dtype == torch.float16 and ("lss" in case or "cosine" in case):
+        pytest.skip("the bound of the gradient, 1e6 times the scale, is beyond float16")
     q, k, v = draw(9, 9, dtype=dtype)
     k[:, :, 3] = 0
+    assert_finite_with_gradients(build(case), torch.zeros_like(q), k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "ablations/exp.py"])
+def test_scores_of_ten_thousand_are_finite(case, dtype):
+    _, k, v = draw(9, 9, dtype=dtype)
     signs = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 1, 1], dtype=dtype)[:, None]
     large = math.sqrt(1e4 / 8) * signs + torch.zeros_like(k)
-    inputs = {"zero": (torch.zeros_like(q), k, v), "large": (large.abs(), large, v)}
-    if dtype == torch.float16 and ("lss" in case or "cosine" in case):
-        del inputs["zero"]  # the bound of the gradient, 1e6 times the scale, is beyond float16
-    if case == "ablations/exp.py":
-        del inputs["large"]
-    for q, k, v in inputs.values():
-        attn = build(case)
-        q, k, v = leaves(q, k, v)
-        out, A = attn(q, k, v), attn.weights(q, k)
-        out.backward(torch.ones_like(out))
-        assert_finite(out, A, q.grad, k.grad, v.grad, *(x.grad for x in attn.parameters()))
+    assert_finite_with_gradients(build(case), large.abs(), large, v)
+
+
+def assert_finite_with_gradients(attn, q, k, v):
+    q, k, v = leaves(q, k, v)
+    out = attn(q, k, v)
+    out.backward(torch.ones_like(out))
+    gradients = [x.grad for x in (q, k, v, *attn.parameters())]
+    assert_finite(out, attn.weights(q, k), *gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -339,13 +425,15 @@ def test_dtypes(case, dtype):
     """Float32 at least inside, whatever autocast says."""
     attn = build_attention(small_config(case))
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
-    out, A = attn(q, k, v), attn.weights(q, k)
+    out = attn(q, k, v)
+    A = attn.weights(q, k)
     assert out.dtype == dtype
     assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     exact = attn.weights(q.double(), k.double())
     assert_near(A.double(), exact, rtol=1e-2, atol=1e-4)  # n past 256 counts in every dtype
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attn(q, k, v), out) and torch.equal(attn.weights(q, k), A)
+        assert torch.equal(attn(q, k, v), out)
+        assert torch.equal(attn.weights(q, k), A)
     out.backward(torch.ones_like(out))
     assert_finite(out, q.grad, k.grad, v.grad)
 
@@ -361,7 +449,8 @@ def heavy_tail():
     """The example of docs/variants.md: its function, after it has entered its variant."""
     page = (ROOT / "docs/variants.md").read_text()
     code = re.search(r"### A heavy tail.*?```python\n(.*?)```", page, re.S)[1]
-    exec(code, scope := dict(vars(attention)))
+    scope = dict(vars(attention))
+    exec(code, scope)
     return scope["cauchy"]
 
 
@@ -386,16 +475,18 @@ def root_of_softplus(z):
     return F.softplus(z).sqrt()
 
 
-def silu_of_seen(z, rows):
+def silu_of_visible(z, rows):
     w = torch.where(z == -math.inf, 0, F.silu(z))
     return w / w.abs().sum(-1, keepdim=True)
 
 
 GRADIENTS_AT_HIDDEN_KEYS = {
     "finite zero": Variant(Phi(root_of_softplus, zero=-1000.0)),
-    "row weights": Variant(attention.EXP, row_weights=silu_of_seen),
+    "row weights": Variant(attention.EXP, row_weights=silu_of_visible),
     "reweight": Variant(
-        attention.SIGMOID, norm=lambda rows: rows.n, reweight=lambda A, rows, p: A.sqrt()
+        attention.SIGMOID,
+        norm=lambda rows: rows.n,
+        reweight=lambda A, rows, p: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
 }
@@ -406,7 +497,7 @@ def test_formulas_whose_gradient_at_hidden_keys_is_nan_are_accepted(variant):
     check_variant(variant)
 
 
-SEES_TOO_MUCH = [
+REFUSED = [
     (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
     (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
     (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
@@ -429,9 +520,9 @@ SEES_TOO_MUCH = [
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), SEES_TOO_MUCH)
-def test_a_variant_that_sees_the_future_is_refused(row, message, monkeypatch):
-    monkeypatch.setitem(VARIANTS, "own", row)
+@pytest.mark.parametrize(("variant", "message"), REFUSED)
+def test_a_variant_that_sees_the_future_is_refused(variant, message, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "own", variant)
     with pytest.raises(UserError, match=message):
         build_attention(small_config("softmax.py --attention=own"))
 
@@ -445,10 +536,8 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
 
     monkeypatch.setitem(VARIANTS, "own", Variant(attention.EXP, bias=bias, keyed=True))
     for window in (None, 3):
-        own, alibi = (
-            build("softmax.py", f"--window={window}", *more).double()
-            for more in (["--attention=own"], ["--positions=alibi"])
-        )
+        own = build("softmax.py", f"--window={window}", "--attention=own").double()
+        alibi = build("softmax.py", f"--window={window}", "--positions=alibi").double()
         assert own.path(draw(1, 1)[0], 1) == "blocked"
         for Lq, Lk in ((9, 9), (1, 9), (3, 7)):
             q, k, v = draw(Lq, Lk)
@@ -468,8 +557,13 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
 )
 def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed):
     """Every path against the formula, for values, gradients and a single query."""
-    more = [f"--positions={positions}", f"--sink={sink}", f"--softcap={softcap}"]
-    more += [f"--window={window}", "--n_head=2"]
+    layer_settings = [
+        f"--positions={positions}",
+        f"--sink={sink}",
+        f"--softcap={softcap}",
+        f"--window={window}",
+        "--n_head=2",
+    ]
     q, k, v = draw(5, 8, seed)
     log_forget = -torch.rand(2, 2, 8, dtype=torch.float64, generator=torch.Generator())
     inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads], log_forget)
@@ -477,13 +571,11 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "BLOCK_QUERIES", 2)
         patch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
-        for path in PATHS:
-            attn = build(case, *more, f"--attention_impl={path}").double()
+        for path in ("reference", "auto", "blocked"):
+            attn = build(case, *layer_settings, f"--attention_impl={path}").double()
             formula = functools.partial(textbook.attention, attn)
             expected = with_gradients(formula, attn, inputs, context)
-            found = with_gradients(attn, attn, inputs, context)
-            for ours, exact in zip(found, expected, strict=True):
-                assert_near(ours, exact)
+            assert_all_near(with_gradients(attn, attn, inputs, context), expected)
             with torch.no_grad():
                 last = attn(q[:, :, -1:], *inputs[1:3], context)
             assert_near(last, expected[0][:, :, -1:])

@@ -28,8 +28,10 @@ def attention(layer, q, k, v, context=PLAIN):
 
 def weights(layer, q, k, context=PLAIN):
     """The weights [B, H, Lq, Lk] of a layer; the queries are the last Lq of Lk positions."""
-    name = next(name for name, variant in VARIANTS.items() if variant is layer.variant)
-    t = Textbook(layer, q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), context)
+    names = {id(variant): name for name, variant in VARIANTS.items()}
+    name = names[id(layer.variant)]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    t = Textbook(layer, q, k, context)
     assert name in FORMULAS, f"write the formula of {name} into FORMULAS of tests/textbook.py"
     A = FORMULAS[name](t)
     if layer.p is not None:
@@ -41,23 +43,31 @@ class Textbook:
     """One call of a layer: n, d, L, the scores z, and the steps that several formulas share."""
 
     def __init__(self, layer, q, k, context):
-        self.layer, self.q, self.k, self.context = layer, q, k, context
-        self.d, self.L, self.gamma = q.shape[-1], layer.trained_length, layer.gamma
-        position = torch.arange(k.shape[2], device=q.device)
-        self.distance = position[k.shape[2] - q.shape[2] :, None] - position  # [Lq, Lk]
-        self.seen = (self.distance >= 0) & (self.distance < (layer.window or k.shape[2]))
-        count = self.seen.sum(-1, keepdim=True)
-        self.n, self.log_n = count.to(q.dtype), count.double().log().to(q.dtype)  # [Lq, 1]
-        self.s, self.b, self.sink = (  # [H, 1, 1]
-            None if x is None else x.to(q.dtype)[:, None, None]
-            for x in (layer.s, layer.b, layer.sink)
-        )
+        self.layer = layer
+        self.q = q
+        self.k = k
+        self.context = context
+        self.d = q.shape[-1]
+        self.L = layer.trained_length
+        self.gamma = layer.gamma
+        Lq = q.shape[2]
+        Lk = k.shape[2]
+        position = torch.arange(Lk, device=q.device)
+        self.distance = position[Lk - Lq :, None] - position  # [Lq, Lk]
+        self.visible = (self.distance >= 0) & (self.distance < (layer.window or Lk))
+        count = self.visible.sum(-1, keepdim=True)  # [Lq, 1]
+        self.n = count.to(q.dtype)
+        self.log_n = count.double().log().to(q.dtype)
+        self.s = by_head(layer.s, q)
+        self.b = by_head(layer.b, q)
+        self.sink = by_head(layer.sink, q)
         if layer.has_sink and self.sink is None:
             self.sink = q.new_zeros(q.shape[1], 1, 1)
         if layer.p_n is not None:
             self.p_n = layer.p_n.to(q.dtype)[count.clamp_max(self.L) - 1]
         zero = q.new_zeros(q.shape[:3])
-        self.u, self.w = (context.row_inputs.get(name, zero)[..., None] for name in "uw")
+        self.u = context.row_inputs.get("u", zero)[..., None]  # [B, H, Lq, 1]
+        self.w = context.row_inputs.get("w", zero)[..., None]
 
     def z(self, factor=1.0, bias=0.0):
         """factor q . k / sqrt(d) + bias, and what the settings of the layer add."""
@@ -70,25 +80,30 @@ class Textbook:
 
     def with_settings(self, z, bias):
         z = self.context.score_scale * z
-        if (c := self.layer.softcap) is not None:  # Gemma 2
+        c = self.layer.softcap
+        if c is not None:  # Gemma 2
             z = c * torch.tanh(z / c)
         z = z + bias
-        if heads := self.layer.alibi_heads:  # 2^(-8 h / H) of the last H heads (Press et al. 2021)
-            h = torch.arange(1, heads + 1, dtype=z.dtype, device=z.device)
-            slopes = torch.cat((z.new_zeros(z.shape[1] - heads), 2 ** (-8 * h / heads)))
+        H = self.layer.alibi_heads
+        if H:  # 2^(-8 h / H) of the last H heads (Press et al. 2021)
+            h = torch.arange(1, H + 1, dtype=z.dtype, device=z.device)
+            no_slopes = z.new_zeros(z.shape[1] - H)
+            slopes = torch.cat((no_slopes, 2 ** (-8 * h / H)))
             z = z - slopes[:, None, None] * self.distance
-        if (gates := self.context.log_forget) is not None:  # FoX: log f_(j+1) + .. + log f_i
-            total = gates.to(z.dtype).cumsum(-1)
-            z = z + (total[..., -z.shape[2] :, None] - total[..., None, :])
+        if self.context.log_forget is not None:  # FoX: log f_(j+1) + .. + log f_i
+            total = self.context.log_forget.to(z.dtype).cumsum(-1)
+            total_of_queries = total[..., -z.shape[2] :]
+            z = z + (total_of_queries[..., None] - total[..., None, :])
         return z
 
     def phi(self, function, z):
         """phi(z), 0 for hidden keys."""
-        return function(z.masked_fill(~self.seen, 0)) * self.seen
+        return function(z.masked_fill(~self.visible, 0)) * self.visible
 
     def l1(self, function, z):
         """phi(z) over its row's sum of |phi|; a sink is one more key, in the last column."""
-        a, scores = self.phi(function, z), z.masked_fill(~self.seen, -math.inf)
+        a = self.phi(function, z)
+        scores = z.masked_fill(~self.visible, -math.inf)
         if self.sink is not None:
             sink = self.sink.expand(*z.shape[:3], 1)
             a = torch.cat((a, function(sink)), -1)
@@ -114,14 +129,14 @@ class Textbook:
         return l1((x / torch.where(top > 0, top, 1)) ** p)
 
     def recentred(self, A):
-        return torch.where(self.n > 3, A - self.seen / self.n, A)
+        return torch.where(self.n > 3, A - self.visible / self.n, A)
 
     def recentred_l1(self, A):
         return l1(torch.where(self.tied(A), A, self.recentred(A)))
 
     def thresholded(self, A):
-        kept = (self.n * A > 1) | (self.n <= 3) | self.tied(A)
-        return l1(A * kept)
+        passes = (self.n * A > 1) | (self.n <= 3) | self.tied(A)
+        return l1(A * passes)
 
     def softpick(self, z):
         a = self.phi(torch.expm1, z)
@@ -130,40 +145,53 @@ class Textbook:
     def entmax(self, z, power):
         """relu(z / power - tau)^power that sums to 1: by bisection, which keys are above tau; tau
         of these keys solves a linear (sparsemax) or a quadratic equation."""
-        z = z.masked_fill(~self.seen, -math.inf) / power
+        z = z.masked_fill(~self.visible, -math.inf) / power
         high = z.detach().amax(-1, keepdim=True)
         low = high - 1
         for _ in range(100):
             tau = (low + high) / 2
-            above = torch.relu(z.detach() - tau).pow(power).sum(-1, keepdim=True) > 1
-            low, high = torch.where(above, tau, low), torch.where(above, high, tau)
+            total = torch.relu(z.detach() - tau).pow(power).sum(-1, keepdim=True)
+            low = torch.where(total > 1, tau, low)
+            high = torch.where(total > 1, high, tau)
         support = z > high
-        k, z = support.sum(-1, keepdim=True).to(z.dtype), z.masked_fill(~support, 0)
+        k = support.sum(-1, keepdim=True).to(z.dtype)
+        z = z.masked_fill(~support, 0)
         mean = z.sum(-1, keepdim=True) / k
-        tau = mean - 1 / k
-        if power == 2:
+        if power == 1:
+            tau = mean - 1 / k
+        else:
             squares = (z - mean).square().masked_fill(~support, 0).sum(-1, keepdim=True)
             tau = mean - ((1 - squares) / k).sqrt()
         return (z - tau).pow(power).masked_fill(~support, 0)
 
     def asentmax(self):
-        beta, gamma = softplus(self.u), 2 * torch.tanh(self.w)
+        beta = softplus(self.u)
+        gamma = 2 * torch.tanh(self.w)
         return self.entmax(self.z(1 + beta * (self.n + 1).log() ** gamma), 2)
 
     def stick_breaking(self, z):
         """The last key before the row's own takes sigmoid(z) of the stick, the next of the rest."""
-        left, parts = torch.ones_like(z[..., 0]), []
+        rest = torch.ones_like(z[..., 0])
+        columns = []
         for j in reversed(range(z.shape[-1])):
-            seen = self.seen[:, j] & (self.distance[:, j] > 0)
-            parts.append(left * torch.sigmoid(z[..., j]) * seen)
-            left = left * torch.where(seen, torch.sigmoid(-z[..., j]), 1)
-        return torch.stack(parts[::-1], -1)
+            visible = self.visible[:, j] & (self.distance[:, j] > 0)
+            columns.append(rest * torch.sigmoid(z[..., j]) * visible)
+            rest = rest * torch.where(visible, torch.sigmoid(-z[..., j]), 1)
+        return torch.stack(columns[::-1], -1)
 
     def adaptive_temperature(self, z):
         A = self.softmax(z)
-        x = -(A * A.masked_fill(A == 0, 1).log()).sum(-1, keepdim=True)  # the entropy
+        log_A = A.masked_fill(A == 0, 1).log()
+        x = -(A * log_A).sum(-1, keepdim=True)  # the entropy
         beta = -0.037 * x**4 + 0.481 * x**3 - 2.3 * x**2 + 4.917 * x - 1.791
         return self.softmax(z * torch.where(x > 0.5, beta.clamp_min(1), 1))
+
+
+def by_head(scalars, q):
+    """A layer's learnt scalars as [H, 1, 1]; None where it has none."""
+    if scalars is None:
+        return None
+    return scalars.to(q.dtype)[:, None, None]
 
 
 def l1(A):
