@@ -1,6 +1,7 @@
 """The model: its size and first weights, its layers, the cache, generation, the loss."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def assert_near(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+def assert_all_near(tensors, expected):
+    for actual, exact in zip(tensors, expected, strict=True):
+        assert_near(actual, exact)
+
+
 def tokens(*shape, seed=0, n=257):
     return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -57,6 +63,10 @@ class OnGPU(torch.Tensor):
     """A tensor that says that it is not on a CPU."""
 
     is_cpu = False
+
+
+def load_files(*files):
+    return load_config([str(CONFIGS / file) for file in files])
 
 
 def on_meta(config):
@@ -68,6 +78,14 @@ def on_meta(config):
 # ---- size ----
 
 
+# Two tables and a linear layer, learned positions, and a head of two vocabularies.
+ORBITS_EMBEDDINGS = 768 * (4 * 7003 + 999 + 2 * 768 + 1)
+GPT2_BLOCK = 12 * 768**2 + 13 * 768
+# 10 ranks of factors, in all, of 34 heads and of 64 columns; 34 heads of 64 into the output
+# projection; three matrices of SwiGLU.
+T6_MATRICES = 768 * (10 * (34 + 64) + 34 * 64 + 3 * 2048)
+
+
 @pytest.mark.parametrize(
     "files, count",
     [
@@ -75,18 +93,13 @@ def on_meta(config):
         ([], 123_653_376),
         # SSMax's 162,148,608 with s and b of 12 layers of 12 heads, and 1024 shared p_n
         (["ablations/ssmax_probe.py", "scales/ssmax_paper.py"], 162_148_608 + 288 + 1024),
-        # two tables and a linear layer, learned positions, and a head of two vocabularies
-        (
-            ["scales/orbits/109m.py"],
-            768 * (4 * 7003 + 999 + 2 * 768 + 1) + 12 * (12 * 768**2 + 13 * 768) + 2 * 768,
-        ),
-        # T6: 10 ranks of factors, in all, of 34 heads and of 64 numbers; 34 heads of 64 into the
-        # output projection; three matrices of SwiGLU; two norms in a layer and the last
-        (["t6.py"], 768 * (50257 + 12 * (10 * (34 + 64) + 34 * 64 + 3 * 2048 + 2) + 1)),
+        (["scales/orbits/109m.py"], ORBITS_EMBEDDINGS + 12 * GPT2_BLOCK + 2 * 768),
+        # with two norms in a layer, and the last
+        (["t6.py"], 768 * 50257 + 12 * (T6_MATRICES + 2 * 768) + 768),
     ],
 )
 def test_parameter_count(files, count):
-    model = on_meta(load_config([str(CONFIGS / file) for file in files]))
+    model = on_meta(load_files(*files))
     assert model.count_parameters() == count
     assert model.wte.num_embeddings % 128 == 0
 
@@ -94,19 +107,24 @@ def test_parameter_count(files, count):
 def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
     settings = ["--task=orbits", "--tie_embeddings=False", "--bins=100", "--positions=learned"]
     model = small_model("lssar_p3.py", *settings)
-    x, y = tokens(2, 16, 2, n=103), tokens(2, 16, 2, n=103, seed=1)
+    x = tokens(2, 16, 2, n=103)
+    y = tokens(2, 16, 2, n=103, seed=1)
     logits = model(x)
     assert logits.shape == (2, 16, 2, 103)
-    both = [F.cross_entropy(logits[..., i, :].flatten(0, 1), y[..., i].flatten()) for i in (0, 1)]
-    assert_near(model(x, y), sum(both) / 2)
-    losses = model.token_losses(x, y)
-    assert losses.shape == (2, 16, 2)
-    torch.testing.assert_close(losses.mean().double(), model(x, y), rtol=1e-5, atol=1e-5)
+    loss_of_first = F.cross_entropy(logits[..., 0, :].flatten(0, 1), y[..., 0].flatten())
+    loss_of_second = F.cross_entropy(logits[..., 1, :].flatten(0, 1), y[..., 1].flatten())
+    loss = model(x, y)
+    assert_near(loss, (loss_of_first + loss_of_second) / 2)
+    token_losses = model.token_losses(x, y)
+    assert token_losses.shape == (2, 16, 2)
+    torch.testing.assert_close(token_losses.mean().double(), loss, rtol=1e-5, atol=1e-5)
+
     first, second = model.wte.weight.view(2, 128, -1)
-    linear = model.wte.linear
-    expected = linear(torch.cat((first[x[..., 0]], second[x[..., 1]]), dim=-1))
-    assert_near(model.wte(x), expected)
-    assert (first[103:] == 0).all() and (model.lm_head.weight.view(2, 128, -1)[:, 103:] == 0).all()
+    pairs = torch.cat((first[x[..., 0]], second[x[..., 1]]), dim=-1)
+    assert_near(model.wte(x), model.wte.linear(pairs))
+    assert not first[103:].any()
+    assert not second[103:].any()
+    assert not model.lm_head.weight.view(2, 128, -1)[:, 103:].any()
 
 
 def test_flops():
@@ -117,10 +135,14 @@ def test_flops():
     assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + windowed)
     for settings in ({}, {"window": 1024}, {"window": 4096}, {"tie_embeddings": False}):
         assert on_meta(Config(**settings)).flops_per_token() == 6 * (matrices + causal)
-    matrices = 768 * (50257 + 12 * (10 * (34 + 64) + 34 * 64 + 3 * 2048))
+
+
+def test_flops_of_t6():
+    matrices = 768 * 50257 + 12 * T6_MATRICES
     products = 12 * 10 * 34 * 64  # a b^T of 10 ranks
-    t6 = on_meta(load_config([str(CONFIGS / "t6.py")]))
-    assert t6.flops_per_token() == 6 * (matrices + products + 12 * 34 * 64 * 1024)
+    causal = 12 * 34 * 64 * 1024
+    t6 = on_meta(load_files("t6.py"))
+    assert t6.flops_per_token() == 6 * (matrices + products + causal)
 
 
 # ---- weights ----
@@ -135,23 +157,31 @@ def test_first_weights_are_gpt2s():
         elif "ln_" in name:
             assert (x == 1).all()
         else:
-            std = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
-            rows = x[:257] if name == "wte.weight" else x
-            assert rows.std().item() == pytest.approx(std, rel=0.03)
-            assert abs(rows.mean().item()) < std / 20
+            std = 0.02
+            if name.endswith("c_proj.weight"):
+                std /= math.sqrt(2 * 8)
+            if name == "wte.weight":
+                x = x[:257]
+            assert x.std().item() == pytest.approx(std, rel=0.03)
+            assert abs(x.mean().item()) < std / 20
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
     model = small_model("softmax.py", f"--tie_embeddings={tied}")
-    assert model.wte.weight.shape == model.lm_head.weight.shape == (384, 16)
-    assert not model.wte.weight[257:].any() and not model.lm_head.weight[257:].any()
+    assert model.wte.weight.shape == (384, 16)
+    assert model.lm_head.weight.shape == (384, 16)
+    assert not model.wte.weight[257:].any()
+    assert not model.lm_head.weight[257:].any()
     x = tokens(2, 9)
-    before = model(x), model(x, x), model.token_losses(x, x)
+
+    def outputs():
+        return model(x), model(x, x), model.token_losses(x, x)
+
+    before = outputs()
     with torch.no_grad():
         model.lm_head.weight[257:] = 100 * torch.randn(127, 16)
-    for one, other in zip((model(x), model(x, x), model.token_losses(x, x)), before, strict=True):
-        assert_near(one, other)
+    assert_all_near(outputs(), before)
     assert model(x).shape == (2, 9, 257)
     assert generate(model, x, 20, temperature=5.0).max() < 257
     model(x, x).backward()
@@ -178,96 +208,171 @@ def test_every_parameter_is_trained(case):
     model = small_model(case)
     model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
     (optimizer,) = build_optimizers(model, model.config)
-    decayed, others = ({id(x) for x in group["params"]} for group in optimizer.param_groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0]
+    decayed, not_decayed = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert not_decayed["weight_decay"] == 0
+    decayed_ids = {id(x) for x in decayed["params"]}
+    not_decayed_ids = {id(x) for x in not_decayed["params"]}
     for name, x in model.named_parameters():
-        assert x.grad.isfinite().all() and x.grad.any(), name
-        assert (id(x) in decayed, id(x) in others) == (x.dim() == 2, x.dim() == 1)
+        assert x.grad.isfinite().all(), name
+        assert x.grad.any(), name
+        assert (id(x) in decayed_ids) == (x.dim() == 2), name
+        assert (id(x) in not_decayed_ids) == (x.dim() == 1), name
         if name.endswith((".s", ".b")):
             assert x.grad.all(), name
         if name.endswith("p_n"):  # row 1 has one key, whose weight is always 1
-            assert x.grad[0].abs() < 1e-12 and x.grad[1:].all()
+            assert x.grad[0].abs() < 1e-12
+            assert x.grad[1:].all()
 
 
 # ---- layers ----
 
 
-def turned(x, theta=10000.0):
+def rotated(x, theta=10000.0):
     """RoPE as a product of complex numbers; x [.., L, d], its pairs (m, m + d/2)."""
     L, d = x.shape[-2:]
-    angles = [[t * theta ** (-2 * m / d) for m in range(d // 2)] for t in range(L)]
-    angles = torch.tensor(angles, dtype=torch.float64)
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    position = torch.arange(L, dtype=torch.float64)[:, None]
+    frequency = torch.tensor([theta ** (-2 * m / d) for m in range(d // 2)], dtype=torch.float64)
+    angles = position * frequency  # [L, d/2]
+    real, imaginary = x.chunk(2, dim=-1)
+    pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
 def tensor_products(config, u):
-    """q, k and v [B, H, L, d] before RoPE on B: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q (T6, Sect. 3.1)."""
-    H, d = config.n_head, config.d_head
-    turn = turned if config.positions == "rope" else torch.clone
-    for rank, transform in ((config.q_rank, turn), (config.kv_rank, turn), (config.kv_rank, None)):
+    """q, k and v [B, H, L, d]: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q, RoPE on B (T6, Sect. 3.1)."""
+    H = config.n_head
+    d = config.d_head
+    has_rope = config.positions == "rope"
+    columns = list(torch.split(u, column_sizes(config), dim=-1))
+
+    def product(rank, has_rope):
+        """[B, H, L, d], from the next columns of u."""
+        a = columns.pop(0).unflatten(-1, (rank, H))  # [B, L, R, H]
+        b = columns.pop(0).unflatten(-1, (rank, d)).transpose(1, 2)  # [B, R, L, d]
+        if has_rope:
+            b = rotated(b)
+        return torch.einsum("blrh,brld->bhld", a, b) / rank
+
+    if config.q_rank is None:
+        q = columns.pop(0).unflatten(-1, (H, d)).transpose(1, 2)
+        if has_rope:
+            q = rotated(q)
+    else:
+        q = product(config.q_rank, has_rope)
+    k = product(config.kv_rank, has_rope)
+    v = product(config.kv_rank, has_rope=False)
+    return q, k, v
+
+
+def column_sizes(config):
+    """The columns of A and B, for q, k and v; linear q have a single matrix."""
+    H = config.n_head
+    d = config.d_head
+    sizes = []
+    for rank in (config.q_rank, config.kv_rank, config.kv_rank):
         if rank is None:
-            q, u = u[..., : H * d], u[..., H * d :]
-            yield turn(q.unflatten(-1, (H, d)).transpose(1, 2))
-            continue
-        a, b, u = u.split((rank * H, rank * d, u.shape[-1] - rank * (H + d)), dim=-1)
-        b = b.unflatten(-1, (rank, d)).transpose(1, 2)  # [B, R, L, d]
-        b = b if transform is None else transform(b)
-        yield torch.einsum("blrh,brld->bhld", a.unflatten(-1, (rank, H)), b) / rank
+            sizes.append(H * d)
+        else:
+            sizes += [rank * H, rank * d]
+    return sizes
 
 
 def nope_heads(config, number):
     """How many heads of layer `number` have no positions where others have."""
     share = config.nope_share
     if config.nope_every:
-        share = 0 if (number + 1) % config.nope_every else share or 1
+        share = share or 1
+        if (number + 1) % config.nope_every:
+            share = 0
     return round(config.n_head * share)
 
 
 def linear_projections(config, number, layer, u):
     """q [B, H, L, d], k and v [B, Hk, L, d], after QK norm and RoPE."""
-    heads = config.n_head, config.kv_heads, config.kv_heads
-    q, k, v = u.unflatten(-1, (sum(heads), -1)).transpose(1, 2).split(heads, dim=1)
+    H = config.n_head
+    Hk = config.kv_heads
+    heads = u.unflatten(-1, (H + 2 * Hk, -1)).transpose(1, 2)
+    q, k, v = heads.split((H, Hk, Hk), dim=1)
     if config.qk_norm:
-        q, k = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() for y in (q, k))
-        q, k = q * layer.q_norm.weight, k * layer.k_norm.weight
+        q = rms_norm(q, layer.q_norm.weight)
+        k = rms_norm(k, layer.k_norm.weight)
     if config.positions == "rope":
         nope = nope_heads(config, number)
-        first = nope // (config.n_head // config.kv_heads)
-        q = torch.cat((q[:, :nope], turned(q[:, nope:])), dim=1)
-        k = torch.cat((k[:, :first], turned(k[:, first:])), dim=1)
+        nope_k = nope // (H // Hk)
+        q = torch.cat((q[:, :nope], rotated(q[:, nope:])), dim=1)
+        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:])), dim=1)
     return q, k, v
+
+
+def rms_norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def layer_by_formula(config, number, layer, x, score_scale):
     """A layer's output [B, L, n] from its weights, its settings and tests.textbook."""
+    H = config.n_head
     u = layer.c_attn(x)
     if config.projections == "tpa":
         q, k, v = tensor_products(config, u)
     else:
         q, k, v = linear_projections(config, number, layer, u)
-    k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
-    row_inputs, log_forget = {}, None
+    k = k.repeat_interleave(H // k.shape[1], dim=1)
+    v = v.repeat_interleave(H // v.shape[1], dim=1)
+
+    row_inputs = {}
     if layer.c_rows is not None:
-        rows = (x @ layer.c_rows.weight.T).unflatten(-1, (2, -1)).permute(2, 0, 3, 1)
-        row_inputs = dict(zip("uw", rows, strict=True))
+        rows = (x @ layer.c_rows.weight.T).unflatten(-1, (2, H))  # [B, L, 2, H]
+        row_inputs["u"] = rows[:, :, 0].transpose(1, 2)
+        row_inputs["w"] = rows[:, :, 1].transpose(1, 2)
+    log_forget = None
     if config.forget:
         gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
         log_forget = gates.log().transpose(1, 2)
-    context, out = Context(score_scale, row_inputs, log_forget), []
-    split = nope_heads(config, number) if config.local_window else config.n_head
-    of_local = (layer.attentions()[-1], slice(split, None))
-    for attention, heads in ((layer.attention, slice(split)), of_local):
-        if len(range(config.n_head)[heads]):
-            part = context.select(heads=heads)
-            if config.local_window and heads.stop:  # no RoPE, no YaRN
-                part = Context(1.0, part.row_inputs, part.log_forget)
-            out.append(textbook.attention(attention, q[:, heads], k[:, heads], v[:, heads], part))
-    y = torch.cat(out, dim=1).transpose(1, 2)
+    context = Context(score_scale, row_inputs, log_forget)
+
+    if config.local_window:
+        nope = nope_heads(config, number)
+        outputs = []
+        if nope > 0:  # no RoPE, so no factor of YaRN
+            heads = slice(nope)
+            no_rope = replace(context.select(heads=heads), score_scale=1.0)
+            y = textbook.attention(layer.attention, q[:, heads], k[:, heads], v[:, heads], no_rope)
+            outputs.append(y)
+        if nope < H:
+            heads = slice(nope, None)
+            local = layer.attentions()[-1]
+            y = textbook.attention(
+                local, q[:, heads], k[:, heads], v[:, heads], context.select(heads=heads)
+            )
+            outputs.append(y)
+        y = torch.cat(outputs, dim=1)
+    else:
+        y = textbook.attention(layer.attention, q, k, v, context)
+
+    y = y.transpose(1, 2)  # [B, L, H, d]
     if config.gate != "none":
         gates = torch.sigmoid(x @ layer.c_gate.weight.T + layer.c_gate.bias)
-        y = y * gates.unflatten(-1, (config.n_head, -1))
+        y = y * gates.unflatten(-1, (H, -1))
     return layer.c_proj(y.flatten(2))
+
+
+def assert_attentions_have_their_settings(config, number, layer):
+    nope = nope_heads(config, number)
+    attentions = layer.attentions()
+    if nope > 0 or not config.local_window:
+        attention = attentions[0]
+        assert attention.variant is VARIANTS[config.attention]
+        assert attention.window == config.window
+        if config.positions == "alibi":
+            assert attention.alibi_heads == config.n_head - nope
+        else:
+            assert attention.alibi_heads == 0
+    if config.local_window and nope < config.n_head:
+        local = attentions[-1]
+        assert local.variant is VARIANTS["softmax"]
+        assert local.p is None
+        assert local.window == config.local_window
 
 
 @torch.no_grad()
@@ -275,32 +380,33 @@ def layer_by_formula(config, number, layer, x, score_scale):
 def test_a_layer_is_its_formula(case):
     """At a length beyond the training length, with YaRN's factor on the scores of RoPE's heads."""
     model = small_model(case)
-    config, x, rotation = model.config, torch.randn(2, 20, 16, dtype=torch.float64), None
-    shared = config.positions != "rope" or (config.nope_share and not config.local_window)
+    config = model.config
+    x = torch.randn(2, 20, 16, dtype=torch.float64)
+    yarn_factor = 1.7
+    # heads with and without RoPE in one attention have no factor
+    if config.nope_share and not config.local_window:
+        yarn_factor = 1.0
+    rotation = None
     if config.positions == "rope":
-        rotation = Rotation(*angles_of(20, d=config.d_head), 1.0 if shared else 1.7)
+        cos, sin = angles_of(20, d=config.d_head)
+        rotation = Rotation(cos, sin, yarn_factor)
     for number in range(2 if config.nope_every else 1):
-        layer, nope = model.trunk.blocks[number].attn, nope_heads(config, number)
+        layer = model.trunk.blocks[number].attn
         for norm in (layer.q_norm, layer.k_norm):
             if norm is not None:
                 norm.weight.copy_(torch.rand(config.d_head))
-        own, local = layer.attention, layer.attentions()[-1] if nope else layer.attention
-        if nope or not config.local_window:
-            alibi = config.n_head - nope if config.positions == "alibi" else 0
-            assert own.variant is VARIANTS[config.attention] and own.alibi_heads == alibi
-            assert own.window == config.window
-        if config.local_window and nope < config.n_head:
-            assert local.variant is VARIANTS["softmax"] and local.p is None
-            assert local.window == config.local_window
-        factor = 1.0 if shared or nope == config.n_head else 1.7
-        expected = layer_by_formula(config, number, layer, x, factor)
+        assert_attentions_have_their_settings(config, number, layer)
+        has_rope = rotation is not None and nope_heads(config, number) < config.n_head
+        score_scale = yarn_factor if has_rope else 1.0
+        expected = layer_by_formula(config, number, layer, x, score_scale)
         assert_near(layer(x, rotation, None), expected)
 
 
 def test_a_block_is_gpt2s():
     """Pre-norm, and two residuals."""
     model = small_model("softmax.py", "--n_layer=1")
-    trunk, (block,) = model.trunk, model.trunk.blocks
+    trunk = model.trunk
+    (block,) = trunk.blocks
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     y = x + block.attn(block.ln_1(x), trunk.rope(0, 6, 6), None)
     assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
@@ -336,7 +442,8 @@ def test_frequencies():
     """The published bases of dynamic NTK; position interpolation; NTK-aware scaling."""
     for length, theta in ((2048, 20452), (16384, 174970)):
         frequencies, on_scores = Rope(64, 1024, scaling="dynamic_ntk").frequencies(length)
-        assert round(base(frequencies)) == theta and on_scores == 1
+        assert round(base(frequencies)) == theta
+        assert on_scores == 1
     plain = torch.tensor([10000 ** (-m / 32) for m in range(32)], dtype=torch.float64)
     assert_near(Rope(64, 1024).frequencies(3072)[0], plain)
     for factor, s in ((None, 3.0), (8.0, 8.0)):
@@ -344,7 +451,8 @@ def test_frequencies():
         assert_near(linear, plain / s)
         assert on_scores == 1
         ntk, on_scores = Rope(64, 1024, scaling="ntk", factor=factor).frequencies(3072)
-        assert base(ntk) == pytest.approx(10000 * s ** (64 / 62)) and on_scores == 1
+        assert base(ntk) == pytest.approx(10000 * s ** (64 / 62))
+        assert on_scores == 1
         assert_near(ntk[-1], plain[-1] / s)  # the slowest pair is interpolated in full
 
 
@@ -354,7 +462,8 @@ def yarn(d, theta, trained, s):
     def dimension(rotations):
         return d * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), d - 1)
+    low = max(math.floor(dimension(32)), 0)
+    high = min(math.ceil(dimension(1)), d - 1)
     frequencies = []
     for m in range(d // 2):
         extrapolated = theta ** (-2 * m / d)
@@ -390,10 +499,12 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
 
 @pytest.mark.parametrize(
     "settings, arguments, message",
-    [((), dict(scaling="yarn", factor=0.5), "rope factor = 0.5 must be at least 1"),
-     ((), dict(scaling="none", factor=2.0), "rope factor = 2.0 needs a scaling other than"),
-     (["--positions=alibi"], dict(scaling="ntk"), "positions = 'alibi': there is no RoPE")],
-)  # fmt: skip
+    [
+        ([], {"scaling": "yarn", "factor": 0.5}, "rope factor = 0.5 must be at least 1"),
+        ([], {"scaling": "none", "factor": 2.0}, "rope factor = 2.0 needs a scaling other than"),
+        (["--positions=alibi"], {"scaling": "ntk"}, "positions = 'alibi': there is no RoPE"),
+    ],
+)
 def test_refused_rope_scalings(settings, arguments, message):
     with pytest.raises(UserError, match=message):
         small_model("softmax.py", *settings).scale_rope(**arguments)
@@ -403,10 +514,10 @@ def test_refused_rope_scalings(settings, arguments, message):
 
 
 def test_learned_positions_are_added_and_end():
-    model, ids = small_model("lssa.py", "--positions=learned"), tokens(2, 16)
+    model = small_model("lssa.py", "--positions=learned")
     plain = small_model("lssa.py", "--positions=none")
     plain.load_state_dict(model.state_dict(), strict=False)
-    x = model.wte(ids)
+    x = model.wte(tokens(2, 16))
     assert_near(model.trunk(x), plain.trunk(x + model.trunk.wpe.weight))
     with pytest.raises(UserError, match="a length of 17 is beyond the 16 learned positions"):
         generate(model, tokens(1, 6), 12)
@@ -426,12 +537,12 @@ def test_a_cache_changes_nothing(case, window):
     model = small_model(case, f"--window={window}")
     if model.config.positions == "rope" and not model.config.nope_share:
         model.scale_rope("yarn")
-    x = model.wte(tokens(2, 24))  # beyond the training length
-    whole = model.trunk(x)
+    idx = tokens(2, 24)  # beyond the training length
+    whole = model.hidden(idx)
     for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
         cache = KVCache(24)
-        pieces = [model.trunk(part, cache) for part in x.split(sizes, dim=1)]
-        assert_near(torch.cat(pieces, dim=1), whole, 1e-12)
+        chunks = [model.hidden(chunk, cache) for chunk in idx.split(sizes, dim=1)]
+        assert_near(torch.cat(chunks, dim=1), whole, 1e-12)
         assert cache.length == 24
         for number, layer in enumerate(model.attention_layers()):
             for group, attention in enumerate(layer.attentions()):
@@ -439,15 +550,18 @@ def test_a_cache_changes_nothing(case, window):
                 if model.config.local_window and (group or not nope_heads(model.config, number)):
                     positions = model.config.local_window
                 key, value, *_ = cache.layers[attention]
-                assert key.shape[2] == value.shape[2] == min(24, positions or 24)
+                assert key.shape[2] == min(24, positions or 24)
+                assert value.shape[2] == min(24, positions or 24)
         assert len(cache.layers) == sum(len(x.attentions()) for x in model.attention_layers())
 
 
 def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():
-    b = torch.randn(500, 16)
-    b = torch.stack((b, 3e-4 * torch.randn(500, 16) - b))[None]
-    exact = Factors(torch.ones(1, 2, 500, 1).double(), b.double()).expand().square().sum(-1)
-    assert (exact <= 2 * Factors(torch.ones(1, 2, 500, 1), b).squared_norms()[:, :, 0]).all()
+    first = torch.randn(500, 16)
+    second = 3e-4 * torch.randn(500, 16) - first
+    a = torch.ones(1, 2, 500, 1)
+    b = torch.stack((first, second))[None]
+    exact = Factors(a.double(), b.double()).expand().square().sum(-1)
+    assert (exact <= 2 * Factors(a, b).squared_norms()[:, :, 0]).all()
 
 
 def greedy(model, ids, new):
@@ -461,16 +575,19 @@ def greedy(model, ids, new):
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py", "fox.py", "hybrid.py", "t6.py"])
 def test_generation_equals_generation_without_a_cache(case, window):
     """Also beyond the training length, and from a prompt that is already longer."""
-    size = "--n_head=3 --head_size=6 --mlp_hidden=24" if case == "t6.py" else ""
-    model = small_model(f"{case} {size}", "--tie_embeddings=False", f"--window={window}")
+    if case == "t6.py":
+        case += " --n_head=3 --head_size=6 --mlp_hidden=24"
+    model = small_model(case, "--tie_embeddings=False", f"--window={window}")
     for prompt in (tokens(2, 6), tokens(2, 18)):
         ids = generate(model, prompt, 14, temperature=0)
         assert torch.equal(ids, greedy(model, prompt, 14))
-        assert ids.shape == (2, prompt.shape[1] + 14) and torch.equal(ids[:, :6], prompt[:, :6])
+        assert ids.shape == (2, prompt.shape[1] + 14)
+        assert torch.equal(ids[:, :6], prompt[:, :6])
 
 
 def test_generation_fixes_dynamic_ntk_by_the_final_length():
-    model, prompt = small_model("lssar_p3.py", "--tie_embeddings=False"), tokens(2, 10)
+    model = small_model("lssar_p3.py", "--tie_embeddings=False")
+    prompt = tokens(2, 10)
     ids = generate(model.scale_rope("dynamic_ntk"), prompt, 30, temperature=0)
     model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
     assert torch.equal(ids, greedy(model, prompt, 30))
@@ -479,7 +596,8 @@ def test_generation_fixes_dynamic_ntk_by_the_final_length():
 
 def test_a_cache_that_is_too_small_is_refused():
     model = small_model("fox.py")
-    model.hidden(tokens(1, 10), cache := KVCache(10))
+    cache = KVCache(10)
+    model.hidden(tokens(1, 10), cache)
     with pytest.raises(UserError, match="a cache of 10 positions is too small for 11"):
         model.hidden(tokens(1, 1), cache)
 
@@ -487,43 +605,57 @@ def test_a_cache_that_is_too_small_is_refused():
 @pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])
 def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
     """Of the k likeliest alone, and 5 standard errors of 4,000 samples around it."""
-    model, x = small_model("softmax.py"), tokens(1, 3)
+    model = small_model("softmax.py")
+    x = tokens(1, 3)
     top = model(x)[0, -1].topk(k or 257)
-    chances = torch.zeros(257).double()
-    chances[top.indices] = (top.values / temperature).softmax(-1)
-    settings = {"temperature": temperature, "top_k": k, "generator": torch.Generator()}
-    settings["generator"].manual_seed(1)
-    ids = generate(model, x.expand(4000, -1), 1, **settings)
+    probabilities = torch.zeros(257).double()
+    probabilities[top.indices] = (top.values / temperature).softmax(-1)
+    ids = generate(
+        model,
+        x.expand(4000, -1),
+        1,
+        temperature=temperature,
+        top_k=k,
+        generator=torch.Generator().manual_seed(1),
+    )
     shares = ids[:, -1].bincount(minlength=257) / 4000
-    assert (shares - chances).abs().max() < 5 * math.sqrt(chances.max().item() / 4000)
-    assert not shares[chances == 0].any()
+    error = math.sqrt(probabilities.max().item() / 4000)
+    assert (shares - probabilities).abs().max() < 5 * error
+    assert not shares[probabilities == 0].any()
 
 
 # ---- loss ----
 
 
 def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
-    model, x, y = small_model("lssa.py"), tokens(3, 20), tokens(3, 20, seed=1)
+    model = small_model("lssa.py")
+    x = tokens(3, 20)
+    y = tokens(3, 20, seed=1)
     y[0, :4] = torch.tensor([0, 99, 100, 256])
     at_once = -model(x).log_softmax(-1).gather(-1, y[..., None])[..., 0]
     assert_near(model(x, y), at_once.mean())
-    for tokens_, logits in ((1024, 1024), (7, 100), (60, 64), (1, 1)):
-        monkeypatch.setattr(losses, "EVAL_CHUNK", tokens_)
+    for chunk, logits in ((1024, 1024), (7, 100), (60, 64), (1, 1)):
+        monkeypatch.setattr(losses, "EVAL_CHUNK", chunk)
         monkeypatch.setattr(losses, "EVAL_LOGITS_CPU", logits)
-        found = model.token_losses(x, y)
-        assert found.dtype == torch.float32
-        assert_near(found, at_once.float(), 1e-6)
+        token_losses = model.token_losses(x, y)
+        assert token_losses.dtype == torch.float32
+        assert_near(token_losses, at_once.float(), 1e-6)
     # the path of GPUs, from all logits of a chunk of tokens
     hidden = model.hidden(x).flatten(0, 1).as_subclass(OnGPU)
     assert_near(model.chunk_losses(hidden, y.flatten()), at_once.float().flatten(), 1e-6)
 
 
 def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
-    chunks, chunked = [], F.linear_cross_entropy
-    monkeypatch.setattr(
-        F, "linear_cross_entropy", lambda *a, **k: chunks.append(len(a[0])) or chunked(*a, **k)
-    )
-    x, y = tokens(5, 14), tokens(5, 14, seed=1)
+    rows_of_calls = []
+    linear_cross_entropy = F.linear_cross_entropy
+
+    def counting_loss(x, *arguments, **options):
+        rows_of_calls.append(len(x))
+        return linear_cross_entropy(x, *arguments, **options)
+
+    monkeypatch.setattr(F, "linear_cross_entropy", counting_loss)
+    x = tokens(5, 14)
+    y = tokens(5, 14, seed=1)
 
     def loss_and_gradients():
         model = small_model("lssar_p3.py")
@@ -532,21 +664,23 @@ def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
         return [loss.detach()] + [parameter.grad for parameter in model.parameters()]
 
     plain = loss_and_gradients()
-    assert not chunks
+    assert not rows_of_calls
     monkeypatch.setattr(losses, "TRAIN_CHUNK", 32)  # 70 rows: two chunks and a rest
-    for one, other in zip(loss_and_gradients(), plain, strict=True):
-        assert_near(one, other)
-    assert chunks == [70]
+    assert_all_near(loss_and_gradients(), plain)
+    assert rows_of_calls == [70]
 
 
 @pytest.mark.parametrize("L", [8, 128])
 def test_loss_under_autocast_is_near_the_exact_one(L):
     """With 8 x 128 tokens the loss is computed in chunks."""
-    model, x, y = small_model("lssar_p3.py").float(), tokens(8, L), tokens(8, L, seed=1)
+    model = small_model("lssar_p3.py").float()
+    x = tokens(8, L)
+    y = tokens(8, L, seed=1)
     exact = model(x, y).item()
     with torch.autocast("cpu", torch.bfloat16):
         for loss in (model(x, y), model.token_losses(x, y).mean()):
-            assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=0.02)
+            assert loss.dtype == torch.float32
+            assert loss.item() == pytest.approx(exact, rel=0.02)
         logits = next_logits(model, x, KVCache(L))
     assert not torch.equal(logits, logits.bfloat16().float())  # the likeliest must not tie
 
@@ -556,14 +690,18 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
 
 @pytest.mark.parametrize("scale", [None, "355m", "45m", "tiny"])
 def test_t6_has_as_many_parameters_as_gpt2(scale):
-    scales = [] if scale is None else [f"scales/{scale}.py", f"scales/t6/{scale}.py"]
-    gpt2, t6, lssar = (
-        load_config([str(CONFIGS / file) for file in files])
-        for files in (scales[:1], ["t6.py", *scales], ["t6_lssar_p15.py", *scales])
-    )
+    scale_files = []
+    t6_files = ["t6.py"]
+    if scale is not None:
+        scale_files = [f"scales/{scale}.py"]
+        t6_files += [f"scales/{scale}.py", f"scales/t6/{scale}.py"]
+    gpt2 = load_files(*scale_files)
+    t6 = load_files(*t6_files)
+    lssar = load_files("t6_lssar_p15.py", *t6_files[1:])
     parameters = on_meta(t6).count_parameters()
     assert parameters == pytest.approx(on_meta(gpt2).count_parameters(), rel=6e-3)
-    assert t6.d_head == gpt2.d_head and t6.mlp_hidden == 8 * t6.n_embd // 3
+    assert t6.d_head == gpt2.d_head
+    assert t6.mlp_hidden == 8 * t6.n_embd // 3
     assert lssar.replace(attention="softmax", p=None, out_dir=t6.out_dir) == t6
 
 
@@ -571,11 +709,19 @@ def test_first_weights_of_t6_are_its_authors():
     torch.manual_seed(0)
     model = build_model(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
     (block,) = model.trunk.blocks
-    assert not block.attn.c_proj.weight.any() and not block.mlp.c_proj.weight.any()
+    assert not block.attn.c_proj.weight.any()
+    assert not block.mlp.c_proj.weight.any()
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    sizes = [6 * 34, 6 * 64, 2 * 34, 2 * 64, 2 * 34, 2 * 64]
-    shapes = [(768, 34, 6), (768, 6, 64)] + 2 * [(768, 34, 2), (768, 2, 64)]
-    for part, shape in zip(block.attn.c_attn.weight.split(sizes), shapes, strict=True):
+    factors = [
+        (6 * 34, (768, 34, 6)),  # a of q
+        (6 * 64, (768, 6, 64)),  # b of q
+        (2 * 34, (768, 34, 2)),  # a of k
+        (2 * 64, (768, 2, 64)),  # b of k
+        (2 * 34, (768, 34, 2)),  # a of v
+        (2 * 64, (768, 2, 64)),  # b of v
+    ]
+    weights = block.attn.c_attn.weight.split([size for size, _ in factors])
+    for weight, (_, shape) in zip(weights, factors, strict=True):
         drawn = torch.nn.init.xavier_uniform_(torch.empty(shape))
-        assert part.std().item() == pytest.approx(drawn.std().item(), rel=0.01)
-        assert part.abs().max().item() == pytest.approx(drawn.abs().max().item(), rel=1e-3)
+        assert weight.std().item() == pytest.approx(drawn.std().item(), rel=0.01)
+        assert weight.abs().max().item() == pytest.approx(drawn.abs().max().item(), rel=1e-3)
