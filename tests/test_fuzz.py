@@ -40,12 +40,15 @@ def fuzz(examples):
 
 texts = st.text(st.characters(exclude_categories=[]), max_size=30)
 numbers = st.one_of(
-    st.integers(-(10**20), 10**20), st.sampled_from([0, 1, 2, 3, 7, 64, 1024, 524288, 10**15])
+    st.integers(-(10**20), 10**20),
+    st.sampled_from([0, 1, 2, 3, 7, 64, 1024, 524288, 10**15]),
 )
 values = st.one_of(
-    texts, numbers.map(str), st.floats().map(repr),
+    texts,
+    numbers.map(str),
+    st.floats().map(repr),
     st.sampled_from(["None", "True", "[]", "{}", "()", "1e999", "-1", "0x10", "1_000", "'a'", ""]),
-)  # fmt: skip
+)
 keys = st.one_of(st.sampled_from(sorted(SETTINGS)), texts)
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.floats(), texts),
@@ -59,10 +62,12 @@ def valid_or_refused(make):
     try:
         config = make()
     except UserError as error:
-        assert str(error) and len(str(error)) < 2000
+        assert 0 < len(str(error)) < 2000
         return
     assert Config(**json.loads(json.dumps(config.as_dict()))) == config
-    assert all(math.isfinite(x) for x in config.as_dict().values() if isinstance(x, float))
+    for value in config.as_dict().values():
+        if isinstance(value, float):
+            assert math.isfinite(value)
 
 
 @fuzz(300)
@@ -74,16 +79,34 @@ def test_command_lines(pairs):
 # ---- runs ----
 
 settings_of_a_run = {
-    "learning_rate": st.floats(0, 1e300), "adam_eps": st.floats(0, 1), "s_init": st.floats(),
-    "beta1": st.floats(0, 1), "beta2": st.floats(0, 1), "grad_clip": st.floats(0, 1e300),
-    "weight_decay": st.floats(0, 1e300), "rope_theta": st.floats(1, 1e308), "seed": numbers,
-    "gamma": st.floats(), "eval_interval": numbers, "val_tokens": numbers, "timeout": st.floats(),
-    "warmup_iters": numbers, "keep_last": numbers, "checkpoint_interval": numbers, "norm": texts,
-    "min_lr": st.floats(), "batch_size": numbers, "total_batch_size": numbers, "out_dir": texts,
-    "optimizer": st.sampled_from(["adamw", "muon"]), "device": texts, "data_dir": texts,
-    "init_from": texts, "n_embd": st.sampled_from([0, 2, 6, 12, 10**9, 10**15]),
+    "adam_eps": st.floats(0, 1),
     "attention": st.sampled_from(["ssmax", "relu_shen", "lssar", "sigmoid"]),
-}  # fmt: skip
+    "batch_size": numbers,
+    "beta1": st.floats(0, 1),
+    "beta2": st.floats(0, 1),
+    "checkpoint_interval": numbers,
+    "data_dir": texts,
+    "device": texts,
+    "eval_interval": numbers,
+    "gamma": st.floats(),
+    "grad_clip": st.floats(0, 1e300),
+    "init_from": texts,
+    "keep_last": numbers,
+    "learning_rate": st.floats(0, 1e300),
+    "min_lr": st.floats(),
+    "n_embd": st.sampled_from([0, 2, 6, 12, 10**9, 10**15]),
+    "norm": texts,
+    "optimizer": st.sampled_from(["adamw", "muon"]),
+    "out_dir": texts,
+    "rope_theta": st.floats(1, 1e308),
+    "s_init": st.floats(),
+    "seed": numbers,
+    "timeout": st.floats(),
+    "total_batch_size": numbers,
+    "val_tokens": numbers,
+    "warmup_iters": numbers,
+    "weight_decay": st.floats(0, 1e300),
+}
 
 
 @fuzz(40)
@@ -92,21 +115,23 @@ def test_runs_of_any_settings(train, tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
     name = f"run{data.draw(st.integers(0, 10**9))}"
     keys = data.draw(st.lists(st.sampled_from(sorted(settings_of_a_run)), max_size=3, unique=True))
-    more = [f"--{key}={data.draw(settings_of_a_run[key])}" for key in keys]
+    arguments = [f"--{key}={data.draw(settings_of_a_run[key])}" for key in keys]
     try:
-        train(name, "--max_iters=1", *more)
+        train(name, "--max_iters=1", *arguments)
     except SystemExit as stop:
         assert stop.code in (1, 2)  # diverged, or refused
     shutil.rmtree(tmp_path / name, ignore_errors=True)
 
 
-def mutated(draw, data):
+def mutated(draw, content):
     """These bytes with some of them changed, cut off or added."""
-    data = bytearray(data)
-    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)))):
-        data[at] = value
-    data = data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
-    return bytes(data + draw(st.binary(max_size=5)))
+    content = bytearray(content)
+    positions = st.integers(0, len(content) - 1)
+    for position, byte in draw(st.lists(st.tuples(positions, st.integers(0, 255)))):
+        content[position] = byte
+    if draw(st.booleans()):
+        content = content[: draw(st.integers(0, len(content)))]
+    return bytes(content) + draw(st.binary(max_size=5))
 
 
 @fuzz(40)
@@ -115,43 +140,58 @@ def test_checkpoints_of_other_content(trained, tmp_path, data):
     """A checkpoint with other fields, and no checksum beside it, is loaded or refused."""
     file = tmp_path / "alone.pt"
     content = torch.load(trained / "step_000006.pt", weights_only=True)
-    tensors = torch.tensor(1.0), torch.zeros(3), torch.zeros(0, 2, dtype=torch.int8)
-    others = st.one_of(json_values, st.sampled_from(tensors))
-    torch.save(altered(data.draw, content, others), file)
-    valid_use(lambda: checkpoint.load_weights(build_model(checkpoint.read_config(file)), file))
+    tensors = [torch.tensor(1.0), torch.zeros(3), torch.zeros(0, 2, dtype=torch.int8)]
+    replacements = st.one_of(json_values, st.sampled_from(tensors))
+    torch.save(altered(data.draw, content, replacements), file)
+
+    def load():
+        model = build_model(checkpoint.read_config(file))
+        checkpoint.load_weights(model, file)
+
+    works_or_refuses(load)
 
 
 # ---- every file that is read from a folder ----
 
 
-def altered(draw, value, others):
-    """A value with a part of it, at any depth, removed, under another key or replaced."""
-    if isinstance(value, dict | list) and value and draw(st.integers(0, 3)):
-        copy = value.copy()
-        keys = sorted(value, key=str) if isinstance(value, dict) else range(len(value))
-        key, how = draw(st.sampled_from(keys)), draw(st.integers(0, 5))
-        if how > 1:
-            copy[key] = altered(draw, value[key], others)
-        elif how and isinstance(value, dict):
-            copy[draw(st.one_of(st.just(HOSTILE), st.text(string.printable)))] = copy.pop(key)
-        else:
-            del copy[key]
-        return copy
-    return draw(others)
+def altered(draw, value, replacements):
+    """A value with an entry of it, at any depth, removed, under another key or replaced."""
+    is_container = isinstance(value, dict | list) and len(value) > 0
+    if not is_container or draw(st.integers(0, 3)) == 0:
+        return draw(replacements)
+    copy = value.copy()
+    if isinstance(value, dict):
+        keys = sorted(value, key=str)
+    else:
+        keys = range(len(value))
+    key = draw(st.sampled_from(keys))
+    change = draw(st.integers(0, 5))
+    if change > 1:
+        copy[key] = altered(draw, value[key], replacements)
+    elif change == 1 and isinstance(value, dict):
+        new_key = draw(st.one_of(st.just(HOSTILE), st.text(string.printable)))
+        copy[new_key] = copy.pop(key)
+    else:
+        del copy[key]
+    return copy
 
 
 @st.composite
 def contents(draw, good):
-    """What may be in a file in place of its good JSON, or of the first of its lines of JSON."""
+    """What may be in a file instead of its good JSON, or of the first of its lines of JSON."""
     if draw(st.integers(0, 5)) == 0:
         return mutated(draw, good)
-    first, *lines = good.split(b"\n")
     try:
-        value, lines = json.loads(good), []
+        value = json.loads(good)
+        lines = []
     except ValueError:
+        first, *lines = good.split(b"\n")
         value = json.loads(first)
-    others = st.one_of(json_values, st.just(HOSTILE))
-    value = altered(draw, value, others) if draw(st.integers(0, 5)) else draw(others)
+    replacements = st.one_of(json_values, st.just(HOSTILE))
+    if draw(st.integers(0, 5)) == 0:
+        value = draw(replacements)
+    else:
+        value = altered(draw, value, replacements)
     return b"\n".join([json.dumps(value).encode(), *lines])
 
 
@@ -177,9 +217,13 @@ def trained_on(folder):
     out = folder.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
     run_command(
-        training, *SMALL, "--max_iters=1", "--val_tokens=16", f"--data_dir={folder}",
-        f"--out_dir={out}"
-    )  # fmt: skip
+        training,
+        *SMALL,
+        "--max_iters=1",
+        "--val_tokens=16",
+        f"--data_dir={folder}",
+        f"--out_dir={out}",
+    )
 
 
 def run_command(module, *arguments):
@@ -205,36 +249,32 @@ def used(request, tmp_path, trained, shards, words_file, no_fsync):
     Using it asserts that nothing beside the folder changes.
     """
     name = request.param
-    folder, good, outside = tmp_path / "folder", tmp_path / "good", tmp_path / "outside"
+    good = tmp_path / "good"
+    folder = tmp_path / "folder"
+    outside = tmp_path / "outside"
     outside.mkdir()
     write_shard(outside / "text_train_000001.bin", np.arange(40, dtype=np.uint16))
-    if name == "meta.json":
-        (tmp_path / "texts").mkdir()
-        for k in range(2):
-            (tmp_path / "texts" / f"{k}.txt").write_text("some text " * 12)
-        shards_made(good)
-    else:
-        settings = [*SMALL, *SMALLER, "--max_iters=2", f"--data_dir={shards}"]
-        run_command(training, *settings, f"--out_dir={good}")
-    if name == "tokenizer.json":
-        shutil.rmtree(good)
-        saved_run(good, build_model(load_config([*SMALL, f"--tokenizer={words_file}"])))
+    make_good_folder(name, good, shards, words_file)
 
-    def beside():
-        found = {path for path in tmp_path.rglob("*") if folder not in (path, *path.parents)}
-        found -= {path for path in found if tmp_path / "out" in (path, *path.parents)}
-        return {path: path.read_bytes() for path in found if path.is_file()} | {"all": found}
+    def files_beside():
+        """The content of every file that no command may change; None for a folder."""
+        files = {}
+        for path in tmp_path.rglob("*"):
+            if not path.is_relative_to(folder) and not path.is_relative_to(tmp_path / "out"):
+                files[path] = path.read_bytes() if path.is_file() else None
+        return files
 
     def use(put):
+        """Whether one of the commands works once `put` has made the file."""
         worked = []
         for call in USES[name]:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(good, folder)
             (folder / name).unlink()
             put(folder / name)
-            before = beside()
-            worked.append(valid_use(lambda call=call: call(folder)))
-            assert beside() == before
+            before = files_beside()
+            worked.append(works_or_refuses(lambda call=call: call(folder)))
+            assert files_beside() == before
         return any(worked)
 
     # not all commands have to work: a run's folder is not made anew
@@ -242,12 +282,29 @@ def used(request, tmp_path, trained, shards, words_file, no_fsync):
     return good / name, use
 
 
-def valid_use(use):
+def make_good_folder(name, good, shards, words_file):
+    """The folder that a file of this name is in: a run's, or a folder of shards."""
+    if name == "meta.json":
+        texts = good.parent / "texts"
+        texts.mkdir()
+        for k in range(2):
+            (texts / f"{k}.txt").write_text("some text " * 12)
+        shards_made(good)
+    elif name == "tokenizer.json":
+        config = load_config([*SMALL, f"--tokenizer={words_file}"])
+        saved_run(good, build_model(config))
+    else:
+        run_settings = [*SMALL, *SMALLER, "--max_iters=2", f"--data_dir={shards}"]
+        run_command(training, *run_settings, f"--out_dir={good}")
+
+
+def works_or_refuses(use):
     """Whether the call works; it may refuse, in one sentence, or need too much memory."""
     try:
         use()
     except UserError as error:
-        assert str(error) and "\n" not in str(error) and len(str(error)) < 3000
+        assert 0 < len(str(error)) < 3000
+        assert "\n" not in str(error)
         return False
     except RuntimeError as error:  # errors.command makes a sentence of it
         assert "to allocate" in str(error)
@@ -270,11 +327,12 @@ def test_files_of_other_content(used, data):
 def test_names_links_and_pipes_lead_nowhere(used, tmp_path):
     """Neither a path in a file nor a link in its place makes a command touch another file."""
     good, use = used
-    outside = tmp_path / "outside"
     text = good.read_text()
-    names = sorted(set(re.findall(r'"[^"]*"', text)))[:12]
-    for name in names:
-        use(lambda file, name=name: file.write_text(text.replace(name, f'"{HOSTILE}"')))
+    names = sorted(set(re.findall(r'"[^"]*"', text)))
+    for name in names[:12]:
+        hostile_text = text.replace(name, f'"{HOSTILE}"')
+        use(lambda file, content=hostile_text: file.write_text(content))
+    outside = tmp_path / "outside"
     shutil.copy(good, outside / "file")
     for target in (outside / "file", outside / "none", outside):
         use(lambda file, target=target: file.symlink_to(target))
