@@ -349,10 +349,10 @@ def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     used = sign != 0
     used_rows = used.any(-1)
     used_keys = used.tril(-1).any(-2)[:, : length // 2]
-    dead_shares = []
-    for live in (used_rows, used_keys):
-        dead_shares.append((~live).double().mean(-1, keepdim=True).cpu())
-    return torch.cat((positive_shares, *dead_shares), dim=-1)
+    dead_rows = (~used_rows).double().mean(-1)
+    dead_keys = (~used_keys).double().mean(-1)
+    dead_shares = torch.stack((dead_rows, dead_keys), dim=-1).cpu()
+    return torch.cat((positive_shares, dead_shares), dim=-1)
 
 
 def mean_shares(result: dict) -> dict[str, float]:

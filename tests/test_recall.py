@@ -221,6 +221,16 @@ def test_a_table_has_no_accuracy_below_the_training_length():
     assert kinds.accuracies_if_learned({"trained_length": 64, "parts": parts}, None) == [None, 80.0]
 
 
+def test_a_distance_of_few_answers_is_not_drawn():
+    judged = {
+        "4": {"answers": 30, "accuracy": 0.5},
+        "64": {"answers": 29, "accuracy": 1.0},
+    }
+    curve = recall.distance_curve("a run", {"parts": {"128": {"distances": judged}}}, 128)
+    assert curve.x == [4]
+    assert curve.y == [50.0]
+
+
 def test_whole_sequences_of_sort(capsys):
     trained = {"accuracy": 0.995, "exact": 0.25, "answers": 800, "distances": {}}
     longer = trained | {"accuracy": 0.5}
