@@ -29,7 +29,8 @@ def validation_ids(shards, length, count):
 
 def statistics_of(A, keys):
     """The measurement of weights A [1, L, L] whose rows see `keys` [1, L] keys."""
-    return summary(group_sums(row_statistics(A).double(), keys), A.shape[-1])
+    statistics = row_statistics(A).double()
+    return summary(group_sums(statistics, keys), A.shape[-1])
 
 
 def test_rows_that_are_no_distributions():
@@ -54,8 +55,10 @@ def test_rows_that_are_no_distributions():
         "sum": [0.4, 8, 3],
     }
     for name, values in expected.items():
-        assert result["groups"][name] == [pytest.approx(values, rel=1e-6)]
-        assert result["heads"][name] == [pytest.approx(sum(values) / 3, rel=1e-6)]
+        (groups,) = result["groups"][name]
+        (mean,) = result["heads"][name]
+        assert groups == pytest.approx(values, rel=1e-6)
+        assert mean == pytest.approx(sum(values) / 3, rel=1e-6)
 
 
 def test_dead_rows_have_no_means():
@@ -124,9 +127,13 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     check_rows(result["parts"]["16 tokens"]["heads"], A[1], visible)
     check_distances(result["parts"]["by distance"]["positive"], A, visible)
     means = mean_shares(result)
-    assert means["all"] == pytest.approx((A > 0)[..., visible].mean())
-    assert means["dead rows"] == pytest.approx((~A.any(-1)).mean())
-    assert means["dead keys"] == pytest.approx((~np.tril(A, -1)[..., :8].any(-2)).mean())
+    positive = (A > 0)[..., visible]
+    dead_rows = ~A.any(-1)
+    later = np.tril(A, -1)  # the weights of later queries
+    dead_keys = ~later[..., :8].any(-2)
+    assert means["all"] == pytest.approx(positive.mean())
+    assert means["dead rows"] == pytest.approx(dead_rows.mean())
+    assert means["dead keys"] == pytest.approx(dead_keys.mean())
     assert (means["dead rows"] > 0) == settings.startswith("relu")
     if settings == "softmax.py":
         assert not_blank(run / "weights_by_distance.png")
@@ -134,23 +141,31 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     # what a head's window hides is white, as what comes after
     figure = attention_maps.plot_maps(load_run(run), 1, ids[0].tolist(), layers[1][0])
     for head in range(2):
-        assert figure.axes[head].images[0].get_array().count() == visible[head].sum()
+        (image,) = figure.axes[head].images
+        assert image.get_array().count() == visible[head].sum()
 
 
 def visible_keys(windows):
     """Which of 16 keys each of 16 queries sees, [heads, 16, 16], for the window of each head."""
     i, j = np.indices((16, 16))
-    return np.stack([(j <= i) & (j > i - (window or 16)) for window in windows])
+    heads = []
+    for window in windows:
+        first = i - (window or 16) + 1
+        heads.append((first <= j) & (j <= i))
+    return np.stack(heads)
 
 
 def check_rows(measured, A, visible):
     """The means over the rows of a layer's weights A [windows, heads, queries, keys]."""
     alive = A.any(-1)
     alive[..., 0] = False  # the first query has no choice
-    shares = A / np.where(alive, A.sum(-1), 1)[..., None]
-    entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(-1)
+    total = np.where(alive, A.sum(-1), 1)
+    shares = A / total[..., None]
+    logs = np.log(np.where(shares > 0, shares, 1))
+    entropy = -(shares * logs).sum(-1)
     n = visible.sum(-1)
-    entropy_share = np.where(n > 1, entropy / np.log(np.maximum(n, 2)), 1)
+    largest = np.log(np.maximum(n, 2))
+    entropy_share = np.where(n > 1, entropy / largest, 1)
     for head in range(2):
         rows = alive[:, head]
         expected = entropy_share[:, head][rows].mean()
@@ -187,10 +202,13 @@ def test_several_runs_are_compared(shards, call, tmp_path, pictures):
     call(attention_maps, relu, inverse, "--layer=0", "--lengths=16,32", "--tokens=64")
     assert pictures == [relu / "attention_maps.png", inverse / "attention_maps.png"]
     (of_relu,) = read(relu)
-    assert [part["length"] for part in of_relu["parts"].values()] == [len(TEXT), 16, 32]
-    assert min(of_relu["parts"]["32 tokens"]["heads"]["dead"]) > 0
+    lengths = [chunk["length"] for chunk in of_relu["parts"].values()]
+    assert lengths == [len(TEXT), 16, 32]
+    heads = of_relu["parts"]["32 tokens"]["heads"]
+    assert min(heads["dead"]) > 0
     (of_inverse,) = read(inverse)
-    assert of_inverse["parts"]["32 tokens"]["heads"]["sum"] == pytest.approx([1, 1])
+    heads = of_inverse["parts"]["32 tokens"]["heads"]
+    assert heads["sum"] == pytest.approx([1, 1])
 
 
 def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):

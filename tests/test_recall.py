@@ -125,11 +125,13 @@ def test_the_loss_is_of_answers_alone():
     for x, y in batches:
         answered = y >= 0
         loss = F.cross_entropy(model(x)[answered], y[answered], reduction="none")
-        assert model(x, y).item() == pytest.approx(loss.mean().item(), rel=1e-5)
         losses.append(loss)
+        expected = loss.mean().item()
+        assert model(x, y).item() == pytest.approx(expected, rel=1e-5)
     assert list(map(len, losses)) == [128, 32]
     mean = mean_loss(model, iter(batches), torch.device("cpu"), torch.float32)
-    assert mean == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    expected = torch.cat(losses).mean().item()
+    assert mean == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_resumed_run_is_the_same(train):
@@ -195,8 +197,10 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     if first:
         call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
         (of_text,) = json.loads((run / "eval_length.json").read_text())
-        ((x, y),) = TokenLoader(shards, Batching(64, 8, 0), 257).validation_batches(512, 8)
-        assert of_text["parts"]["64 tokens"]["loss"] == pytest.approx(model(x, y).item(), rel=1e-5)
+        text = TokenLoader(shards, Batching(64, 8, 0), 257)
+        ((x, y),) = text.validation_batches(512, 8)
+        loss = of_text["parts"]["64 tokens"]["loss"]
+        assert loss == pytest.approx(model(x, y).item(), rel=1e-5)
 
 
 def test_the_accuracy_by_distance():
@@ -204,7 +208,8 @@ def test_the_accuracy_by_distance():
     places = np.array([60, 61])
     near = Drawn(tokens, places, answers=np.array([3, 4]), sources=np.array([59, 57]))
     far = Drawn(tokens, places, answers=np.array([5, 6]), sources=np.array([57, 0]))
-    assert recall.judge([near, far], [np.array([3, 4]), np.array([5, 0])]) == {
+    answers = [np.array([3, 4]), np.array([5, 0])]
+    assert recall.judge([near, far], answers) == {
         "accuracy": 0.75,
         "exact": 0.5,
         "answers": 4,
