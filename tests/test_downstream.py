@@ -167,6 +167,7 @@ def test_scores(tasks, evaluate, tmp_path):
     }
 
     choice = scores["choice"]["metrics"]
+    assert choice.keys() == {"acc", "acc_norm"}
     assert choice["acc"]["value"] == pytest.approx(share_of_right_choices(model, False))
     assert choice["acc_norm"]["value"] == pytest.approx(share_of_right_choices(model, True))
 
