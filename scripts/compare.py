@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The settings that all runs share, as arguments, and the values of those that are compared.
+    """Split settings into arguments for all runs, and the values of those that are compared.
 
     Raises UserError for a setting without a value, and for a repeated one.
     """
@@ -110,7 +110,7 @@ def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[Entry, ...]:
-    """Each config, with each combination of the settings' values.
+    """Combine each config with each combination of the settings' values.
 
     Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
     settings in which entries may not differ, for an unknown view, and where two entries have one
@@ -141,7 +141,7 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
 
 
 def parse_entry(text: str) -> Entry:
-    """The entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
+    """Return the entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
     file = Path(text)
     view = None
     if ".py:" in text:
@@ -156,7 +156,7 @@ def parse_entry(text: str) -> Entry:
 
 
 def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
-    """The entry with these settings, which the name of its run has too."""
+    """Return the entry with these settings, and with a run that is called by them."""
     assignments = [f"{key}={shown(value)}" for key, value in settings.items()]
     return replace(entry, run=",".join([entry.run, *assignments]), settings=settings)
 
@@ -164,7 +164,7 @@ def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
 def compared(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """The measurement of the entries, by the task. Raises UserError for what has no comparison."""
+    """Choose the measurement by the task. Raises UserError for entries that cannot be compared."""
     if len(entries) < 2:
         raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
     configs = {entry.name: scale.run(entry, 0).config for entry in entries}
@@ -210,7 +210,7 @@ def require_fixed(name: str, config: Config, scale: Config) -> None:
 
 
 def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
-    """The last validation loss in training. Raises UserError for an entry with a view."""
+    """Compare the last validation losses in training. Raises UserError for an entry with a view."""
     for entry in entries:
         if entry.view is not None:
             raise UserError(f"{entry.name}: orbits are compared by their last validation alone")

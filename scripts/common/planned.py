@@ -61,7 +61,7 @@ class PlannedRun:
         return steps_left * self.config.total_batch_size
 
     def command(self) -> list[str]:
-        """The command that starts or continues the training, with a process for each GPU."""
+        """Return the command that starts or continues the training, with a process for each GPU."""
         command = [sys.executable]
         processes = processes_of(self.config)
         if processes > 1:
@@ -70,7 +70,7 @@ class PlannedRun:
         return [*command, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
     def record(self, values: Sequence[float | None], evaluation: dict) -> dict:
-        """The run in table.json: its values, and where they come from."""
+        """Return the run as table.json has it: its values, and where they come from."""
         return {
             "seed": self.config.seed,
             "values": values,
@@ -83,7 +83,7 @@ class PlannedRun:
         }
 
     def difference(self) -> str | None:
-        """How the run in the folder differs from this plan; None where it does not.
+        """Say how the run in the folder differs from this plan; None where it does not.
 
         It may have other settings, other initial weights, or other formulas.
         """
@@ -102,13 +102,13 @@ class PlannedRun:
 
 
 def comparable(config: Config) -> dict:
-    """The settings of a run, with one spelling of the data folder."""
+    """Return the settings of a run, with one spelling of the data folder."""
     settings = checkpoint.settings_of(config)
     return settings | {"data_dir": str(Path(config.data_dir).resolve())}
 
 
 def processes_of(config: Config) -> int:
-    """The number of training processes, on a GPU each: as many as divide the batch evenly."""
+    """Return how many processes train, on a GPU each: as many as divide the batch evenly."""
     if config.device not in ("auto", "cuda"):
         return 1
     micro_batches = config.total_batch_size // (config.batch_size * config.block_size)
@@ -119,7 +119,7 @@ def processes_of(config: Config) -> int:
 
 
 def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The distinct runs, and before each unfinished run its base."""
+    """Return the distinct runs, and before each unfinished run its base."""
     ordered: dict[Path, PlannedRun] = {}
     for run in runs:
         if run.base and not run.finished:
@@ -144,7 +144,7 @@ def check(runs: Sequence[PlannedRun]) -> None:
 
 
 def cost(runs: Sequence[PlannedRun]) -> str:
-    """A sentence on the runs and tokens that are left to train."""
+    """Say how many runs and tokens are left to train."""
     runs = with_bases(runs)
     left = [run for run in runs if not run.finished]
     if not left:
@@ -154,7 +154,7 @@ def cost(runs: Sequence[PlannedRun]) -> str:
 
 
 def price(runs: Sequence[PlannedRun]) -> str:
-    """A sentence on the FLOP that are left, and on their time on a GPU."""
+    """Say how many FLOP are left, and how long they take on a GPU."""
     flop = 0.0
     for run in with_bases(runs):
         with torch.device("meta"):

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
-    """The entries of these names. Raises UserError for an unknown name."""
+    """Return the entries of these names. Raises UserError for an unknown name."""
     entry_of = {entry.name: entry for entry in entries}
     unknown = set(names) - set(entry_of)
     if unknown:

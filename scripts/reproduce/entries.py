@@ -63,12 +63,12 @@ class Entry:
         return load_config([str(self.file), *settings])
 
     def viewed(self, view: View) -> "Entry":
-        """The entry of the same run, evaluated in another way."""
+        """Return the entry of the same run, evaluated in this way."""
         return replace(self, view=view)
 
 
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries without repetition, by their names."""
+    """Return the entries without those whose name has come before."""
     by_name = {entry.name: entry for entry in entries}
     return tuple(by_name.values())
 
@@ -84,7 +84,7 @@ ORACLE = View("oracle", {"oracle": True})  # of orbits
 
 
 def view_p(p: float) -> View:
-    """Re-weighting with another p than in training."""
+    """Return the view that re-weights with this p instead of the one of training."""
     return View(f"p{p:g}", {"p": float(p)})
 
 
@@ -92,7 +92,7 @@ def view_p(p: float) -> View:
 
 
 def config_entry(name: str) -> Entry:
-    """The entry of a config of configs/ or configs/ablations/, by the name of its file."""
+    """Return the entry of a config in configs/ or configs/ablations/, by the name of its file."""
     file = FILES[name]
     sizes = None
     if name in ("t6", "t6_lssar_p15"):  # whose heads differ from scale to scale
@@ -101,17 +101,17 @@ def config_entry(name: str) -> Entry:
 
 
 def config_entries(*names: str) -> tuple[Entry, ...]:
-    """The entries of several configs."""
+    """Return the entries of several configs."""
     return tuple(config_entry(name) for name in names)
 
 
 def plain_rope(config: str) -> Entry:
-    """The entry of a config whose RoPE is not scaled beyond the training length."""
+    """Return the entry of a config whose RoPE is not scaled beyond the training length."""
     return config_entry(config).viewed(PLAIN_ROPE)
 
 
 def windows(file: Path, scale: Config) -> Settings:
-    """The windows of a config file, which are for 1,024 tokens, at the training length."""
+    """Scale the windows of a config file, which are for 1,024 tokens, to the scale's length."""
     config = load_config([str(file)])
     settings = {}
     for key in ("window", "local_window"):
@@ -122,7 +122,7 @@ def windows(file: Path, scale: Config) -> Settings:
 
 
 def with_p(variant: str, p: float) -> Entry:
-    """The entry of a variant with this p, for which it need not have a config file.
+    """Return the entry of a variant with this p, for which it need not have a config file.
 
     Raises UserError where the variant has no config file at all.
     """
@@ -136,7 +136,7 @@ def with_p(variant: str, p: float) -> Entry:
 
 
 def variation(name: str, config: str, scaled: Callable[[Config], Settings]) -> Entry:
-    """The config of this name or, where there is none, another config with these settings."""
+    """Return the config of this name or, where there is none, another one with these settings."""
     if name in FILES:
         return config_entry(name)
     return Entry(name, FILES[config], scaled=scaled)
@@ -151,7 +151,7 @@ def with_alibi(config: str) -> Entry:
 
 
 def hybrid(config: str) -> Entry:
-    """Half of the heads see all keys without positions, half a window with RoPE."""
+    """Half of the heads see all keys without positions, and half a window with RoPE."""
 
     def half_of_the_heads(scale: Config) -> Settings:
         return {"nope_share": 0.5, **windows(FILES["hybrid"], scale)}
@@ -167,12 +167,12 @@ def before_swap(scale: Config) -> Settings:
 
 
 def swap(scale: Config) -> Settings:
-    """SSMax (e): the weights of softmax with s = 1 / mean of log n (Sect. 3)."""
+    """SSMax (e) takes the weights of softmax, and s = 1 / mean of log n (Sect. 3)."""
     return {"s_init": scale.block_size / math.lgamma(scale.block_size + 1), "max_iters": 0}
 
 
 def swap_and_train(scale: Config) -> Settings:
-    """SSMax (f): the last 25,000 of 200,000 steps, with 1,000 of warm-up, scaled to max_iters.
+    """SSMax (f): train the last 25,000 of 200,000 steps, 1,000 with warm-up, scaled to max_iters.
 
     The data order continues. AdamW starts anew: the paper does not mention its moments.
     """
@@ -198,7 +198,7 @@ SSMAX_PROBE = Entry("ssmax_probe", FILES["ssmax_probe"], scaled=probe)
 
 
 def t6_blocks(scale: Config) -> Settings:
-    """The blocks of T6 with linear projections, and with as many parameters as GPT-2."""
+    """Build blocks like those of T6, with linear projections and as many parameters as GPT-2."""
     hidden = 8 * scale.n_embd // 3
     return {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": hidden, "bias": False}
 
@@ -208,7 +208,7 @@ LSSAR_SWIGLU = Entry("lssar_p15_swiglu", FILES["lssar_p15"], scaled=t6_blocks)
 
 
 def two_points_of_each_body(scale: Config) -> Settings:
-    """A window of two points of each body in the largest system."""
+    """Let a query see two points of each body in the largest system."""
     return {"window": 2 * (scale.planets + 1)}
 
 
@@ -218,7 +218,7 @@ TRUE_FORCES = replace(UNTRAINED, view=ORACLE, label="oracle")
 
 
 def longer(times: int) -> Entry:
-    """Softmax, trained at a longer length on as many tokens a step."""
+    """Return softmax, trained at a longer length on as many tokens a step."""
 
     def settings(scale: Config) -> Settings:
         return {
@@ -245,7 +245,7 @@ class Scale:
         return load_config([*self.arguments])
 
     def run(self, entry: Entry, seed: int) -> PlannedRun:
-        """The run of an entry. Raises UserError where its settings contradict the scale's."""
+        """Plan the run of an entry. Raises UserError where its settings contradict the scale's."""
         files = [str(entry.file)]
         if entry.sizes is not None:
             sizes = entry.sizes / f"{self.name}.py"
@@ -264,7 +264,7 @@ class Scale:
 
 
 def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
-    """The scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
+    """Return the scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
 
     `settings` are arguments of train.py for all runs. The scales of other tasks than text have a
     folder of their own, as do their runs. Raises UserError for an unknown scale, for one of another

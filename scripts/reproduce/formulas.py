@@ -24,7 +24,7 @@ FADING = SSMAX["figure1"]
 
 
 def last_weight(variant: str, scores: Tensor, s: float) -> float:
-    """The weight of the last of n keys, whose scores [n] are q . k / sqrt(d)."""
+    """Return the weight of the last of n keys, whose scores [n] are q . k / sqrt(d)."""
     attention = ReferenceAttention(VARIANTS[variant], 1, 1, KEYS, scalars={"s": s}).double()
     query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     weights = attention.weights(query, scores[None, None, :, None])  # [1, 1, 1, n]
@@ -32,7 +32,7 @@ def last_weight(variant: str, scores: Tensor, s: float) -> float:
 
 
 def attention_fading(entry: Entry) -> Values:
-    """SSMax Fig. 1: the largest of n weights, of a higher score among n - 1 equal scores."""
+    """SSMax Fig. 1: compute the largest of n weights, of a higher score among n - 1 equal ones."""
     largest = {}
     for n in (2**i for i in range(1, 14)):
         scores = torch.full((n,), FADING["others"], dtype=torch.float64)
@@ -43,7 +43,7 @@ def attention_fading(entry: Entry) -> Values:
 
 
 def with_s(s: float) -> Entry:
-    """SSMax with this s."""
+    """Return the entry of SSMax with this s."""
     return replace(config_entry("ssmax"), settings={"s_init": s}, label=f"ssmax (s = {s:g})")
 
 
@@ -56,7 +56,7 @@ FOCUS_RULE = {
 
 
 def attention_focus(entry: Entry) -> Values:
-    """SSMax Fig. 3: the weight of z_max over z_max; the columns are z_max at a weight of 1/2."""
+    """SSMax Fig. 3: compute the weight of z_max; the columns are z_max at a weight of 1/2."""
     step = 0.05
     z_max = torch.arange(0, 12, step, dtype=torch.float64)
     values = []
@@ -83,7 +83,7 @@ FAR = {"exp": 25.0, "softplus": 1e9}
 
 
 def winner(x: Tensor, phi: Phi, p: float | None) -> Tensor:
-    """y of LSSAR's (A6), for a score x [m] among KEYS - 1 scores of 0: stage 2 without its l1."""
+    """Return y of LSSAR's (A6), stage 2 without its l1, for a score x [m] among KEYS - 1 zeros."""
     zeros = x.new_zeros(len(x), KEYS - 1)
     scores = torch.cat((x[:, None], zeros), dim=1)
     if phi.shift is not None:
@@ -95,7 +95,7 @@ def winner(x: Tensor, phi: Phi, p: float | None) -> Tensor:
 
 
 def gradient_slopes(entry: Entry) -> Values:
-    """LSSAR Appendix A.6: how the gradient of the winner's weight decays in its score."""
+    """LSSAR Appendix A.6: compute how the gradient of the winner's weight decays in its score."""
     phi = VARIANTS[entry.config.attention].phi
 
     def gradient(x: list[float]) -> Tensor:
@@ -104,7 +104,7 @@ def gradient_slopes(entry: Entry) -> Values:
         return torch.autograd.grad(total, scores)[0]
 
     def slope(x: float) -> float:
-        """d ln g / d ln x, from both sides."""
+        """Compute d ln g / d ln x from both sides."""
         step = 1e-4
         low, high = gradient([x * (1 - step), x * (1 + step)]).log().tolist()
         return (high - low) / math.log((1 + step) / (1 - step))
@@ -124,7 +124,7 @@ LENGTHS = tuple(2**i for i in range(7, 16, 2))
 
 
 def random_entropy(entry: Entry) -> Values:
-    """LSSAR Sect. 2.1.2: the mean entropy of the weights over n keys, for normal q and k."""
+    """LSSAR Sect. 2.1.2: compute the mean entropy of weights over n keys, for normal q and k."""
     config = entry.config
     variant = VARIANTS[config.attention]
     attention = ReferenceAttention(variant, QUERIES, HEAD_SIZE, KEYS, p=config.p).double()

@@ -9,7 +9,7 @@ LONGER = (longer(4), longer(16))  # the shorter first
 
 
 def available(runs: Mapping[str, Sequence[dict]], length: int) -> list[float]:
-    """By seed, what a context of this length is worth to a softmax that was trained on it.
+    """Return, by seed, what a context of this length is worth to a softmax that was trained on it.
 
     `runs` are the measured runs of each entry of headroom. Of the run that was trained at this
     length, or at the next longer one, it is the loss at T, reading T tokens at a time, minus the
@@ -31,7 +31,7 @@ def by_seed(gains: Sequence[float]) -> str:
 
 
 def at_each_length(table: dict) -> list[str]:
-    """What is available at each length beyond the first, by seed."""
+    """Say what is available at each length beyond the first, by seed."""
     runs = {name: row["runs"] for name, row in table["rows"].items()}
     first_row = next(iter(runs.values()))
     lengths = first_row[0]["evaluation"]["lengths"]

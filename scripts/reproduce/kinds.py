@@ -37,7 +37,7 @@ def loss(
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
-    """Loss by length, over the same tokens at each length."""
+    """Measure the loss by length, over the same tokens at each length."""
 
     def options(config: Config) -> LossOptions:
         return LossOptions(lengths=lengths(multiples, config), tokens=config.val_tokens)
@@ -59,7 +59,7 @@ def loss(
 def loss_and_gain(
     title: str, entries: Entries, multiples: Multiples = MULTIPLES, **more: Any
 ) -> Experiment:
-    """Loss by length, and what the longest context is worth beside a sliding window."""
+    """Measure the loss by length, and what the longest context is worth beside a sliding window."""
 
     def values(measured: dict, config: Config) -> list[float]:
         return [*measured["loss"], measured["control"]["loss"][-1], gain(measured)]
@@ -81,7 +81,7 @@ def loss_by_position(
     note: str = "",
     **opened: Any,
 ) -> Experiment:
-    """Loss at every position of windows of one length; columns are the loss around positions.
+    """Measure the loss at every position of windows of one length; columns are around positions.
 
     There are `sequences` windows, or as many as the validation text has. `opened` are options of
     the runs' RoPE.
@@ -112,7 +112,7 @@ def loss_by_position(
 
 
 def only_part(measured: dict) -> dict:
-    """The values of a measurement that has a single part."""
+    """Return the values of a measurement that has a single chunk."""
     (part,) = measured["parts"].values()
     return part
 
@@ -121,7 +121,7 @@ def only_part(measured: dict) -> dict:
 
 
 def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
-    """Tasks of lm-evaluation-harness; accuracies in percent.
+    """Measure tasks of lm-evaluation-harness; accuracies are in percent.
 
     The columns are the paper's: the name of a task and of a metric, such as "piqa acc_norm".
     """
@@ -153,10 +153,10 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
 
 
 def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Experiment:
-    """Passkeys found, in percent."""
+    """Measure how many passkeys are retrieved, in percent."""
 
     def multiples(config: Config) -> Multiples:
-        """Multiples of the training length, or of its smallest multiple that fits a prompt."""
+        """Take multiples of the training length, or of its smallest multiple that fits a prompt."""
         shortest = passkey.shortest(get_tokenizer(config.tokenizer))
         factor = -(-shortest // config.block_size)
         return tuple(multiple * factor for multiple in (1, 1.5, 2, 4, 8))
@@ -181,7 +181,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
 
 
 def all_accuracies(measured: dict, config: Config) -> list[float]:
-    """The accuracy in percent at each length."""
+    """Return the accuracy in percent at each length."""
     return list(accuracies(measured).values())
 
 
@@ -197,7 +197,7 @@ def recall(
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
-    """Recall by length, in percent."""
+    """Measure recall by length, in percent."""
     return Experiment(
         title=title,
         unit=PERCENT,
@@ -215,7 +215,7 @@ def recall(
 
 
 def accuracies_if_learned(measured: dict, config: Config) -> list[float | None]:
-    """The accuracy in percent at each length; of a task that is not learned, at 1x alone."""
+    """Return the accuracy in percent at each length; of a task that is not learned, at 1x alone."""
     known = learned(measured)
     trained = measured["trained_length"]
     shares = accuracies(measured).items()
@@ -223,7 +223,7 @@ def accuracies_if_learned(measured: dict, config: Config) -> list[float | None]:
 
 
 def accuracy_by_seed(table: dict) -> list[str]:
-    """The accuracy of each seed at 16x or less, and the entries that have not learned the task."""
+    """List the accuracy of each seed at 16x or less, and the entries that have not learned."""
     multiples = table["multiples"]
     longest = max(multiple for multiple in multiples if multiple <= 16)
     column = multiples.index(longest)
@@ -248,7 +248,7 @@ def accuracy_by_seed(table: dict) -> list[str]:
 
 
 def each_seed(table: dict, column: int, rows: dict[str, dict]) -> str:
-    """Of these rows of the table, the names and the values in a column, by seed."""
+    """List these rows of the table with their values in a column, by seed."""
     descriptions = []
     for name, row in rows.items():
         values = [cell(table, summarise([run]), column) for run in row["runs"]]

@@ -22,12 +22,12 @@ Multiples = tuple[float, ...]  # of the training length
 
 
 def at(multiple: float, config: Config) -> int:
-    """A multiple of the training length, in tokens."""
+    """Return a multiple of the training length in tokens."""
     return round(multiple * config.block_size)
 
 
 def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
-    """Multiples of the training length, in tokens."""
+    """Return multiples of the training length in tokens."""
     return tuple(at(multiple, config) for multiple in multiples)
 
 
@@ -84,14 +84,14 @@ class Work:
     again: bool = False  # measure again what has been measured
 
     def runs(self) -> list[PlannedRun]:
-        """All runs of a seed before the next seed, so that a first table is complete early."""
+        """List all runs of a seed before the next seed, so that a first table is complete early."""
         if self.experiment.compute:
             return []
         entries = distinct((*self.experiment.needs, *self.chosen))
         return [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
 
     def evaluations(self) -> Iterator[tuple[Evaluation, EvaluationOptions, PlannedRun]]:
-        """What is to be measured: the evaluation, its options, and the run."""
+        """Yield what is to be measured: the evaluation, its options, and the run."""
         evaluation = self.experiment.evaluation
         if evaluation is None:
             return
@@ -100,7 +100,7 @@ class Work:
                 yield evaluation, self.options(entry), self.scale.run(entry, seed)
 
     def options(self, entry: Entry) -> EvaluationOptions:
-        """The options of the evaluation, with those of the entry's view."""
+        """Return the options of the evaluation, with those of the entry's view."""
         config = self.scale.config
         options = replace(
             self.experiment.options(config),
@@ -113,7 +113,7 @@ class Work:
         return replace(options, **entry.view.options)
 
     def unmeasured(self) -> int:
-        """How many runs there are to evaluate."""
+        """Count the runs that are to be evaluated."""
         count = 0
         for evaluation, options, run in self.evaluations():
             known = run.finished and runner.stored(evaluation, options, run.folder)
@@ -133,7 +133,7 @@ class Work:
         return failures
 
     def results(self, entry: Entry) -> list[dict]:
-        """The measured runs of an entry, one for each seed, as table.json has them."""
+        """Return the measured runs of an entry, one for each seed, as table.json has them."""
         if self.experiment.compute:
             values, curves = self.experiment.compute(entry)
             return [
@@ -156,7 +156,7 @@ class Work:
         return results
 
     def result(self, entry: Entry, run: PlannedRun) -> dict | None:
-        """A run in table.json; None where it, or a run that it needs, is missing or another's."""
+        """Return a run as table.json has it; None where it, or one that it needs, is missing."""
         experiment = self.experiment
         needed = [self.scale.run(other, run.config.seed) for other in experiment.needs]
         for planned in (run, *needed):

@@ -13,7 +13,7 @@ MOST_POINTS = 100  # of a curve
 
 
 def learned_p(run: PlannedRun) -> Values:
-    """SSMax Fig. 2: p_n after training, and a_1 log n + a_2 by least squares.
+    """SSMax Fig. 2: read p_n after training, and fit a_1 log n + a_2 by least squares.
 
     n = 1 is left out: a single key has weight 1 whatever p_1 is, so that p_1 is not trained.
     """
@@ -28,7 +28,7 @@ def learned_p(run: PlannedRun) -> Values:
 
 
 def metric(run: PlannedRun, key: str) -> dict[int, float]:
-    """The values of a key of metrics.jsonl, by step."""
+    """Return the values of a key of metrics.jsonl, by step."""
     return {line["step"]: line[key] for line in read_metrics(run.folder) if key in line}
 
 
@@ -38,7 +38,7 @@ def last_validation(run: PlannedRun) -> Values:
 
 
 def binned(values: dict[int, float], summary: Callable = statistics.mean) -> tuple[list, list]:
-    """At most MOST_POINTS points: each bin's last step, and a summary of its values."""
+    """Return at most MOST_POINTS points: each bin's last step, and a summary of its values."""
     steps = sorted(values)
     size = math.ceil(len(steps) / MOST_POINTS)
     x = []
@@ -51,7 +51,7 @@ def binned(values: dict[int, float], summary: Callable = statistics.mean) -> tup
 
 
 def learning_curve(run: PlannedRun, softmax: PlannedRun) -> Values:
-    """SSMax Fig. 4: the training loss, and its difference from softmax on the same batches."""
+    """SSMax Fig. 4: read the training loss, and its difference from softmax on the same batches."""
     losses = metric(run, "loss")
     baseline = metric(softmax, "loss")
     steps = sorted(losses.keys() & baseline.keys())
@@ -64,7 +64,7 @@ def learning_curve(run: PlannedRun, softmax: PlannedRun) -> Values:
 
 
 def gradient_norms(run: PlannedRun) -> Values:
-    """LSSAR Appendix B.1.4: the gradient norm after the warm-up, before it is clipped."""
+    """LSSAR Appendix B.1.4: read the gradient norm after the warm-up, before it is clipped."""
     norms = metric(run, "grad_norm")
     after = [norm for step, norm in norms.items() if step > run.config.warmup_iters]
     if not after:

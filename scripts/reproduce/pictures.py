@@ -26,7 +26,7 @@ Draw = Callable[[dict], Pictures]
 
 
 def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
-    """A panel for each {title: {label: summary over seeds}}: loss over length; thin: controls."""
+    """Draw loss over length in panels {title: {label: summary over seeds}}; controls are thin."""
     x = table["multiples"]
     curves: dict[str, list[Curve]] = {}
     for title, summaries in panels.items():
@@ -42,12 +42,12 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
 
 
 def drawable(values: Sequence[float | None]) -> list[float]:
-    """Values with a gap in the curve for None."""
+    """Return the values with NaN for None, which leaves a gap in the curve."""
     return [math.nan if value is None else value for value in values]
 
 
 def control_losses(runs: Sequence[dict]) -> list[float]:
-    """The losses of the control at each length, means over runs; empty for runs without control."""
+    """Return the losses of the control at each length, means over runs; empty without a control."""
     losses = []
     for run in runs:
         control = run.get("evaluation", {}).get("control", {})
@@ -57,7 +57,7 @@ def control_losses(runs: Sequence[dict]) -> list[float]:
 
 
 def together(table: dict) -> Figure:
-    """All entries in one panel; in others the paper's values, and differences from the baseline."""
+    """Draw a panel of all entries, one of the paper's values, and one of the differences."""
     rows = table["rows"]
     paper = {}
     differences = {}
@@ -78,7 +78,7 @@ Places = Callable[[Entry], Mapping[str, str]]  # title of a panel -> the entry's
 
 
 def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure]:
-    """Several panels; an entry may be in more than one."""
+    """Draw the entries in several panels; an entry may be in more than one."""
 
     def draw(table: dict) -> Figure:
         panels: dict[str, dict[str, dict]] = {}
@@ -92,14 +92,14 @@ def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure
 
 
 def by_run(entry: Entry) -> dict[str, str]:
-    """A panel for each run, with the ways in which it is evaluated."""
+    """Place an entry in the panel of its run, under the name of its view."""
     if entry.view is None:
         return {entry.run: "as trained"}
     return {entry.run: entry.view.name}
 
 
 def by_stage(entry: Entry) -> dict[str, str]:
-    """A panel for each p, with the variants that are re-weighted with it."""
+    """Place an entry in the panel of its p, under the name of its variant."""
     variant = entry.config.attention
     p = entry.config.p
     if p is None:
@@ -108,7 +108,7 @@ def by_stage(entry: Entry) -> dict[str, str]:
 
 
 def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
-    """A panel for each kind of entries."""
+    """Place an entry in the panel of each of its kinds."""
     names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
     return lambda entry: {kind: entry.name for kind in names if entry.name in names[kind]}
 
@@ -117,7 +117,7 @@ Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positio
 
 
 def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
-    """Normalisers by positions at 16x, and curves by length; of entries whose seeds all learned."""
+    """Draw normalisers by positions at 16x, and curves by length, where all seeds learned."""
     entries = []
     places = {}
     for normaliser, by_positions in normalisers.items():
@@ -146,7 +146,7 @@ def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
 def recall_at_16x(
     table: dict, learned: Mapping[str, dict], normalisers: Normalisers
 ) -> Figure | None:
-    """Normalisers by positions; None if no entry of them has been run."""
+    """Draw normalisers by positions; returns None if no entry of them has been run."""
     column = table["multiples"].index(16)
     shares: dict[str, list[float | None]] = {}
     for normaliser, by_positions in normalisers.items():
@@ -165,7 +165,7 @@ def recall_at_16x(
 
 
 def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
-    """A panel for each {variant: {p: entry}}, a curve over p for each column but the gain."""
+    """Draw a panel for each {variant: {p: entry}}, a curve over p for each column but the gain."""
 
     def draw(table: dict) -> Pictures:
         panels: dict[str, list[Curve]] = {}
@@ -192,12 +192,12 @@ def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
 
 
 def first_seeds(table: dict) -> dict[str, dict]:
-    """Entry -> the evaluation of its first seed."""
+    """Return the evaluation of the first seed of each entry."""
     return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
 
 
 def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Draw:
-    """The curves of the entries, a panel for each name of a curve.
+    """Draw the curves of the entries, a panel for each name of a curve.
 
     `log` names the logarithmic axes; `equal_weights` adds the entropy of n equal weights.
     """
@@ -217,7 +217,7 @@ def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Draw:
 
 
 def maps(table: dict) -> Pictures:
-    """LSSAR Fig. A1: the attention maps of the first seed of each entry."""
+    """LSSAR Fig. A1: draw the attention maps of the first seed of each entry."""
     pictures: dict[str, Figure] = {}
     for name, row in table["rows"].items():
         run = row["runs"][0]
@@ -230,10 +230,10 @@ def maps(table: dict) -> Pictures:
 
 
 def positions(table: dict) -> Figure:
-    """SSMax Fig. 5: loss over positions."""
+    """SSMax Fig. 5: draw the loss over positions."""
     return eval_length.plot(first_seeds(table), table["scale"], by_position=True)
 
 
 def forces(table: dict) -> Figure:
-    """LSSAR Figs. 1 and A7: the force on each planet."""
+    """LSSAR Figs. 1 and A7: draw the force on each planet."""
     return plot_forces(first_seeds(table))

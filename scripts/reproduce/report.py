@@ -37,7 +37,7 @@ HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A tabl
 
 
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
-    """A parser with the options of scripts.reproduce and scripts.compare."""
+    """Return a parser with the options of scripts.reproduce and scripts.compare."""
     parser = Parser(
         prog=f"python -m {name}",
         description=doc.split("\n\n")[0],
@@ -105,7 +105,7 @@ def carry_out(
 
 
 def build_table(work: Work, failures: list[str]) -> dict:
-    """The table of all available runs with these seeds.
+    """Build the table of all available runs with these seeds.
 
     Raises UserError where there is none.
     """
@@ -164,7 +164,7 @@ def add_differences(rows: dict[str, dict], baseline: str) -> None:
 def paper_values(
     experiment: Experiment, scale: str, columns: Sequence[float | str]
 ) -> tuple[dict[str, list], str]:
-    """The paper's values of these columns for each entry, and the scale they are for.
+    """Return the paper's values of these columns for each entry, and the scale they are for.
 
     A value is None where the paper has none; entries without any value are left out.
     """
@@ -218,7 +218,7 @@ def add_headroom(table: dict, work: Work) -> list[str]:
 
 
 def caption(table: dict, work: Work) -> list[str]:
-    """Sentences on the measurement, on the spread over seeds, and on what is missing."""
+    """Describe the measurement, the spread over seeds, and what is missing."""
     rows = table["rows"].values()
     runs = [run for row in rows for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
@@ -247,7 +247,7 @@ def caption(table: dict, work: Work) -> list[str]:
 
 
 def trained(table: dict, work: Work, seeds: list[int]) -> str:
-    """A sentence on the models and their training."""
+    """Describe the models and their training."""
     models = []
     for entry in work.experiment.entries:
         if entry.name in table["rows"]:
@@ -266,7 +266,7 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
 
 
 def data_of(config: Config) -> str:
-    """What the models are trained on."""
+    """Say what the models are trained on."""
     recall = f"recall task {config.recall}"
     if config.task == "orbits":
         return "simulated orbits"
@@ -278,7 +278,7 @@ def data_of(config: Config) -> str:
 
 
 def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
-    """The seeds, which some of the rows may not have."""
+    """Name the seeds, and how many of them the rows have."""
     names = ", ".join(str(seed) for seed in seeds)
     if len(seeds) == 1:
         return f"seed {names}"
@@ -289,7 +289,7 @@ def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
 
 
 def spread_sentence(table: dict, seeds: int) -> str:
-    """A sentence of the caption: what ± and bold mean over so many seeds."""
+    """Say what ± and bold mean over so many seeds."""
     if seeds < 2:
         return "One seed: the spread between seeds is not known, so nothing is ranked."
     if table["baseline"]:
@@ -298,7 +298,7 @@ def spread_sentence(table: dict, seeds: int) -> str:
 
 
 def how_measured(runs: list[dict]) -> str:
-    """A sentence of the caption on the machine, the options and the versions."""
+    """Name the machine, the options and the versions."""
     evaluations = [run["evaluation"] for run in runs]
     environments = []
     for item in (*runs, *evaluations):
@@ -323,7 +323,7 @@ def how_measured(runs: list[dict]) -> str:
 
 
 def distinct(items: list[dict], key: str) -> str:
-    """The distinct values of a key, in order of appearance."""
+    """List the distinct values of a key, in order of appearance."""
     values = []
     for item in items:
         value = item.get(key)
@@ -335,7 +335,7 @@ def distinct(items: list[dict], key: str) -> str:
 
 
 def ranged(values: Sequence[int]) -> str:
-    """The lowest and the highest value: "6 to 12", or "6" where they are the same."""
+    """Return the lowest and the highest value: "6 to 12", or "6" where they are the same."""
     low = min(values)
     high = max(values)
     if low == high:

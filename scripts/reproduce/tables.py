@@ -108,7 +108,7 @@ P_SWEEPS = {
 
 
 def evaluated_at(config: str, *powers: float) -> tuple[Entry, ...]:
-    """A config as it was trained, and evaluated with other p."""
+    """Return a config as it was trained, and evaluated with other p."""
     entry = config_entry(config)
     return (entry, *(entry.viewed(view_p(p)) for p in powers))
 
@@ -121,7 +121,7 @@ P_AT_EVALUATION = (
 
 
 def with_and_without_p(variant: str) -> tuple[Entry, ...]:
-    """A variant without re-weighting, and re-weighted with two p."""
+    """Return a variant without re-weighting, and re-weighted with two p."""
     return (config_entry(variant), with_p(variant, 3), with_p(variant, 15))
 
 
@@ -144,7 +144,7 @@ ROPES = tuple(
 
 
 def by_positions(normaliser: str) -> dict[str, Entry]:
-    """The entries of a normaliser, by what their positions are called."""
+    """Return the entries of a normaliser, by what their positions are called."""
     return {
         "RoPE, scaled": config_entry(normaliser),
         "RoPE, plain": plain_rope(normaliser),
@@ -206,13 +206,13 @@ DEAD = ("near", "far", "all", "dead rows", "dead keys")
 
 
 def mapped(measured: dict, config: Config) -> list[float]:
-    """The values of MAPPED, means over heads."""
+    """Return the values of MAPPED, means over heads."""
     part = only_part(measured)
     return [mean_over_heads(part, name) for name in MAPPED]
 
 
 def entropies(measured: dict) -> tuple[list[float], list[float]]:
-    """Of attention_maps: the keys of each group of queries, and their entropy, mean over heads."""
+    """Return the keys of each group of queries, and their entropy, means over heads."""
     part = only_part(measured)
     means = []
     for column in zip(*part["groups"]["entropy"], strict=True):
@@ -221,7 +221,7 @@ def entropies(measured: dict) -> tuple[list[float], list[float]]:
 
 
 def entropy_by_keys(measured: dict, config: Config) -> list[float]:
-    """LSSAR Sect. 2.1.2: entropy by the number of keys, and its slope beyond training.
+    """LSSAR Sect. 2.1.2: return entropy by the number of keys, and its slope beyond training.
 
     A query with n keys counts for the smallest power of 2 that is at least n.
     """
@@ -241,7 +241,7 @@ def entropy_by_keys(measured: dict, config: Config) -> list[float]:
 
 
 def dead_shares(measured: dict, config: Config) -> list[float]:
-    """The shares of DEAD, means over layers and heads."""
+    """Return the shares of DEAD, means over layers and heads."""
     shares = mean_shares(measured)
     return [shares[name] for name in DEAD]
 
@@ -267,7 +267,7 @@ ACCELERATION = [-2.0, 1.0, 0.0]
 
 
 def physics(config: Config) -> PhysicsOptions:
-    """The published sizes, or less for fewer systems."""
+    """Take the published sizes, or less for fewer systems."""
     return PhysicsOptions(
         steps=min(10_000, math.ceil(config.systems / 40)),
         pairs=min(10_000, math.ceil(config.systems / 10)),
@@ -276,7 +276,7 @@ def physics(config: Config) -> PhysicsOptions:
 
 
 def newton(measured: dict, config: Config) -> list[float]:
-    """LSSAR Table 3."""
+    """Return the columns of TABLE3."""
     vectors, magnitudes = measured["parts"].values()
     powers = [law["powers"] for law in magnitudes["laws"]]
     return [
@@ -292,7 +292,7 @@ def newton(measured: dict, config: Config) -> list[float]:
 
 
 def equations(table: dict) -> list[str]:
-    """The equation of every draw."""
+    """List the equation of every draw."""
     sentences = []
     for name, row in table["rows"].items():
         for run in row["runs"]:
@@ -307,7 +307,7 @@ def equations(table: dict) -> list[str]:
 
 
 def copied(measured: dict, config: Config) -> list[float | None]:
-    """The worth of the first copy by lag, without what is hurt, and the share kept at the last."""
+    """Return the worth of a copy by lag, None where it hurts, and the share kept at the last."""
     kept = shares_kept(measured)
     lags = sorted(int(lag) for lag in measured["parts"])
     worths: list[float | None] = []
@@ -329,7 +329,7 @@ def shares_kept_by_seed(table: dict) -> list[str]:
 
 
 def loss_table(title: str, paper: dict) -> Experiment:
-    """A table of losses at the training length, without a picture."""
+    """Return a table of losses at the training length, without a picture."""
     entries = config_entries(*paper["rows"])
     return loss(title, entries, (1,), draw=lambda table: {}, paper=paper)
 
