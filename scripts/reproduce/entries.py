@@ -122,17 +122,14 @@ def windows(file: Path, scale: Config) -> Settings:
 
 
 def with_p(variant: str, p: float) -> Entry:
-    """Return the entry of a variant with this p, for which it need not have a config file.
-
-    Raises UserError where the variant has no config file at all.
-    """
+    """Return the entry of a variant with this p, for which it need not have a config file."""
     name = f"{variant}_p{p:g}"
     if name in FILES:
         return config_entry(name)
-    for other in (f"{variant}_p15", variant):
-        if other in FILES:
-            return replace(config_entry(other), run=name, settings={"p": float(p)})
-    raise UserError(f"{name!r} is neither a config of configs/ nor a config with p (lssar_p7)")
+    other = f"{variant}_p15"
+    if other not in FILES:
+        other = variant
+    return replace(config_entry(other), run=name, settings={"p": float(p)})
 
 
 def variation(name: str, config: str, scaled: Callable[[Config], Settings]) -> Entry:
