@@ -1,28 +1,44 @@
-"""What a run says before its first step."""
+"""What a run says before its first step, and that --dry_run writes nothing."""
 
 
-def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys, tmp_path, refused):
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys):
     out = train("run", "--dry_run", "--max_iters=7", "--val_tokens=10000")
     printed = capsys.readouterr().out
     assert not out.exists()
-    for part in (
+    sentences = (
         f"softmax: 33,696 parameters on cpu in float32; run folder {out}",
         "3,999 tokens, 592 for validation",
         "896 tokens in steps of 128 (processes x micro-batches x batch_size x block_size = 1 x 1 x "
         "8 x 16), 1.8e+08 FLOP to do, step 0 of 7",
         "dry run: all checks passed; nothing was written",
-    ):
-        assert part in printed
-    refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
-    train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
-    assert "none: not there yet; data.text and data.fineweb make it" in capsys.readouterr().out
+    )
+    for sentence in sentences:
+        assert sentence in printed
+
+
+def test_a_dry_run_warns_of_repeated_data_and_of_a_window_without_effect(train, capsys):
     train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes", "--window=16")
     printed = capsys.readouterr().out
-    assert "them 225 times" in printed and "window = 16 hides nothing at block_size = 16" in printed
+    assert "them 225 times" in printed
+    assert "window = 16 hides nothing at block_size = 16" in printed
+
+
+def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):
+    refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
+    train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
+    printed = capsys.readouterr().out
+    assert "none: not there yet; data.text and data.fineweb make it" in printed
+
+
+def test_a_dry_run_of_a_folder_that_cannot_be_made(train, tmp_path, refused):
     (tmp_path / "file").touch()
     refused(train, "file/run", "--dry_run", says="Not a directory")
+
+
+def test_a_dry_run_of_a_run_that_would_be_resumed(train, capsys):
     run = train("run", "--max_iters=2")
     before = {path: path.read_bytes() for path in run.iterdir()}
     train("run", "--dry_run", "--resume", "--max_iters=4")
     assert "step 2 of 4" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    after = {path: path.read_bytes() for path in run.iterdir()}
+    assert after == before

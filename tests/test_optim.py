@@ -1,34 +1,62 @@
 """The optimizers' parameters, and the learning rate over a run."""
 
 import pytest
+import torch
 
-import optim
 from config import Config, load_config
 from layers.build import build_model
+from optim import build_optimizers, learning_rate, set_learning_rate
 from tests.helpers import SMALL
 
+BASE = {"learning_rate": 1.0, "warmup_iters": 10, "max_iters": 110}
 
-def test_schedules():
-    base = dict(learning_rate=1.0, warmup_iters=10, max_iters=110)
-    cosine = Config(**base, min_lr=0.1)
-    assert optim.learning_rate(0, cosine) == pytest.approx(0.1)
-    assert optim.learning_rate(9, cosine) == optim.learning_rate(10, cosine) == 1.0
-    assert optim.learning_rate(60, cosine) == pytest.approx(0.55)
-    assert optim.learning_rate(110, cosine) == pytest.approx(0.1)
-    constant = Config(**base, schedule="constant")
-    assert optim.learning_rate(109, constant) == 1.0
-    trapezoidal = Config(**base, min_lr=0.1, schedule="trapezoidal", cooldown_iters=50)
-    assert optim.learning_rate(60, trapezoidal) == 1.0
-    assert optim.learning_rate(85, trapezoidal) == pytest.approx(0.55)
-    assert optim.learning_rate(110, trapezoidal) == pytest.approx(0.1)
+
+def test_cosine_schedule():
+    config = Config(**BASE, min_lr=0.1)
+    assert learning_rate(0, config) == pytest.approx(0.1)
+    assert learning_rate(9, config) == 1.0
+    assert learning_rate(10, config) == 1.0
+    assert learning_rate(60, config) == pytest.approx(0.55)
+    assert learning_rate(110, config) == pytest.approx(0.1)
+
+
+def test_constant_schedule():
+    config = Config(**BASE, schedule="constant")
+    assert learning_rate(109, config) == 1.0
+
+
+def test_trapezoidal_schedule():
+    config = Config(**BASE, min_lr=0.1, schedule="trapezoidal", cooldown_iters=50)
+    assert learning_rate(60, config) == 1.0
+    assert learning_rate(85, config) == pytest.approx(0.55)
+    assert learning_rate(110, config) == pytest.approx(0.1)
+
+
+def test_a_rate_is_set_for_all_groups_times_their_lr_scale():
+    """Also when it is set again."""
+    p = torch.zeros(1)
+    groups = [{"params": [p], "lr_scale": 10.0}, {"params": [p.clone()]}]
+    first = torch.optim.SGD(groups, lr=1.0)
+    second = torch.optim.SGD([p.clone()], lr=1.0)
+    for lr in (0.5, 0.25, 0.25):
+        set_learning_rate([first, second], lr)
+        scaled, unscaled = first.param_groups
+        assert scaled["lr"] == 10 * lr
+        assert unscaled["lr"] == lr
+        assert second.param_groups[0]["lr"] == lr
 
 
 @pytest.mark.parametrize("projections", ["linear", "tpa"])
 def test_muon_takes_the_trunks_matrices_only(projections):
     config = load_config([*SMALL, "--optimizer=muon", f"--projections={projections}"])
     model = build_model(config)
-    muon, adamw = optim.build_optimizers(model, config)
-    matrices = [p for group in muon.param_groups for p in group["params"]]
+    muon, adamw = build_optimizers(model, config)
+    (group,) = muon.param_groups
+    matrices = group["params"]
     assert len(matrices) == 4 * config.n_layer
-    assert all(p.dim() == 2 and p is not model.wte.weight for p in matrices)
-    assert {group["weight_decay"] for group in adamw.param_groups} == {config.weight_decay, 0.0}
+    for p in matrices:
+        assert p.dim() == 2
+        assert p is not model.wte.weight
+    decayed, not_decayed = adamw.param_groups
+    assert decayed["weight_decay"] == config.weight_decay
+    assert not_decayed["weight_decay"] == 0.0
