@@ -101,16 +101,13 @@ def formulas_hash(config: Config) -> str:
     names = [config.attention]
     if config.local_window is not None:
         names.append("softmax")
-    roots = list(SHARED_FORMULAS)
-    words = []
+    roots: list[Definition | str] = list(SHARED_FORMULAS)
     for name in names:
         roots.append(Definition("attention", "VARIANTS", name))
         for content in contents(VARIANTS[name]):
-            if isinstance(content, str):
-                words.append(content)
-            elif content.module != "attention":
+            if content != Definition("attention"):
                 roots.append(content)
-    return source_hash(tuple(roots), ABOVE, tuple(words))
+    return source_hash(tuple(roots), ABOVE)
 
 
 def check_settings(config: Config) -> None:
