@@ -156,7 +156,7 @@ def test_an_edited_formula_is_noticed(settings, edit, edited):
     assert differs(before, formulas_hash(config))
 
 
-SOFTPLUS_LINE, RELU_LINE = re.findall("^(?:SOFTPLUS|RELU) = .*", ATTENTION, re.M)
+EXP_LINE, SIGMOID_LINE = re.findall("^(?:EXP|SIGMOID) = .*", ATTENTION, re.M)
 SAME_FORMULAS = {
     "comments": ("attention.py", " # ", " # Edited: "),
     "docstrings": ("attention.py", lambda text: re.sub(r'"""(?=\w)', '"""Edited: ', text)),
@@ -180,8 +180,8 @@ SAME_FORMULAS = {
     ),
     "the order of definitions": (
         "attention.py",
-        f"{SOFTPLUS_LINE}\n{RELU_LINE}\n",
-        f"{RELU_LINE}\n{SOFTPLUS_LINE}\n",
+        f"{EXP_LINE}\n{SIGMOID_LINE}\n",
+        f"{SIGMOID_LINE}\n{EXP_LINE}\n",
     ),
     "a new import": ("attention.py", "import math\n", "import math\nimport os\n"),
     "a new setting": ("config.py", "    def nope_heads", "    new = 1\n\n    def nope_heads"),
