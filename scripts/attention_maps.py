@@ -150,7 +150,8 @@ def identify(options: MapOptions, config: Config) -> dict:
         return facts | NO_TEXT | {"tokens": 0}
     if min(options.lengths_of(config), default=2) < 2:
         raise UserError("--lengths must be at least 2: a single key leaves no choice")
-    return facts | {"tokens": options.validation(config)[:, 1:].size}
+    targets = options.validation(config)[:, 1:]
+    return facts | {"tokens": targets.size}
 
 
 def chunks(options: MapOptions, config: Config) -> dict[str, Callable[..., dict]]:
@@ -181,7 +182,8 @@ def measure_length(options: MapOptions, run: Run, length: int) -> dict:
 
 def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tensor]:
     """The windows [1, length] of the validation text."""
-    for x, _ in windows(options.validation(run.config), length, run.device):
+    validation = options.validation(run.config)
+    for x, _ in windows(validation, length, run.device):
         yield from x.split(1)
 
 
@@ -196,7 +198,8 @@ def distances(length: int) -> list[int]:
 
 def grouped(values: Tensor) -> Tensor:
     """Sum values at each distance, [..., L], over each group of `distances`: [..., groups]."""
-    sizes = np.diff(distances(values.shape[-1]), prepend=-1).tolist()
+    last = distances(values.shape[-1])
+    sizes = np.diff(last, prepend=-1).tolist()
     sums = [group.sum(-1) for group in values.split(sizes, -1)]
     return torch.stack(sums, dim=-1)
 
@@ -231,9 +234,14 @@ def weights(
     run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor] = lambda A: A
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
-    layers = slice(layer, layer + 1)
     with run.autocast():
-        (A,) = attention_weights(run.model, idx.to(run.device), slice(None), reduce, layers)
+        (A,) = attention_weights(
+            run.model,
+            idx.to(run.device),
+            rows=slice(None),
+            reduce=reduce,
+            layers=slice(layer, layer + 1),
+        )
     return A[0].cpu()
 
 
@@ -310,8 +318,12 @@ def measure_distances(options: MapOptions, run: Run) -> dict:
     by_window = []
     for idx in single_windows(options, run, length):
         with run.autocast():
-            # the signs of weights, in a byte each
-            signs = attention_weights(run.model, idx, slice(None), lambda A: A.sign().char())
+            signs = attention_weights(
+                run.model,
+                idx,
+                rows=slice(None),
+                reduce=lambda A: A.sign().char(),  # a byte each
+            )
         by_layer = []
         for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
             by_layer.append(shares(layer_signs[0], layer_pairs))
@@ -345,14 +357,15 @@ def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     for distance in range(length):
         diagonal = sign.diagonal(-distance, -2, -1)
         positive.append((diagonal > 0).sum(-1))
-    positive_shares = grouped(torch.stack(positive, dim=-1)).cpu() / pairs
+    counts = grouped(torch.stack(positive, dim=-1)).cpu()
     used = sign != 0
     used_rows = used.any(-1)
-    used_keys = used.tril(-1).any(-2)[:, : length // 2]
+    used_keys = used.tril(-1).any(-2)  # by a later query
+    used_keys = used_keys[:, : length // 2]
     dead_rows = (~used_rows).double().mean(-1)
     dead_keys = (~used_keys).double().mean(-1)
     dead_shares = torch.stack((dead_rows, dead_keys), dim=-1).cpu()
-    return torch.cat((positive_shares, dead_shares), dim=-1)
+    return torch.cat((counts / pairs, dead_shares), dim=-1)
 
 
 def mean_shares(result: dict) -> dict[str, float]:
@@ -432,7 +445,8 @@ def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure
     run = load_run(path, options)
     layer = measurement["layer"]
     ids = options.ids(run.config)
-    return plot_maps(run, layer, ids, weights(run, layer, torch.tensor([ids])))
+    A = weights(run, layer, torch.tensor([ids]))
+    return plot_maps(run, layer, ids, A)
 
 
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
@@ -443,7 +457,8 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     if A.min() < 0:
         low = -CLAMP
         colours = "RdBu_r"
-    distance = torch.arange(length)[:, None] - torch.arange(length)
+    position = torch.arange(length)
+    distance = position[:, None] - position
     keys = visible_keys(run.config, layer, length)
     hidden = (distance < 0) | (distance >= keys[..., None])
     maps = A.masked_fill(hidden, math.nan).numpy()

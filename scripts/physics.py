@@ -134,16 +134,18 @@ def two_body_states(systems: Sequence[Elements], config: Config) -> tuple[Floats
     """
     groups = [positions for _, positions in simulated(systems, config.block_size)]
     positions = np.concatenate(groups)  # [systems, points, (planet, star), 2]
-    masses = np.stack([system.masses for system in systems])[:, None]
+    vectors = positions[:, :, 0] - positions[:, :, 1]
+    masses = np.stack([system.masses for system in systems])
     points = positions.shape[1]
-    return positions[:, :, 0] - positions[:, :, 1], masses.repeat(points, axis=1)
+    return vectors, masses[:, None].repeat(points, axis=1)
 
 
 def choose_labelled(states: Floats, count: int) -> NDArray[np.bool_]:
     """Choose `count` random points of each system, [systems, points]."""
     systems, points, _ = states.shape
-    order = np.tile(np.arange(points), (systems, 1))
-    return np.random.default_rng(0).permuted(order, axis=1).argsort(axis=1) < count
+    rng = np.random.default_rng(0)
+    order = rng.permuted(np.tile(np.arange(points), (systems, 1)), axis=1)
+    return order.argsort(axis=1) < count
 
 
 def vector_task(config: Config) -> Task:
@@ -215,7 +217,8 @@ def nearest_labels(task: Task, neighbours: int) -> Floats:
     states = task.standardised()
     regressor = KNeighborsRegressor(neighbours)
     regressor.fit(states[task.labelled], task.targets[task.labelled])
-    return regressor.predict(states.reshape(-1, states.shape[-1])).reshape(task.forces.shape)
+    targets = regressor.predict(states.reshape(-1, states.shape[-1]))
+    return targets.reshape(task.forces.shape)
 
 
 def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats:
@@ -288,7 +291,8 @@ def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
         lengths = np.linalg.norm(predicted, axis=-1)
         true_lengths = np.linalg.norm(true, axis=-1)
         errors = np.linalg.norm(predicted - true, axis=-1)
-        cosines = (predicted * true).sum(-1) / np.maximum(lengths * true_lengths, SMALLEST)
+        products = (predicted * true).sum(-1)
+        cosines = products / np.maximum(lengths * true_lengths, SMALLEST)
         every = math.ceil(len(places) / ARROWS)
         planets[name] = {
             "cosine": float(cosines.mean()),
@@ -314,9 +318,12 @@ def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     unlabelled = ~task.labelled
     forces = predict(options, run, "magnitudes", task)[unlabelled, 0]
     true = task.forces[unlabelled, 0]
+    errors = np.abs(forces - true) / true
     states = task.states[unlabelled]
     positive = forces > 0
-    design = np.column_stack((np.ones(positive.sum()), np.log(states[positive])))
+    # log F = constant + sum of exponent * log variable
+    log_states = np.log(states[positive])
+    design = np.column_stack((np.ones(len(log_states)), log_states))
     fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
     scaled = task.standardised()
     neighbours = NearestNeighbors(n_neighbors=1).fit(scaled[task.labelled])
@@ -324,7 +331,7 @@ def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
         "rank_correlation": float(spearmanr(forces, true).statistic),
-        "median_relative_error": float(np.median(np.abs(forces - true) / true)),
+        "median_relative_error": float(np.median(errors)),
         "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
         "positive": float(positive.mean()),
         "positions": len(forces),
@@ -349,14 +356,16 @@ def find_laws(states: Floats, forces: Floats, seed: int) -> list[dict]:
     rng = np.random.default_rng(seed)
     laws = []
     for _ in tqdm(range(DRAWS), desc="symbolic regression", unit="draw"):
-        sample = rng.choice(len(forces), min(SAMPLE, len(forces)), replace=False)
+        size = min(SAMPLE, len(forces))
+        sample = rng.choice(len(forces), size, replace=False)
         x = states[sample]
         y = forces[sample]
         candidates = []
         for search_seed in rng.integers(2**31, size=RESTARTS).tolist():
             candidates += search(x, y, search_seed)
         best = best_score(candidates)
-        laws.append({"nodes": best.nodes, "loss": best.loss} | law(best.formula, y.std()))
+        score = {"nodes": best.nodes, "loss": best.loss}
+        laws.append(score | law(best.formula, y.std()))
     return laws
 
 
@@ -399,7 +408,8 @@ def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
     front = []
     for candidate in regressor.pareto_front_:
         if not candidate["variables"]:
-            front.append(Equation(1, loss(np.full_like(y, median), y), f"{median!r}"))
+            constant = np.full_like(y, median)
+            front.append(Equation(1, loss(constant, y), f"{median!r}"))
             continue
         predicted = regressor.evaluate_model(candidate["tree"], x) * scale
         if np.isfinite(predicted).all():

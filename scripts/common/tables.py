@@ -98,7 +98,8 @@ def best_entries(table: dict, column: int) -> set[str]:
     Two entries tie unless their means differ by more than the larger of their ranges over seeds.
     Entries of a single seed are not compared.
     """
-    means, spreads = {}, {}
+    means = {}
+    spreads = {}
     for name, entry in table["rows"].items():
         width = spread(entry, column)
         if width is not None:
@@ -171,7 +172,8 @@ def difference_rows(name: str, difference: dict, table: dict) -> list[str]:
     rows = []
     for label, summary in summaries.items():
         columns = range(len(table["columns"]))
-        rows.append(markdown_row(label, [cell(table, summary, i, sign="+") for i in columns]))
+        cells = [cell(table, summary, column, sign="+") for column in columns]
+        rows.append(markdown_row(label, cells))
     return rows
 
 
@@ -195,7 +197,7 @@ def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = 
     if width is not None:
         margin = entry["deviation"][column] if table["baseline"] else width / 2
         text += f" ± {margin:.{digits}f}"
-    paper = entry.get("paper")
-    if paper and paper[column] is not None:
-        text += f" ({paper[column]:.{digits}f}; {value - paper[column]:+.{digits}f})"
+    if entry.get("paper") and entry["paper"][column] is not None:
+        paper = entry["paper"][column]
+        text += f" ({paper:.{digits}f}; {value - paper:+.{digits}f})"
     return text
