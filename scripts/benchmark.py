@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, load_config
 from data.tasks import TASKS
-from errors import UserError, command
+from errors import UserError, check_choice, command
 from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
@@ -100,25 +100,35 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         epilog="--setting=value sets a setting of all models",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
-    add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
-    add("--phases", help=f"of {','.join(PHASES)} (train,eval; train beside plain)")
-    add("--rounds", type=int, default=5, help="(%(default)s)")
-    add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
+    parser.add_argument(
+        "configs",
+        nargs="+",
+        metavar="CONFIG.py",
+        help="config files, or plain; the first is the baseline",
+    )
+    parser.add_argument(
+        "--impls",
+        default="auto",
+        help="paths of attention, of auto,triton,blocked,reference; unfused is the paper's setting",
+    )
+    parser.add_argument(
+        "--phases",
+        help=f"what to measure, of {','.join(PHASES)} (train,eval; train beside plain)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each model (%(default)s)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the figures to this JSON file"
+    )
     arguments, settings = parser.parse_known_args()
     if arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
-    beside_plain = PLAIN in arguments.configs
-    allowed = ["train"] if beside_plain else list(PHASES)
+    allowed = ["train"] if PLAIN in arguments.configs else PHASES
     if arguments.phases is None:
         arguments.phases = allowed[:2]
     else:
-        phases = arguments.phases.split(",")
-        if not set(phases) <= set(allowed):
-            names = ", ".join(allowed)
-            raise UserError(f"--phases {arguments.phases}: each must be one of {names}")
-        arguments.phases = phases
+        arguments.phases = arguments.phases.split(",")
+    for phase in arguments.phases:
+        check_choice("--phases", phase, allowed)
     if arguments.out:
         check_writable(arguments.out.parent)
     return arguments, settings
@@ -132,28 +142,29 @@ def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dic
     models: dict[str, Config] = {}
     for path in paths:
         for impl in impls:
-            impl_settings = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-            all_settings = ["--batch_size=4", *settings, *impl_settings]
-            if path == PLAIN:
-                name = PLAIN
-                config = load_config(all_settings)
-                if config.optimizer != "adamw":
-                    raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
-            else:
-                name = Path(path).stem
+            name = Path(path).stem
+            if path != PLAIN:
                 if len(impls) > 1:
                     name += f" {impl}"
-                config = load_config([path, *all_settings])
                 if name in models or name == PLAIN:
                     raise UserError(f"two models are called {name}: rename {path}")
-            if config.dry_run:
-                raise UserError("benchmark takes no --dry_run: it writes no run")
-            if TASKS[config.task].tokens_per_position > 1:
-                raise UserError(
-                    f"benchmark measures models of one token a position, not task = {config.task}"
-                )
-            models[name] = config
+            models[name] = parse_model(path, impl, settings)
     return models
+
+
+def parse_model(path: str, impl: str, settings: list[str]) -> Config:
+    files = [] if path == PLAIN else [path]
+    impl_settings = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+    config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
+    if path == PLAIN and config.optimizer != "adamw":
+        raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+    if config.dry_run:
+        raise UserError("benchmark takes no --dry_run: it writes no run")
+    if TASKS[config.task].tokens_per_position > 1:
+        raise UserError(
+            f"benchmark measures models of one token a position, not task = {config.task}"
+        )
+    return config
 
 
 # ---- measuring ----
