@@ -1,4 +1,4 @@
-"""The cost of a training step, an evaluation step, a generated token or attention alone.
+"""Measure the cost of a training step, an evaluation step, a generated token or attention alone.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
@@ -135,7 +135,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dict[str, Config]:
-    """The Config of every model, by its name in the table.
+    """Return the Config of every model, by its name in the table.
 
     Raises UserError for settings that cannot be measured, and for two models of one name.
     """
@@ -171,7 +171,7 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
 
 
 def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> dict[str, dict]:
-    """Milliseconds and MB of a step of every model and phase; they take turns, round by round."""
+    """Measure milliseconds and MB of a step of every model and phase, in turns, round by round."""
     figures: dict[str, dict] = {name: {"attention_path": None} for name in models}
     context = multiprocessing.get_context("spawn")
     workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
@@ -221,7 +221,7 @@ def prepare(config: Config, phase: str, plain: bool) -> str | None:
 
 
 def timed_step() -> tuple[float, float]:
-    """Milliseconds of a step, and the peak memory so far in MB."""
+    """Take a step; return its milliseconds, and the peak memory so far in MB."""
     synchronize()
     started = time.perf_counter()
     _step()
@@ -269,7 +269,7 @@ class PlainGPT(nn.Module):
 def build_step(config: Config, phase: str, device: torch.device, plain: bool, say: Say) -> Step:
     """Build a function that takes one step of a phase with the config's model, or with PlainGPT.
 
-    `say` is given the path of the model's attention, whose kernels are checked first.
+    `say` is called with the path of the model's attention, whose kernels are checked first.
     """
     torch.manual_seed(config.seed)
     if phase in ("attention", "attention_eval"):
@@ -302,7 +302,7 @@ def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
 
 
 def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """A step that updates the weights of a model: GPT or PlainGPT."""
+    """Build a step that updates the weights of a model: GPT or PlainGPT."""
     dtype = pick_dtype(config.dtype, x.device)
     optimizers = build_optimizers(model, config)
 
@@ -319,7 +319,7 @@ def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tenso
 
 
 def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """A step that computes the losses of all tokens."""
+    """Build a step that computes the losses of all tokens."""
     dtype = pick_dtype(config.dtype, x.device)
 
     @torch.no_grad()
@@ -331,7 +331,7 @@ def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> St
 
 
 def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
-    """A step that generates the token after block_size - 1 cached ones."""
+    """Build a step that generates the token after block_size - 1 cached ones."""
     cache = KVCache(config.block_size)
     token = x[:, :1]
 
@@ -349,7 +349,7 @@ def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
 
 
 def attention_step(config: Config, device: torch.device, training: bool, say: Say) -> Step:
-    """The attention of one layer: forward and backward, or forward without gradients."""
+    """Build a step of one layer's attention: forward and, in training, backward."""
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
@@ -400,7 +400,7 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
 
 
 def with_ratios(values: list[float], baseline: list[float]) -> list[str]:
-    """Each value, and in parentheses its ratio to the baseline's."""
+    """Format each value, with its ratio to the baseline's in parentheses."""
     return [f"{x:.1f} ({x / base:.2f})" for x, base in zip(values, baseline, strict=True)]
 
 
