@@ -1,4 +1,4 @@
-"""The cost of a training step, an evaluation step, a generated token or attention alone.
+"""Measure the cost of a training step, an evaluation step, a generated token or attention alone.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, load_config
 from data.tasks import TASKS
-from errors import UserError, command
+from errors import UserError, check_choice, command
 from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
@@ -100,67 +100,78 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         epilog="--setting=value sets a setting of all models",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG.py", help="or plain; the first is the baseline")
-    add("--impls", default="auto", help="auto,triton,blocked,reference, or unfused: the paper's")
-    add("--phases", help=f"of {','.join(PHASES)} (train,eval; train beside plain)")
-    add("--rounds", type=int, default=5, help="(%(default)s)")
-    add("--out", metavar="FILE", type=Path, help="write the figures to this JSON file")
+    parser.add_argument(
+        "configs",
+        nargs="+",
+        metavar="CONFIG.py",
+        help="config files, or plain; the first is the baseline",
+    )
+    parser.add_argument(
+        "--impls",
+        default="auto",
+        help="paths of attention, of auto,triton,blocked,reference; unfused is the paper's setting",
+    )
+    parser.add_argument(
+        "--phases",
+        help=f"what to measure, of {','.join(PHASES)} (train,eval; train beside plain)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each model (%(default)s)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the figures to this JSON file"
+    )
     arguments, settings = parser.parse_known_args()
     if arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds} must be at least 1")
-    beside_plain = PLAIN in arguments.configs
-    allowed = ["train"] if beside_plain else list(PHASES)
+    allowed = ["train"] if PLAIN in arguments.configs else PHASES
     if arguments.phases is None:
         arguments.phases = allowed[:2]
     else:
-        phases = arguments.phases.split(",")
-        if not set(phases) <= set(allowed):
-            names = ", ".join(allowed)
-            raise UserError(f"--phases {arguments.phases}: each must be one of {names}")
-        arguments.phases = phases
+        arguments.phases = arguments.phases.split(",")
+    for phase in arguments.phases:
+        check_choice("--phases", phase, allowed)
     if arguments.out:
         check_writable(arguments.out.parent)
     return arguments, settings
 
 
 def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dict[str, Config]:
-    """The Config of every model, by its name in the table.
+    """Return the Config of every model, by its name in the table.
 
     Raises UserError for settings that cannot be measured, and for two models of one name.
     """
     models: dict[str, Config] = {}
     for path in paths:
         for impl in impls:
-            impl_settings = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
-            all_settings = ["--batch_size=4", *settings, *impl_settings]
-            if path == PLAIN:
-                name = PLAIN
-                config = load_config(all_settings)
-                if config.optimizer != "adamw":
-                    raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
-            else:
-                name = Path(path).stem
+            name = Path(path).stem
+            if path != PLAIN:
                 if len(impls) > 1:
                     name += f" {impl}"
-                config = load_config([path, *all_settings])
                 if name in models or name == PLAIN:
                     raise UserError(f"two models are called {name}: rename {path}")
-            if config.dry_run:
-                raise UserError("benchmark takes no --dry_run: it writes no run")
-            if TASKS[config.task].tokens_per_position > 1:
-                raise UserError(
-                    f"benchmark measures models of one token a position, not task = {config.task}"
-                )
-            models[name] = config
+            models[name] = parse_model(path, impl, settings)
     return models
+
+
+def parse_model(path: str, impl: str, settings: list[str]) -> Config:
+    files = [] if path == PLAIN else [path]
+    impl_settings = UNFUSED if impl == "unfused" else [f"--attention_impl={impl}"]
+    config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
+    if path == PLAIN and config.optimizer != "adamw":
+        raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+    if config.dry_run:
+        raise UserError("benchmark takes no --dry_run: it writes no run")
+    if TASKS[config.task].tokens_per_position > 1:
+        raise UserError(
+            f"benchmark measures models of one token a position, not task = {config.task}"
+        )
+    return config
 
 
 # ---- measuring ----
 
 
 def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> dict[str, dict]:
-    """Milliseconds and MB of a step of every model and phase; they take turns, round by round."""
+    """Measure milliseconds and MB of a step of every model and phase, in turns, round by round."""
     figures: dict[str, dict] = {name: {"attention_path": None} for name in models}
     context = multiprocessing.get_context("spawn")
     workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
@@ -210,7 +221,7 @@ def prepare(config: Config, phase: str, plain: bool) -> str | None:
 
 
 def timed_step() -> tuple[float, float]:
-    """Milliseconds of a step, and the peak memory so far in MB."""
+    """Take a step; return its milliseconds, and the peak memory so far in MB."""
     synchronize()
     started = time.perf_counter()
     _step()
@@ -258,7 +269,7 @@ class PlainGPT(nn.Module):
 def build_step(config: Config, phase: str, device: torch.device, plain: bool, say: Say) -> Step:
     """Build a function that takes one step of a phase with the config's model, or with PlainGPT.
 
-    `say` is given the path of the model's attention, whose kernels are checked first.
+    `say` is called with the path of the model's attention, whose kernels are checked first.
     """
     torch.manual_seed(config.seed)
     if phase in ("attention", "attention_eval"):
@@ -291,7 +302,7 @@ def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
 
 
 def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """A step that updates the weights of a model: GPT or PlainGPT."""
+    """Build a step that updates the weights of a model: GPT or PlainGPT."""
     dtype = pick_dtype(config.dtype, x.device)
     optimizers = build_optimizers(model, config)
 
@@ -308,7 +319,7 @@ def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tenso
 
 
 def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """A step that computes the losses of all tokens."""
+    """Build a step that computes the losses of all tokens."""
     dtype = pick_dtype(config.dtype, x.device)
 
     @torch.no_grad()
@@ -320,7 +331,7 @@ def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> St
 
 
 def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
-    """A step that generates the token after block_size - 1 cached ones."""
+    """Build a step that generates the token after block_size - 1 cached ones."""
     cache = KVCache(config.block_size)
     token = x[:, :1]
 
@@ -338,7 +349,7 @@ def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
 
 
 def attention_step(config: Config, device: torch.device, training: bool, say: Say) -> Step:
-    """The attention of one layer: forward and backward, or forward without gradients."""
+    """Build a step of one layer's attention: forward and, in training, backward."""
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
@@ -389,7 +400,7 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
 
 
 def with_ratios(values: list[float], baseline: list[float]) -> list[str]:
-    """Each value, and in parentheses its ratio to the baseline's."""
+    """Format each value, with its ratio to the baseline's in parentheses."""
     return [f"{x:.1f} ({x / base:.2f})" for x, base in zip(values, baseline, strict=True)]
 
 

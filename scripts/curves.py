@@ -1,11 +1,11 @@
-"""The curves of runs while they train: loss, validation loss, learning rate and gradient norm.
+"""Draw the curves of runs: loss, validation loss, learning rate and gradient norm.
 
 python -m scripts.curves RUN [RUN ...]
 python -m scripts.curves out/tiny/*/seed1337 --smooth 20 --out curves.pdf
 
-Draws a panel for each quantity by step, from the runs' metrics.jsonl, also of a run in training:
-curves.png in the run's folder, or for several runs curves_RUN_RUN.png in the folder that contains
-them (or --out). The gradient norm is the norm before clipping.
+Each quantity has a panel over the steps in the runs' metrics.jsonl; a run may still be training.
+The picture is curves.png in the run's folder or, for several runs, curves_RUN_RUN.png in the folder
+that contains them; --out names another file. The gradient norm is the norm before clipping.
 """
 
 import sys
@@ -36,7 +36,7 @@ Steps = list[dict[str, float]]  # lines of metrics.jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """The curves of runs while they train."""
+    """Draw the curves of runs, also while they train."""
 
     smooth: int = option(1, "steps to average, drawn over a faint curve of all", at_least=1)
 

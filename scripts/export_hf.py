@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def transformers_model(run: Run) -> Any:
-    """The run's model as a transformers model, of hf_modeling.SharpAttentionForCausalLM."""
+    """Return the run's model as a transformers model: hf_modeling.SharpAttentionForCausalLM."""
     require("eval", "transformers")
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
@@ -110,7 +110,7 @@ def transformers_model(run: Run) -> Any:
 
 
 def transformers_tokenizer(config: Config) -> Any:
-    """The run's tokenizer for transformers: the same ids for the same text.
+    """Return the run's tokenizer for transformers, with the same ids for the same text.
 
     A special token's mark within a text is ordinary text, as in data/tokenizer.py.
     """
@@ -133,7 +133,7 @@ def transformers_tokenizer(config: Config) -> Any:
 
 
 def byte_level_bpe(name: str) -> Any:
-    """A built-in tokenizer in the tokenizers library; `bytes` has no merges."""
+    """Build a built-in tokenizer in the tokenizers library; `bytes` has no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     symbols = byte_symbols()
@@ -160,7 +160,7 @@ def byte_level_bpe(name: str) -> Any:
 
 
 def sources() -> dict[str, str]:
-    """File name -> text of hf_modeling.py and of all files of this repository that it imports.
+    """Return hf_modeling.py and all files of this repository that it imports: name -> text.
 
     transformers takes a single folder of files, and copies only those that lines such as
     `from .module import name` mention: a/b.py becomes a_b.py, and imports become relative.
@@ -194,7 +194,7 @@ def sources() -> dict[str, str]:
 
 
 def flat(module: str) -> str:
-    """The name of a module in the exported folder."""
+    """Return the name of a module in the exported folder."""
     return module.removeprefix("scripts.common.").replace(".", "_")
 
 

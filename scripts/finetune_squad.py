@@ -156,7 +156,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
 
 
 def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
-    """The settings of the fine-tuned run, but for its number of steps, which the data decide."""
+    """Return the settings of the fine-tuned run, without its steps, which depend on the data."""
     return base.replace(
         init_from=run,
         out_dir=str(out),
@@ -290,7 +290,7 @@ def hash_of(examples: list[Example]) -> str:
 def examples_of_step(
     step: int, examples: list[Example], sequences: int, seed: int
 ) -> list[Example]:
-    """The examples of a step, a pure function of (seed, step); the longest last."""
+    """Return the examples of a step, a pure function of (seed, step); the longest last."""
     epoch, step_of_epoch = divmod(step, math.ceil(len(examples) / sequences))
     begin = step_of_epoch * sequences
     end = min(len(examples), begin + sequences)
@@ -301,7 +301,7 @@ def examples_of_step(
 def batch_of_step(
     step: int, examples: list[Example], options: FineTuning, seed: int, device: torch.device
 ) -> Batch:
-    """The micro-batches of a step, whose loss is averaged over its examples."""
+    """Return the micro-batches of a step, whose loss is averaged over its examples."""
     chosen = examples_of_step(step, examples, options.sequences, seed)
     micro_batches = []
     for begin in range(0, len(chosen), options.batch_size):
@@ -311,7 +311,7 @@ def batch_of_step(
 
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
+    """Return inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
     inputs = []
     targets = []
     for example in batch:
@@ -326,7 +326,7 @@ def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def answer_loss(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """Sum of the losses of the answers' tokens, in nats; no other logits are computed."""
+    """Return the sum of the answers' losses in nats; logits of other tokens are not computed."""
     is_answer = y != IGNORED
     logits = model.logits(model.hidden(x)[is_answer])
     return F.cross_entropy(logits.float(), y[is_answer], reduction="sum")

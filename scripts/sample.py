@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def sample(run: Run, options: Sampling) -> list[str]:
-    """Texts that continue the prompt, each up to its end-of-text token."""
+    """Generate texts from the prompt, each up to its end-of-text token."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     # every document of the training data begins with end-of-text
     prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]

@@ -52,7 +52,7 @@ def is_reweighted(case):
 
 P_CASES = [case for case in CASES if is_reweighted(case)]
 RELU_CASES = [case for case in CASES if "relu" in case]
-# Those that torch's own attention can compute.
+# Cases that torch's scaled_dot_product_attention can compute.
 SDPA_CASES = [
     "softmax.py",
     "ssmax.py",

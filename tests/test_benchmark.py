@@ -85,7 +85,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["configs/softmax.py", "--dry_run"], "no --dry_run"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
-        (["plain", "--phases=eval"], "--phases eval: each must be one of train"),
+        (["plain", "--phases=eval"], "--phases = 'eval'; it is one of train"),
         (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
     ],
 )

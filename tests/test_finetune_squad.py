@@ -168,16 +168,23 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
     assert saved(resumed)["step"] == 6
     assert identical(saved(resumed), saved(whole) | {"config": saved(resumed)["config"]})
 
+    written = {path: path.stat().st_mtime_ns for path in resumed.glob("*.pt")}
+    call(finetune_squad, *arguments, "--out_dir", resumed, "--resume")  # nothing is left to do
+    assert {path: path.stat().st_mtime_ns for path in resumed.glob("*.pt")} == written
+
 
 def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     run, squad, call, tmp_path, monkeypatch, capsys
 ):
-    real_step = finetune_squad.train_step
-    steps = []
+    train_step = finetune_squad.train_step
+    rates = []
+    seeds = []
 
     def diverges(training, *arguments):
-        loss, grad_norm = real_step(training, *arguments)
-        steps.append(training.step)
+        (optimizer,) = training.optimizers
+        rates.append(optimizer.param_groups[0]["lr"])
+        seeds.append(torch.initial_seed())
+        loss, grad_norm = train_step(training, *arguments)
         if training.step == 4:
             grad_norm = math.nan
         return loss, grad_norm
@@ -189,9 +196,11 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
         call(finetune_squad, run, f"--squad={squad}", f"--out_dir={out}", "--sequences=16")
     assert stop.value.code == 1
     assert "error: step 5: loss" in capsys.readouterr().err
-    assert steps == [0, 1, 2, 3, 4]
-    keep_last = checkpoint.read_config(out).keep_last
-    assert sorted(checkpoints(out)) == [f"step_{s:06d}.pt" for s in (0, 2, 4)][-keep_last:]
+    assert rates[:4] == list(metrics(out, "lr").values())
+    assert len(rates) == len(set(seeds)) == 5
+    config = checkpoint.read_config(out)
+    names = ["step_000000.pt", "step_000002.pt", "step_000004.pt"]
+    assert sorted(checkpoints(out)) == names[-config.keep_last :]
 
 
 def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
