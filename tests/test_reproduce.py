@@ -174,6 +174,15 @@ def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, mon
     assert "the GPU is full" in evaluation
 
 
+def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
+    """The run of softmax is not chosen the second time, so that it is not refused either."""
+    reproduced("table_a4", "--only=softmax")
+    scale.write_text(scale.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
+    table = read_table(reproduced("table_a4", "--only=softmax_inverse"))
+    assert list(table["rows"]) == ["softmax_inverse"]
+    assert "softmax" in table["not_run"]
+
+
 @pytest.mark.parametrize(
     "arguments, parts",
     [

@@ -45,7 +45,7 @@ class Entry:
     sizes: Path | None = None  # a folder with a config file for each scale, read after `file`
     base: "Entry | None" = None  # the entry whose final weights the run starts from
     view: View | None = None  # None: evaluated as it was trained
-    label: str = ""  # the name of the row, where it is not that of the run and the view
+    label: str = ""  # the name of the row, where it is neither RUN nor RUN:VIEW
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ ORACLE = View("oracle", {"oracle": True})  # of orbits
 
 
 def view_p(p: float) -> View:
-    """Return the view that re-weights with this p instead of the one of training."""
+    """Return the view that re-weights with this p instead of the p of training."""
     return View(f"p{p:g}", {"p": float(p)})
 
 
@@ -133,7 +133,7 @@ def with_p(variant: str, p: float) -> Entry:
 
 
 def variation(name: str, config: str, scaled: Callable[[Config], Settings]) -> Entry:
-    """Return the config of this name or, where there is none, another one with these settings."""
+    """Return the config of this name or, where there is none, another with these settings."""
     if name in FILES:
         return config_entry(name)
     return Entry(name, FILES[config], scaled=scaled)

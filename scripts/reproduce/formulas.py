@@ -62,10 +62,10 @@ def attention_focus(entry: Entry) -> Values:
     values = []
     curves = {}
     for n, column in zip(SIZES, SIZE_COLUMNS, strict=True):
-        others = torch.arange(n - 1, dtype=torch.float64) / (n - 2)
+        other_scores = torch.arange(n - 1, dtype=torch.float64) / (n - 2)
         weights = []
         for z in z_max:
-            scores = torch.cat((others, z[None]))
+            scores = torch.cat((other_scores, z[None]))
             weights.append(last_weight(entry.config.attention, scores, entry.config.s_init))
         above = next(i for i, weight in enumerate(weights) if weight > 0.5)
         low, high = weights[above - 1 : above + 1]

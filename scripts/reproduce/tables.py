@@ -308,16 +308,16 @@ def equations(table: dict) -> list[str]:
 
 def copied(measured: dict, config: Config) -> list[float | None]:
     """Return the worth of a copy by lag, None where it hurts, and the share kept at the last."""
-    kept = shares_kept(measured)
+    shares = shares_kept(measured)
     lags = sorted(int(lag) for lag in measured["parts"])
     worths: list[float | None] = []
     for lag in lags:
-        if kept.get(lag) == "hurt":
+        if shares.get(lag) == "hurt":
             worths.append(None)
         else:
             worth, error = worth_at(measured, [lag])
             worths.append(worth)
-    share = kept[lags[-1]]
+    share = shares[lags[-1]]
     return [*worths, None if isinstance(share, str) else share]
 
 
