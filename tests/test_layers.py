@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.runs import ROOT
 
 # From the bottom up. An entry is a module, or a package, which stands for the modules directly in
-# it. A module may import from the lines above its entry's, and from the modules of its own entry.
+# it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
     ("data.vocabulary", "runtime.hf_config"),
@@ -83,6 +83,6 @@ def test_imports_run_downwards_and_in_no_circle():
     TopologicalSorter(imports).prepare()  # raises for a circle
 
 
-def test_packages_have_no_code_of_their_own():
+def test_init_files_are_empty():
     for path in ROOT.glob("[!.]*/**/__init__.py"):
         assert path.read_text() == "", path
