@@ -18,12 +18,18 @@ from layers.heads import build_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
 
-SCALES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/*.py"))
+
+def config_names(pattern):
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob(pattern))
+
+
+SCALES = config_names("scales/*.py")
 T6 = ["t6.py", "t6_lssar_p15.py"]
-T6_SCALES = [path.relative_to(CONFIGS).as_posix() for path in CONFIGS.glob("scales/t6/*.py")]
+T6_SCALES = config_names("scales/t6/*.py")
 
 
 def at(name):
+    """The path of a file of configs/, as an argument."""
     return str(CONFIGS / name)
 
 
@@ -35,7 +41,8 @@ def write(path, text):
 def refusal(*arguments):
     """The sentence that refuses a command line, by its settings or by the table of variants."""
     with pytest.raises(UserError) as caught:
-        build_attention(load_config([*arguments]))
+        config = load_config([*arguments])
+        build_attention(config)
     return str(caught.value)
 
 
@@ -45,14 +52,44 @@ def refusal(*arguments):
 def test_defaults_are_the_124m_recipe():
     config = load_config([])
     recipe = dict(
-        n_layer=12, n_head=12, n_embd=768, block_size=1024, n_vocab=50257, rope_theta=10000,
-        norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True, attention="softmax", p=None,
-        total_batch_size=524288, batch_size=64, max_iters=18865, learning_rate=6e-4,
-        schedule="cosine", warmup_iters=700, min_lr=0, weight_decay=0.1, beta1=0.9, beta2=0.95,
-        adam_eps=1e-8, grad_clip=1, eval_interval=250, val_tokens=10485760, optimizer="adamw",
-        s_init=1, b_init=0, gamma=1, window=None,
-    )  # fmt: skip
-    assert {key: getattr(config, key) for key in recipe} == recipe
+        # model
+        n_layer=12,
+        n_head=12,
+        n_embd=768,
+        block_size=1024,
+        n_vocab=50257,
+        rope_theta=10000,
+        norm="layernorm",
+        mlp="gelu",
+        bias=True,
+        tie_embeddings=True,
+        # attention
+        attention="softmax",
+        p=None,
+        s_init=1,
+        b_init=0,
+        gamma=1,
+        window=None,
+        # batches and steps
+        total_batch_size=524288,
+        batch_size=64,
+        max_iters=18865,
+        eval_interval=250,
+        val_tokens=10485760,
+        # optimizer
+        optimizer="adamw",
+        learning_rate=6e-4,
+        schedule="cosine",
+        warmup_iters=700,
+        min_lr=0,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.95,
+        adam_eps=1e-8,
+        grad_clip=1,
+    )
+    for key, value in recipe.items():
+        assert getattr(config, key) == value, key
     assert accumulation_steps(config, world_size=8) == 1
     assert accumulation_steps(config, world_size=1) == 8
 
@@ -60,11 +97,15 @@ def test_defaults_are_the_124m_recipe():
 @pytest.mark.parametrize("name", [*ROWS, *T6, *SCALES, *T6_SCALES])
 def test_config_files_load_and_say_what_they_are(name):
     config = load_config([at(name)])
-    comment = " ".join(re.findall(r"^# (.*)$", Path(at(name)).read_text(), re.MULTILINE))
-    papers = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: "
-    others = r".*\b(201|202)\d\b|As hybrid.py, "  # the year of the paper
-    assert re.match(f"({papers}|{others})" if name in ROWS + T6 else r"\w", comment)
-    assert config.out_dir == "out/" + name.split("/")[-1].removesuffix(".py")
+    file = Path(at(name))
+    assert config.out_dir == f"out/{file.stem}"
+    comments = re.findall(r"^# (.*)$", file.read_text(), re.MULTILINE)
+    pattern = r"\w"
+    if name in ROWS + T6:
+        papers = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: "
+        other_papers = r".*\b(201|202)\d\b|As hybrid.py, "  # by their year
+        pattern = f"({papers}|{other_papers})"
+    assert re.match(pattern, " ".join(comments))
 
 
 @pytest.mark.parametrize("row", [*ROWS, *T6])
@@ -72,23 +113,31 @@ def test_config_files_load_and_say_what_they_are(name):
 def test_every_row_goes_with_every_scale(row, scale):
     alone = load_config([at(row)])
     config = load_config([at(row), at(scale)])
-    assert (config.attention, config.p) == (alone.attention, alone.p)
+    assert config.attention == alone.attention
+    assert config.p == alone.p
     assert config.n_embd == load_config([at(scale)]).n_embd
 
 
 def test_scales_are_the_papers():
-    for scale, sizes in {"355m": (24, 1024, 16, 60000), "45m": (6, 512, 8, 9000)}.items():
+    sizes = {
+        "355m": (24, 1024, 16, 60000),
+        "45m": (6, 512, 8, 9000),
+    }
+    for scale, expected in sizes.items():
         config = load_config([at(f"scales/{scale}.py")])
-        assert (config.n_layer, config.n_embd, config.n_head, config.max_iters) == sizes
+        assert (config.n_layer, config.n_embd, config.n_head, config.max_iters) == expected
 
 
 def test_later_files_and_then_the_command_line_win(tmp_path):
-    one = write(tmp_path / "one.py", "max_iters = 1\nseed = 1\nbeta1 = 0.1\n")
-    two = write(tmp_path / "two.py", "import math\n_half = 1\nmax_iters = 2\nseed = 2 * _half\n")
-    config = load_config(["--max_iters=3", one, two])
-    assert (config.max_iters, config.seed, config.beta1) == (3, 2, 0.1)
-    assert load_config([two, one]).seed == 1
-    assert load_config([one, "--seed=5", "--seed=6"]).seed == 6
+    first = write(tmp_path / "first.py", "max_iters = 1\nseed = 1\nbeta1 = 0.1\n")
+    text = "import math\n_half = 1\nmax_iters = 2\nseed = 2 * _half\n"
+    second = write(tmp_path / "second.py", text)
+    config = load_config(["--max_iters=3", first, second])
+    assert config.max_iters == 3
+    assert config.seed == 2
+    assert config.beta1 == 0.1
+    assert load_config([second, first]).seed == 1
+    assert load_config([first, "--seed=5", "--seed=6"]).seed == 6
 
 
 @pytest.mark.parametrize(
@@ -102,8 +151,9 @@ def test_later_files_and_then_the_command_line_win(tmp_path):
     ],
 )
 def test_command_line_values(arguments, key, value):
-    found = getattr(load_config(arguments), key)
-    assert found == value and type(found) is type(value)
+    config = load_config(arguments)
+    assert getattr(config, key) == value
+    assert type(getattr(config, key)) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -123,24 +173,42 @@ def test_out_dir(arguments, out_dir):
 def saved(folder, **changes):
     """A run's config.json, as train.py writes it."""
     folder.mkdir(exist_ok=True)
-    values = load_config([at("lssar_p3.py"), "--seed=5", "--out_dir=elsewhere"]).as_dict()
-    return write(folder / "config.json", json.dumps(values | changes))
+    config = load_config([at("lssar_p3.py"), "--seed=5", "--out_dir=elsewhere"])
+    values = config.as_dict() | changes
+    return write(folder / "config.json", json.dumps(values))
 
 
 def test_a_run_stands_for_its_settings(tmp_path):
-    run, path = str(tmp_path / "p{3}"), saved(tmp_path / "p{3}", resume=True, init_from="base")
-    for arguments in ([run], [path]):
-        config = load_config(arguments)
-        assert (config.attention, config.p, config.seed, config.out_dir) == ("lssar", 3, 5, run)
-        assert config.init_from == "base" and not config.resume
+    folder = tmp_path / "p{3}"
+    path = saved(folder, resume=True, init_from="base")
+    for argument in (str(folder), path):
+        config = load_config([argument])
+        assert config.attention == "lssar"
+        assert config.p == 3
+        assert config.seed == 5
+        assert config.out_dir == str(folder)
+        assert config.init_from == "base"
+        assert not config.resume
+
+
+def test_a_resumed_run_stands_for_its_settings(tmp_path):
+    """Its folder may have moved; init_from, which was for its first start, is cleared."""
+    saved(tmp_path / "p{3}", resume=True, init_from="base")
     (tmp_path / "p{3}").rename(tmp_path / "p3")
     run = str(tmp_path / "p3")
-    for arguments in ([run], [f"{run}/config.json"], [f"--out_dir={run}"]):
-        config = load_config(["--resume", *arguments, "--max_iters=7"])
-        assert (config.attention, config.out_dir, config.max_iters) == ("lssar", run, 7)
-        assert config.resume and config.init_from == ""  # which was for its beginning
-    # beside config files, the command is what it says
-    assert load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"]).attention == "ssmax"
+    for argument in (run, f"{run}/config.json", f"--out_dir={run}"):
+        config = load_config(["--resume", argument, "--max_iters=7"])
+        assert config.attention == "lssar"
+        assert config.out_dir == run
+        assert config.max_iters == 7
+        assert config.resume
+        assert config.init_from == ""
+    # with config files in the command, the run's settings are not read
+    config = load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"])
+    assert config.attention == "ssmax"
+
+
+def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
     with pytest.raises(UserError, match=re.escape(says)):
@@ -151,10 +219,10 @@ def test_a_run_stands_for_its_settings(tmp_path):
 def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     repository = CONFIGS.parent
     monkeypatch.chdir(tmp_path)
-    own = str(repository / "tests")  # a folder that is always there
-    assert load_config(["--data_dir=tests"]).data_dir == own
-    run = Path(saved(tmp_path / "run", data_dir="tests")).parent
-    assert checkpoint.read_config(run).data_dir == own
+    in_repository = str(repository / "tests")  # a folder that is always there
+    assert load_config(["--data_dir=tests"]).data_dir == in_repository
+    saved(tmp_path / "run", data_dir="tests")
+    assert checkpoint.read_config(tmp_path / "run").data_dir == in_repository
     (tmp_path / "tests").mkdir()
     assert load_config(["--data_dir=tests"]).data_dir == "tests"
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
@@ -164,28 +232,37 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
 def test_help_and_refusals_do_not_wait_for_torch(argument):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "train.py", argument],
-        cwd=CONFIGS.parent, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=CONFIGS.parent,
+        capture_output=True,
+        text=True,
+    )
     if argument != "--help":
-        assert done.returncode == 2 and "did you mean learning_rate" in done.stderr
+        assert done.returncode == 2
+        assert "did you mean learning_rate" in done.stderr
         assert "Traceback" not in done.stderr
-    assert "torch" not in done.stderr and "numpy" not in done.stderr and "config" in done.stderr
+    # the modules imported
+    assert "config" in done.stderr
+    assert "torch" not in done.stderr
+    assert "numpy" not in done.stderr
 
 
 def test_derived_values():
     for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
-        assert Config(n_head=25, n_embd=50, nope_share=heads / 25).nope_heads() == heads
+        config = Config(n_head=25, n_embd=50, nope_share=heads / 25)
+        assert config.nope_heads() == heads
     config = load_config([at("lssar_p3.py")])
     assert Config(**config.as_dict()) == config
-    assert config.replace(p=15).variant_name == "lssar_p15" and config.p == 3
+    assert config.replace(p=15).variant_name == "lssar_p15"
     assert config.replace(p=2.5).variant_name == "lssar_p2.5"
+    assert config.p == 3
 
 
 def test_help_has_every_setting_with_its_default_and_a_word():
     lines = help_text().splitlines()
     for field in dataclasses.fields(Config):
-        (line,) = [line for line in lines if line.startswith(f"  --{field.name}=")]
-        default, _, words = line.removeprefix(f"  --{field.name}=").partition(" ")
+        option = f"  --{field.name}="
+        (line,) = [line for line in lines if line.startswith(option)]
+        default, _, words = line.removeprefix(option).partition(" ")
         assert default == repr(field.default)
         assert len(words.strip()) > 3
 
@@ -197,8 +274,11 @@ def test_help_has_every_setting_with_its_default_and_a_word():
     "arguments, message",
     [
         # names
-        ("--learing_rate=1", "the command line sets 'learing_rate', which is not a setting; "
-         "did you mean learning_rate?"),
+        (
+            "--learing_rate=1",
+            "the command line sets 'learing_rate', which is not a setting; "
+            "did you mean learning_rate?",
+        ),
         ("--attention=lsar", "attention = 'lsar'; did you mean lssar? it is one of softmax,"),
         # types
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
@@ -211,8 +291,11 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
-        ("--attention=sigmoid --p=3", "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
-         "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,"),
+        (
+            "--attention=sigmoid --p=3",
+            "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
+            "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,",
+        ),
         ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
@@ -220,10 +303,15 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--min_lr=1e-3", "min_lr = 0.001 is above learning_rate = 0.0006"),
         ("--schedule=trapezoidal --cooldown_iters=20000", "warmup_iters + cooldown_iters = 20700"),
         # settings without effect
-        ("--s_init=2 --attention=lssa", "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
-         "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe"),
-        ("--q_rank=None", "q_rank = None has an effect with projections = 'tpa' only, not with "
-         "'linear'"),
+        (
+            "--s_init=2 --attention=lssa",
+            "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
+            "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe",
+        ),
+        (
+            "--q_rank=None",
+            "q_rank = None has an effect with projections = 'tpa' only, not with 'linear'",
+        ),
         ("--local_window=9", "needs heads without positions: set nope_share or nope_every"),
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
@@ -231,7 +319,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("configs", "configs is a folder without config.json: no run of train.py"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
     ],
-)  # fmt: skip
+)
 def test_refused(arguments, message):
     assert message in refusal(*arguments.split())
 
@@ -248,23 +336,33 @@ def test_refused_files(text, message, tmp_path):
     assert message.format(path=path) in refusal(path)
 
 
-@pytest.mark.parametrize("total, batch, block", [(524288, 48, 1024), (1000, 3, 64), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "total, batch, block",
+    [
+        (524288, 48, 1024),
+        (1000, 3, 64),
+        (1, 1, 2),
+    ],
+)
 def test_what_a_refused_batch_proposes_works(total, batch, block):
-    sizes = dict(total_batch_size=total, batch_size=batch, block_size=block)
+    sizes = SimpleNamespace(total_batch_size=total, batch_size=batch, block_size=block)
     with pytest.raises(UserError, match=f"total_batch_size = {total} is not a mult") as caught:
-        accumulation_steps(SimpleNamespace(**sizes), world_size=3)
-    (value,) = re.findall(r"; (\d+) would work$", str(caught.value))
-    better = SimpleNamespace(**sizes | {"total_batch_size": int(value)})
-    assert accumulation_steps(better, world_size=3) >= 1
+        accumulation_steps(sizes, world_size=3)
+    (proposed,) = re.findall(r"; (\d+) would work$", str(caught.value))
+    sizes.total_batch_size = int(proposed)
+    assert accumulation_steps(sizes, world_size=3) >= 1
 
 
 def test_the_sweep_over_p_is_made_of_settings():
     sweep = yaml.safe_load((CONFIGS / "sweeps/p.yaml").read_text())
-    choices = {key: value["values"] for key, value in sweep["parameters"].items()}
-    fixed = [part for part in sweep["command"] if part.startswith("--") and "=" in part]
-    settings = [part for part in fixed if not part.startswith("--nproc")]
-    folders = set()
-    for values in itertools.product(*choices.values()):
-        pairs = zip(choices, values, strict=True)
-        folders.add(load_config([f"--{k}={v}" for k, v in pairs] + settings).out_dir)
-    assert len(folders) == len(choices["p"]) * len(choices["attention"])
+    fixed = []
+    for argument in sweep["command"]:
+        if argument.startswith("--") and "=" in argument and not argument.startswith("--nproc"):
+            fixed.append(argument)
+    choices = []
+    for key, parameter in sweep["parameters"].items():
+        choices.append([f"--{key}={value}" for value in parameter["values"]])
+    combinations = list(itertools.product(*choices))
+    folders = {load_config([*combination, *fixed]).out_dir for combination in combinations}
+    assert len(folders) == len(combinations)
+    assert sweep["parameters"].keys() == {"p", "attention"}

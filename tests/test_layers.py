@@ -2,11 +2,12 @@
 
 import ast
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 from tests.runs import ROOT
 
-# From the bottom up: an entry is a module, or a package, which stands for the modules directly in
-# it. A module may import what is in the lines above its own, and the other modules of its package.
+# From the bottom up. An entry is a module, or a package, which stands for the modules directly in
+# it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
     ("data.vocabulary", "runtime.hf_config"),
@@ -28,37 +29,60 @@ LAYERS = (
     ("scripts.reproduce",),
     ("scripts.compare",),
 )
-LAYER = {entry: layer for layer, entries in enumerate(LAYERS) for entry in entries}
+HEIGHT = {}
+for height, entries in enumerate(LAYERS):
+    for entry in entries:
+        HEIGHT[entry] = height
 
 
-def imports() -> dict[str, set[str]]:
-    """The modules that each module imports, at its top or anywhere else, without __init__.py."""
+def python_files() -> dict[str, Path]:
+    """The repository's modules by name, without tests, configs and __init__.py."""
     files = [*ROOT.glob("*.py")]
     for package in ("attention_paths", "data", "layers", "runtime", "scripts"):
-        files += (file for file in (ROOT / package).rglob("*.py") if file.name != "__init__.py")
-    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-    found = {}
-    for name, file in names.items():
-        targets = set()
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                # a name is either a module of a package or something inside a module
-                targets |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-        found[name] = targets & names.keys()
-    return found
+        files += (ROOT / package).rglob("*.py")
+    modules = {}
+    for file in files:
+        if file.name != "__init__.py":
+            path = file.relative_to(ROOT).with_suffix("")
+            modules[".".join(path.parts)] = file
+    return modules
 
 
-def entry(module: str) -> str:
-    return module if module in LAYER else module.rpartition(".")[0]
+def imports_of(file: Path) -> set[str]:
+    """What a file imports, at its top or anywhere else: modules, and names inside modules."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+            # each name is a module of a package, or something inside a module
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def entry_of(module: str) -> str:
+    if module in HEIGHT:
+        return module
+    package, _, _ = module.rpartition(".")
+    return package
 
 
 def test_imports_run_downwards_and_in_no_circle():
-    found = imports()
-    assert [module for module in found if entry(module) not in LAYER] == []
-    for module, targets in found.items():
-        for other in {entry(target) for target in targets} - {entry(module)}:
-            assert LAYER[other] < LAYER[entry(module)], f"{module} imports {other}, not below it"
-    TopologicalSorter(found).prepare()  # raises for a circle
-    assert all(path.read_text() == "" for path in ROOT.glob("[!.]*/**/__init__.py"))
+    files = python_files()
+    imports = {}
+    for module, file in files.items():
+        imports[module] = imports_of(file) & files.keys()
+    assert [module for module in files if entry_of(module) not in HEIGHT] == []
+    for module, imported in imports.items():
+        entry = entry_of(module)
+        for other in imported:
+            if entry_of(other) != entry:
+                is_below = HEIGHT[entry_of(other)] < HEIGHT[entry]
+                assert is_below, f"{module} imports {other}, not below it"
+    TopologicalSorter(imports).prepare()  # raises for a circle
+
+
+def test_init_files_are_empty():
+    for path in ROOT.glob("[!.]*/**/__init__.py"):
+        assert path.read_text() == "", path

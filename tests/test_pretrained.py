@@ -12,8 +12,13 @@ from runtime.pretrained import load_initial
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
-    "vocab_size": 257, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 80
-}  # fmt: skip
+    "vocab_size": 257,
+    "n_positions": 16,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_inner": 80,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,27 +31,39 @@ def folder(tmp_path_factory):
 
 
 def load(folder, *settings):
-    """A model with the weights, and what was found."""
-    more = ["--tokenizer=bytes", "--batch_size=1", *settings]
-    model = build_model(config := load_config([f"--init_from=hf:{folder}", *more]))
-    return model, load_initial(model, config.init_from)
+    """A float64 model with the folder's weights, and the checkpoint that they are from."""
+    config = load_config(
+        [f"--init_from=hf:{folder}", "--tokenizer=bytes", "--batch_size=1", *settings]
+    )
+    model = build_model(config)
+    initial = load_initial(model, config.init_from)
+    return model.double().eval(), initial
 
 
 @torch.no_grad()
-def test_the_sizes_and_the_logits_are_those_of_transformers(folder):
-    tokens = torch.randint(257, (2, 11), generator=torch.Generator().manual_seed(0))
+def test_sizes_and_logits_are_as_in_transformers(folder):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(257, (2, 11), generator=generator)
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder).double().eval()
-    model, found = load(folder)
-    logits, expected = model.double().eval()(tokens), reference(tokens).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
-    assert found.id["step"] == 0 and len(found.id["sha256"]) == 64
+    model, initial = load(folder)
+    expected = reference(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-9, atol=1e-9)
+    assert initial.id["step"] == 0
+    assert len(initial.id["sha256"]) == 64
     assert not model.wte.weight[257:].any()  # padding stays 0
-    short, same = load(folder, "--block_size=8")
-    assert same.id == found.id and short.config.block_size == 8
-    expected = reference(tokens[:, :8]).logits
-    torch.testing.assert_close(short.double().eval()(tokens[:, :8]), expected)
-    ssmax, _ = load(folder, "--attention=ssmax", "--sink=learned")
-    assert [*ssmax.trunk.blocks[0].attn.attention.s] == [1, 1]  # its own initial values
+
+    short, short_initial = load(folder, "--block_size=8")
+    assert short_initial.id == initial.id
+    assert short.config.block_size == 8
+    tokens = tokens[:, :8]
+    expected = reference(tokens).logits
+    torch.testing.assert_close(short(tokens), expected)
+
+
+def test_scalars_that_gpt2_does_not_have_keep_their_initial_values(folder):
+    model, _ = load(folder, "--attention=ssmax", "--sink=learned")
+    attention = model.trunk.blocks[0].attn.attention
+    assert attention.s.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_compiled_agrees_and_saves_plain_names(train, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_group_with_a_learning_rate_of_its_own(train, monkeypatch, optimizer):
+def test_a_group_with_an_lr_scale(train, monkeypatch, optimizer):
     """Its lr_scale multiplies the schedule's rate in every step, also after --resume."""
     scaled_names = set()
 
