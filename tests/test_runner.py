@@ -94,7 +94,8 @@ def add(file, facts, name):
 
 
 def chunks_of(file, facts):
-    return runner.find_measurement(file, facts).get("parts")
+    measurements = runner.read_measurements(file)
+    return runner.find_measurement(measurements, facts).get("parts")
 
 
 def test_measurements_of_other_facts_stay(tmp_path):
@@ -104,6 +105,20 @@ def test_measurements_of_other_facts_stay(tmp_path):
         add(file, facts, name)
     assert chunks_of(file, first) == {"a": {"value": "a"}, "b": {"value": "b"}}
     assert chunks_of(file, second) == {"a": {"value": "a"}} and chunks_of(file, third) is None
+
+
+def test_the_newest_of_measurements_that_cannot_be_told_apart(tmp_path):
+    """Two hashes of an earlier kind: both may be of the formulas there are now."""
+    file = tmp_path / "results.json"
+    older, newer = (
+        {"step": 1, "formulas": f"3.11 {name}", "parts": {name: {}}} for name in ("older", "newer")
+    )
+    file.write_text(json.dumps([older, newer]))
+    now = {"step": 1, "formulas": "source 0123456789abcdef"}
+    assert chunks_of(file, now) == {"newer": {}}
+    add(file, now, "now")
+    assert chunks_of(file, now) == {"newer": {}, "now": {"value": "now"}}
+    assert runner.read_measurements(file)[0] == older
 
 
 def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):

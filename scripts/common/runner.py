@@ -280,8 +280,10 @@ def measure_missing(evaluation: Evaluation[Chosen], options: Chosen, run: Run) -
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
     code = code_hash(evaluation)  # before the source may be edited
-    known = {} if options.again else find_measurement(file, facts).get("parts", {})
-    missing = [name for name in chunks if name not in known]
+    missing = list(chunks)
+    if not options.again:
+        known = find_measurement(read_measurements(file), facts).get("parts", {})
+        missing = [name for name in chunks if name not in known]
     for name in tqdm(missing, str(run.path), unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
         made = environment(options.device)
@@ -297,12 +299,14 @@ def stored(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) ->
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
     facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
-    result = find_measurement(results_file(evaluation, path), facts)
-    chunks = evaluation.chunks(options, config)
+    file = results_file(evaluation, path)
+    result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
-    if not known.keys() >= chunks.keys():
-        return None
-    parts = {name: known[name] for name in chunks}
+    parts = {}
+    for name in evaluation.chunks(options, config):
+        if name not in known:
+            return None
+        parts[name] = known[name]
     result |= {"parts": parts} | evaluation.summarise(parts)
     control = evaluation.control(options, trained)
     if control is None:
@@ -324,9 +328,9 @@ def read_measurements(file: Path) -> list[dict]:
     return read_json(file, list[dict[str, Any]]) or []
 
 
-def find_measurement(file: Path, facts: dict) -> dict:
-    """The measurement that these facts identify; empty if there is none."""
-    for measurement in read_measurements(file):
+def find_measurement(measurements: list[dict], facts: dict) -> dict:
+    """The newest measurement that these facts identify; empty if there is none."""
+    for measurement in reversed(measurements):
         if is_of(measurement, facts):
             return measurement
     return {}
@@ -356,11 +360,14 @@ def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dic
     # a lock of its own: a run may be evaluated while it trains
     with FileLock(file.parent / ".results.lock"):
         measurements = read_measurements(file)
-        others = [measurement for measurement in measurements if not is_of(measurement, facts)]
-        before = find_measurement(file, facts)
-        parts = before.get("parts", {}) | {name: values}
-        codes = before.get("code", {}) | {name: code}
-        updated = facts | {"parts": parts, "code": codes, "environment": made}
+        measurement = find_measurement(measurements, facts)
+        others = [other for other in measurements if other is not measurement]
+        updated = {
+            **facts,
+            "parts": measurement.get("parts", {}) | {name: values},
+            "code": measurement.get("code", {}) | {name: code},
+            "environment": made,
+        }
         write_json(file, [*others, updated])
 
 
@@ -385,20 +392,34 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         options = evaluation.align(options, [checkpoint.read_config(path) for path in runs])
         check_runs(evaluation, options, runs)
         measurements = [measured(evaluation, options, path) for path in runs]
-        pictures = evaluation.show(options, dict(zip(run_names(runs), measurements, strict=True)))
+        results = dict(zip(run_names(runs), measurements, strict=True))
+        pictures = evaluation.show(options, results)
         for path, measurement in zip(runs, measurements, strict=True):
             figure = evaluation.draw_run(options, path, measurement)
             if figure is not None:
                 save_picture(figure, picture_path([path], evaluation.name))
-        for i, (name, figure) in enumerate(pictures.items()):
-            file = arguments.out or picture_path(runs, name)
-            if arguments.out and i:
-                file = file.with_stem(f"{file.stem}_{name}")
-            save_picture(figure, file)
-        if arguments.out and not pictures:
-            print(f"--out {arguments.out}: there is nothing to draw", file=sys.stderr)
+        save_pictures(pictures, runs, arguments.out)
 
     return main
+
+
+def save_pictures(
+    pictures: dict[str, Figure],
+    runs: Sequence[str | Path],
+    out: Path | None,
+) -> None:
+    """Save pictures of these runs under their names, or as `out`: the first as it is called, the
+    others with their names behind it."""
+    if out and not pictures:
+        print(f"--out {out}: there is nothing to draw", file=sys.stderr)
+    for i, (name, figure) in enumerate(pictures.items()):
+        if out is None:
+            file = picture_path(runs, name)
+        elif i == 0:
+            file = out
+        else:
+            file = out.with_stem(f"{out.stem}_{name}")
+        save_picture(figure, file)
 
 
 def check_runs(
