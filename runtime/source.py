@@ -67,7 +67,8 @@ def source_hash(roots: tuple[Definition | str, ...], closed: tuple[str, ...] = (
             is_closed = definition.module in closed or package in closed
             if definition.module == root.module or not is_closed:
                 remaining.append(definition)
-    digest = hashlib.sha256("\n".join(sorted(set(texts.values()))).encode())
+    lines = sorted(set(texts.values()))
+    digest = hashlib.sha256("\n".join(lines).encode())
     return f"{KIND} {digest.hexdigest()[:16]}"
 
 
@@ -88,11 +89,13 @@ def contents(value: Any) -> Iterator[Definition | str]:
     Inside dataclasses, tuples and partial functions too.
     """
     if isinstance(value, functools.partial):
-        value = (value.func, *value.args, *value.keywords.values())
+        yield from contents(value.func)
+        yield from contents((*value.args, *value.keywords.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        value = (type(value), *fields)
-    if isinstance(value, tuple):
+        yield from contents(type(value))
+        for field in dataclasses.fields(value):
+            yield from contents(getattr(value, field.name))
+    elif isinstance(value, tuple):
         for item in value:
             yield from contents(item)
     elif callable(value):
@@ -166,7 +169,10 @@ def nodes_of(definition: Definition) -> list[Any]:
     by_name = statements_by_name(module)
     statements = by_name.get(name) or by_name.get("*", [])
     if key is not None:
-        return [node for statement in statements for node in under_key(statement, key)]
+        nodes: list[ast.AST] = []
+        for statement in statements:
+            nodes += under_key(statement, key)
+        return nodes
     if inner_name:
         (block,) = statements
         return [node for node in block.body if getattr(node, "name", None) == inner_name]
@@ -236,14 +242,18 @@ def reached_by(definition: Definition, nodes: list[Any]) -> Iterator[Definition]
                 yield from imported_by(inner, module, name)
 
 
+def package_of(module: str) -> str:
+    loaded = sys.modules.get(module)
+    return getattr(loaded, "__package__", None) or module.rpartition(".")[0]
+
+
 def imported_by(statement: Any, module: str, name: str | None) -> Iterator[Definition]:
     """What an import in a module stands for, under this name or under all names."""
     source = getattr(statement, "module", "")
     if getattr(statement, "level", 0):
-        package = getattr(sys.modules.get(module), "__package__", None) or module.rpartition(".")[0]
-        parents = package.split(".")
+        parents = package_of(module).split(".")
         parents = parents[: len(parents) + 1 - statement.level]
-        source = ".".join(filter(None, [*parents, source]))
+        source = ".".join([*parents, source]).strip(".")
     for alias in statement.names:
         if name is not None and name_bound_by(alias) not in (name, "*"):
             continue

@@ -105,7 +105,7 @@ def identify(options: LossOptions, config: Config) -> dict:
 
 def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
     lengths = options.lengths_of(config)
-    found = {}
+    by_name = {}
     for length in lengths:
         name = f"{length} tokens"
         if options.whole_documents:  # stretches of other lengths are in other documents
@@ -113,8 +113,8 @@ def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
         by_position = options.per_position and length == lengths[-1]
         if by_position:
             name += " by position"
-        found[name] = Chunk(length, by_position)
-    return found
+        by_name[name] = Chunk(length, by_position)
+    return by_name
 
 
 def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
@@ -150,7 +150,9 @@ def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
             "of them on one text"
         )
     lengths = options.lengths_of(*configs)
-    tokens = options.tokens or min(default_tokens(config, lengths) for config in configs)
+    tokens = options.tokens
+    if tokens is None:
+        tokens = min(default_tokens(config, lengths) for config in configs)
     return replace(options, lengths=lengths, tokens=tokens)
 
 
@@ -166,64 +168,85 @@ def default_tokens(config: Config, lengths: Sequence[int]) -> int:
 @torch.no_grad()
 def position_losses(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L]."""
-    total, windows = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for x, y in batches:
         with run.autocast():
             losses = run.model.token_losses(x, y)
         total = total + losses.cpu().double().sum(0)
-        windows += len(losses)
-    return total / windows
+        count += len(losses)
+    return total / count
 
 
 def gain(result: dict) -> float | None:
     """A measurement's gain from context at the longest length; None without a control.
 
-    It is the loss that T tokens allow, T being the training length, minus the loss. They allow the
-    lower of the loss at T, if it is measured, and the loss with a sliding window of T.
+    The gain is the loss that T tokens allow, T being the training length, minus the loss with all
+    tokens. T tokens allow the lower of two losses: with a sliding window of T, and at T, if it is
+    measured.
     """
     if "control" not in result:
         return None
     control = result["control"]
-    window = control["loss"][-1]
-    losses = dict(zip(control["lengths"], control["loss"], strict=True))
-    return min(losses.get(result["trained_length"], window), window) - result["loss"][-1]
+    loss_of_T_tokens = control["loss"][-1]
+    for length, loss in zip(control["lengths"], control["loss"], strict=True):
+        if length == result["trained_length"]:
+            loss_of_T_tokens = min(loss_of_T_tokens, loss)
+    return loss_of_T_tokens - result["loss"][-1]
 
 
 # ---- the table and the pictures ----
 
 
 def show(options: LossOptions, results: Results) -> dict[str, Figure]:
-    """Print the losses, the controls and the gains, and draw them."""
-    first, *_ = results.values()
+    """Print the losses, the controls and the gains, and draw the losses."""
+    title = title_of(results.values())
+    print_losses(results, title, options.whole_documents)
+    picture = "loss_by_position" if options.per_position else "loss_by_length"
+    return {picture: plot(results, title, options.per_position)}
+
+
+def print_losses(results: Results, title: str, whole_documents: bool) -> None:
+    first = next(iter(results.values()))
+    headings = [UNIT]
+    if title:
+        headings.append(title)
+    if whole_documents:
+        count = first["tokens"] // math.lcm(*first["lengths"])
+        headings.append(f"{count} stretches of whole documents")
+    print("\n" + ", ".join(headings))
     table = [["tokens", *map(str, first["lengths"]), "gain"]]
+    has_gains = False
     for name, result, is_control in with_controls(results):
-        value = gain(result)
         label = f"  sliding window of {result['window']}" if is_control else name
         losses = [f"{loss:.4f}" for loss in result["loss"]]
-        table.append([label, *losses, "" if value is None else f"{value:+.4f}"])
-    title, count = title_of(results.values()), first["tokens"] // math.lcm(*first["lengths"])
-    inside = f"{count} stretches of whole documents" if options.whole_documents else ""
-    print("\n" + ", ".join(filter(None, (UNIT, title, inside))))
+        gain_of_run = gain(result)
+        if gain_of_run is None:
+            table.append([label, *losses, ""])
+        else:
+            table.append([label, *losses, f"{gain_of_run:+.4f}"])
+            has_gains = True
     print_table(table, width=9)
-    if any(line[-1] for line in table[1:]):
+    if has_gains:
         print(MEANING)
-    by_position = options.per_position
-    picture = "loss_by_position" if by_position else "loss_by_length"
-    return {picture: plot(results, title, by_position)}
 
 
 def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     """Loss over length, or over the position in the longest windows; thin lines are controls."""
-    begin, curves = int(FIRST_DRAWN * min(r["trained_length"] for r in results.values())), []
-    for name, result, thin in with_controls(results):
-        x, y = result["lengths"], result["loss"]
+    shortest = min(result["trained_length"] for result in results.values())
+    first_drawn = int(FIRST_DRAWN * shortest)
+    curves = []
+    for name, result, is_control in with_controls(results):
+        x = result["lengths"]
+        y = result["loss"]
         if by_position:
-            *_, longest = result["parts"].values()
+            longest = list(result["parts"].values())[-1]
             losses = smoothed(longest["loss_by_position"])
-            x, y = range(begin + 1, len(losses) + 1), losses[begin:]
-        curves.append(Curve(name, x, y, thin=thin))
-    x = "position" if by_position else "length"
-    return draw_by_length(results.values(), title, curves, x, UNIT)
+            x = range(first_drawn + 1, len(losses) + 1)
+            y = losses[first_drawn:]
+        curves.append(Curve(name, x, y, thin=is_control))
+    xlabel = "position" if by_position else "length"
+    return draw_by_length(results.values(), title, curves, xlabel, UNIT)
 
 
 def smoothed(losses: list[float]) -> list[float]:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,14 +59,13 @@ from scripts.common.runner import Evaluation, Results, Run, as_command
 from scripts.common.validation import TextOptions, accuracies, checked_tokens
 
 CITIES = (
-    "Accra", "Amsterdam", "Ankara", "Athens", "Auckland", "Baghdad", "Bangkok", "Barcelona",
-    "Beijing", "Berlin", "Boston", "Brussels", "Budapest", "Buenos Aires", "Cairo", "Cape Town",
-    "Chicago", "Copenhagen", "Delhi", "Dublin", "Edinburgh", "Geneva", "Hanoi", "Havana",
-    "Helsinki", "Istanbul", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid",
-    "Melbourne", "Mexico City", "Milan", "Montreal", "Moscow", "Mumbai", "Nairobi", "New York",
-    "Osaka", "Oslo", "Paris", "Prague", "Rome", "San Francisco", "Santiago", "Seoul", "Singapore",
-    "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw",
-)  # fmt: skip
+    "Accra, Amsterdam, Ankara, Athens, Auckland, Baghdad, Bangkok, Barcelona, Beijing, Berlin, "
+    "Boston, Brussels, Budapest, Buenos Aires, Cairo, Cape Town, Chicago, Copenhagen, Delhi, "
+    "Dublin, Edinburgh, Geneva, Hanoi, Havana, Helsinki, Istanbul, Jakarta, Kyoto, Lagos, Lima, "
+    "Lisbon, London, Madrid, Melbourne, Mexico City, Milan, Montreal, Moscow, Mumbai, Nairobi, "
+    "New York, Osaka, Oslo, Paris, Prague, Rome, San Francisco, Santiago, Seoul, Singapore, "
+    "Stockholm, Sydney, Tehran, Tokyo, Toronto, Vancouver, Vienna, Warsaw"
+).split(", ")
 STATEMENT = "\nThe special magic {city} number is:"  # and the scored span: " 8106422."
 QUESTION = "What is the special magic {city} number?"
 # A length that fits any needle, its question and the answer, at a token a character: 136 of them.
@@ -92,27 +92,36 @@ class Haystack:
 
     def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
         """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
-        asked = ASK.format(question=QUESTION.format(city=city))
-        texts = (STATEMENT.format(city=city), f" {number}.", "\n", asked)
-        needle, span, end, question = map(self.tokenizer.encode, texts)
-        bare, eot = 1 + sum(map(len, (needle, span, end, question))), self.tokenizer.eot
-        room = length - bare - ANSWER_TOKENS
+        encode = self.tokenizer.encode
+        eot = self.tokenizer.eot
+        statement = encode(STATEMENT.format(city=city))
+        span = encode(f" {number}.")
+        line_break = encode("\n")
+        question = encode(ASK.format(question=QUESTION.format(city=city)))
+        told = [*statement, *span, *line_break]
+        room = length - 1 - len(told) - len(question) - ANSWER_TOKENS
         start = int(place * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
-        hay = np.where(hay == eot, end[0], hay).tolist()
+        hay = np.where(hay == eot, line_break[0], hay).tolist()
         before = round(depth * room)
-        prompt = [eot, *hay[:before], *needle, *span, *end, *hay[before:], *question]
-        begin = 1 + before + len(needle)
+        prompt = [eot, *hay[:before], *told, *hay[before:], *question]
+        begin = 1 + before + len(statement)
         return Needle(prompt, number, depth, slice(begin, begin + len(span)), city)
 
     def draws(
-        self, count: int, rng: random.Random, length: int, depth: float | None = None
+        self,
+        count: int,
+        rng: random.Random,
+        length: int,
+        depth: float | None = None,
     ) -> Iterator[Needle]:
         """Needles with random cities, numbers and haystacks, at `depth` or at random depths."""
         for _ in range(count):
-            city, number = rng.choice(CITIES), rng.randint(10**6, 10**7 - 1)
+            city = rng.choice(CITIES)
+            number = rng.randint(10**6, 10**7 - 1)
             needle_depth = rng.random() if depth is None else depth
-            yield self.hide(city, number, needle_depth, length, rng.random())
+            place = rng.random()
+            yield self.hide(city, number, needle_depth, length, place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +145,8 @@ def haystack_of(config: Config) -> Haystack:
 def identify(options: NeedleOptions, config: Config) -> dict:
     lengths = (*options.lengths_of(config), options.score_length)
     check_prompts(config, lengths, SHORTEST)
-    available, longest = len(checked_tokens(config)), max(lengths)
+    available = len(checked_tokens(config))
+    longest = max(lengths)
     if longest > available:
         raise UserError(
             f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
@@ -190,50 +200,84 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
 
 def score(run: Run, options: NeedleOptions, haystack: Haystack) -> dict:
     """Needle scores: the top heads at one needle, the top score at each of many."""
-    length, eot = options.score_length, haystack.tokenizer.eot
+    length = options.score_length
     rng = random.Random(f"needle scores {options.seed} {length}")
-    fixed = haystack.hide(*FIXED, length, rng.random())
-    needles = chain([fixed], haystack.draws(options.score_trials, rng, length))
-    (first, scores), *others = (
-        ({"city": needle.city, "number": needle.number, "depth": round(needle.depth, 4),
-          "answer": text, "grade": grade(needle, text)}, needle_scores(run, needle))
-        for needle, text in answered(run, needles, length, eot)
-    )  # fmt: skip
-    H, values = scores.shape[1], scores.flatten().tolist()  # [layers * H]
-    heads = [{"layer": i // H, "head": i % H, "score": x} for i, x in enumerate(values)]
-    best = sorted(heads, key=lambda head: -head["score"])[:HEADS]
-    trials = [trial | {"top_score": scores.max().item()} for trial, scores in others]
-    return {"length": length, "one needle": first | {"heads": best}, "trials": trials}
+    fixed_needle = haystack.hide(*FIXED, length, rng.random())
+    needles = chain([fixed_needle], haystack.draws(options.score_trials, rng, length))
+    trials: list[dict[str, Any]] = []
+    for needle, text in answered(run, needles, length, never=haystack.tokenizer.eot):
+        scores = needle_scores(run, needle)
+        trial = {
+            "city": needle.city,
+            "number": needle.number,
+            "depth": round(needle.depth, 4),
+            "answer": text,
+            "grade": grade(needle, text),
+        }
+        if not trials:
+            trial["heads"] = top_heads(scores)
+        else:
+            trial["top_score"] = scores.max().item()
+        trials.append(trial)
+    return {"length": length, "one needle": trials[0], "trials": trials[1:]}
+
+
+def top_heads(scores: Tensor) -> list[dict]:
+    """The heads with the highest of the scores [layers, H]."""
+    heads = []
+    for layer, layer_scores in enumerate(scores.tolist()):
+        for head, value in enumerate(layer_scores):
+            heads.append({"layer": layer, "head": head, "score": value})
+    return sorted(heads, key=lambda head: -head["score"])[:HEADS]
+
+
+# ---- the pictures ----
 
 
 def draw_run(options: NeedleOptions, path: str | Path, measurement: dict) -> Figure:
     """Fig. 6: the share of needles found at each length and depth."""
-    lengths, chunks = list(accuracies(measurement)), measurement["parts"]
-    by_depth = zip(*(chunks[str(n)]["accuracy_by_depth"] for n in lengths), strict=True)
-    shares = dict(zip(map("{:.0%}".format, DEPTHS), by_depth, strict=True))
+    lengths = []
+    shares: dict[str, list[float]] = {f"{depth:.0%}": [] for depth in DEPTHS}
+    for length in accuracies(measurement):
+        lengths.append(f"{length:,}")
+        by_depth = measurement["parts"][str(length)]["accuracy_by_depth"]
+        for row, share in zip(shares.values(), by_depth, strict=True):
+            row.append(share)
     title = f"{measurement['variant']}, {title_of([measurement])}"
-    return heat_map(title, shares, [f"{n:,}" for n in lengths], "needles found (%)")
+    return heat_map(title, shares, lengths, "needles found (%)")
 
 
 def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; draw Figs. 7 and 8."""
-    heads, tops = [], []
+    head_curves = []
+    trial_curves: list[Curve] = []
     for name, result in results.items():
         print_accuracies(result, "needles")
         scores = result["parts"][options.scores]
         best = [head["score"] for head in scores["one needle"]["heads"]]
         label = f"{name}, {scores['one needle']['grade']}"
-        heads.append(Curve(label, range(1, len(best) + 1), best))
-        trials = sorted(scores["trials"], key=lambda trial: -trial["top_score"])
-        for kind in GRADES:
-            points = [(i, t["top_score"]) for i, t in enumerate(trials, 1) if t["grade"] == kind]
-            tops += [Curve(f"{name}, {kind}", *zip(*points, strict=True))] if points else []
+        head_curves.append(Curve(label, range(1, len(best) + 1), best))
+        trial_curves += curves_by_grade(name, scores["trials"])
     one = f"one needle, {FIXED[2]:.0%} deep in {options.score_length:,} tokens"
     many = f"needles at random depths of {options.score_length:,} tokens"
-    return {
-        "needle_heads": draw_curves({one: heads}, "attention head, by score", "needle score"),
-        "needle_scores": draw_curves({many: tops}, "trial, by top score", "top needle score"),
-    }
+    heads = draw_curves({one: head_curves}, "attention head, by score", "needle score")
+    trials = draw_curves({many: trial_curves}, "trial, by top score", "top needle score")
+    return {"needle_heads": heads, "needle_scores": trials}
+
+
+def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
+    """The top scores of trials by their rank, a curve for each grade that an answer has."""
+    ranks: dict[str, list[int]] = {grade: [] for grade in GRADES}
+    scores: dict[str, list[float]] = {grade: [] for grade in GRADES}
+    ranked = sorted(trials, key=lambda trial: -trial["top_score"])
+    for rank, trial in enumerate(ranked, 1):
+        ranks[trial["grade"]].append(rank)
+        scores[trial["grade"]].append(trial["top_score"])
+    curves = []
+    for grade in GRADES:
+        if ranks[grade]:
+            curves.append(Curve(f"{name}, {grade}", ranks[grade], scores[grade]))
+    return curves
 
 
 NEEDLE = Evaluation(

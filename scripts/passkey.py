@@ -19,6 +19,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -81,9 +82,11 @@ def measure(options: PasskeyOptions, run: Run, length: int) -> dict:
 @functools.cache
 def shortest(tokenizer: Tokenizer) -> int:
     """The shortest length that fits any trial: the longest key, without filler."""
-    keys = (tokenizer.encode(KEY.format(key=key)) for key in range(1, LARGEST_KEY + 1))
-    task, question = tokenizer.encode(TASK), tokenizer.encode(QUESTION)
-    return 1 + len(task) + max(map(len, keys)) + len(question) + ANSWER_TOKENS
+    longest = 0
+    for key in range(1, LARGEST_KEY + 1):
+        longest = max(longest, len(tokenizer.encode(KEY.format(key=key))))
+    others = tokenizer.encode(TASK) + tokenizer.encode(QUESTION)
+    return 1 + len(others) + longest + ANSWER_TOKENS
 
 
 def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
@@ -92,11 +95,14 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     The length is at least `shortest`.
     """
     rng = random.Random(f"passkey {seed} {length}")
-    task, question = [tokenizer.eot, *tokenizer.encode(TASK)], tokenizer.encode(QUESTION)
-    filler = tokenizer.encode(" ".join([FILLER] * (length // len(tokenizer.encode(FILLER)) + 1)))
+    task = [tokenizer.eot, *tokenizer.encode(TASK)]
+    question = tokenizer.encode(QUESTION)
+    repeats = 1 + length // len(tokenizer.encode(FILLER))
+    filler = tokenizer.encode(" ".join([FILLER] * repeats))
     trials = []
     for _ in range(count):
-        key, depth = rng.randint(1, LARGEST_KEY), rng.random()
+        key = rng.randint(1, LARGEST_KEY)
+        depth = rng.random()
         told = tokenizer.encode(KEY.format(key=key))
         room = length - len(task) - len(told) - len(question) - ANSWER_TOKENS
         before = int(depth * (room + 1))
@@ -107,12 +113,17 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
 
 def judge(answers: list[tuple[Trial, str]]) -> dict:
     """The results of one length: the accuracy, and every answer."""
-    correct = [first_number(text) == str(trial.number) for trial, text in answers]
-    trials = [
-        {"key": trial.number, "depth": round(trial.depth, 4), "answer": text, "correct": right}
-        for (trial, text), right in zip(answers, correct, strict=True)
-    ]
-    return {"accuracy": sum(correct) / len(correct), "trials": trials}
+    trials: list[dict[str, Any]] = []
+    for trial, text in answers:
+        values = {
+            "key": trial.number,
+            "depth": round(trial.depth, 4),
+            "answer": text,
+            "correct": first_number(text) == str(trial.number),
+        }
+        trials.append(values)
+    correct = sum(values["correct"] for values in trials)
+    return {"accuracy": correct / len(trials), "trials": trials}
 
 
 def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
@@ -122,9 +133,9 @@ def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
         print_accuracies(result, "passkeys")
         shares = accuracies(result)
         curves.append(Curve(name, list(shares), list(shares.values())))
-    measurements = results.values()
-    title = title_of(measurements)
-    return {"passkey": draw_by_length(measurements, title, curves, "length", "passkeys found (%)")}
+    title = title_of(results.values())
+    figure = draw_by_length(results.values(), title, curves, "length", "passkeys found (%)")
+    return {"passkey": figure}
 
 
 PASSKEY = Evaluation(

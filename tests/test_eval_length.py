@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from config import Config
 from data.shards import read_shard, write_shard
@@ -24,7 +25,8 @@ def module_run(shards, tmp_path_factory):
     def save(case, *more):
         torch.manual_seed(0)
         config = small_config(case, f"--data_dir={shards}", "--val_tokens=256", *more)
-        return saved_run(tmp_path_factory.mktemp("runs") / case.split(".")[0], build_model(config))
+        folder = tmp_path_factory.mktemp("runs") / case.removesuffix(".py")
+        return saved_run(folder, build_model(config))
 
     return save
 
@@ -34,31 +36,40 @@ def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     config = checkpoint.read_config(run).replace(**changes or {})
     model = build_model(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
-    tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin")[:257].astype(np.int64))
+    shard = read_shard(shards / "text_val_000000.bin")
+    tokens = torch.from_numpy(shard[:257].astype(np.int64))
     windows = []
     for start in range(0, 256 // length * length, length):
         logits = model(tokens[None, start : start + length])[0].detach().double()
         targets = tokens[start + 1 : start + length + 1]
-        windows.append(-logits.log_softmax(-1)[range(length), targets])
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        windows.append(losses)
     return torch.stack(windows)
+
+
+def direct_loss(*arguments, **settings):
+    """The mean of `direct_losses`, which a measured loss equals up to rounding."""
+    return pytest.approx(direct_losses(*arguments, **settings).mean().item(), rel=1e-5)
 
 
 def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, shards, capsys):
     run = module_run("lssar_p15.py")
     call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk", "--tokens=256")
     result, control = measured_losses(run)
-    assert result["variant"] == "lssar_p15" and result["rope"] == "dynamic_ntk"
-    assert result["lengths"] == [16, 32, 128] and result["tokens"] == 256
+    assert result["variant"] == "lssar_p15"
+    assert result["rope"] == "dynamic_ntk"
+    assert result["lengths"] == [16, 32, 128]
+    assert result["tokens"] == 256
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
         base = 10000 * max(1, length / 16) ** (8 / 6)
-        direct = direct_losses(run, shards, length, theta=base)
-        assert direct.numel() == 256
-        assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
+        assert direct_losses(run, shards, length, theta=base).numel() == 256
+        assert loss == direct_loss(run, shards, length, theta=base)
     # beside it the same weights in a window of the training length, plain RoPE
-    assert (control["window"], control["rope"], control["lengths"]) == (16, "none", [16, 32, 128])
+    assert control["window"] == 16
+    assert control["rope"] == "none"
+    assert control["lengths"] == [16, 32, 128]
     for length, loss in zip(control["lengths"], control["loss"], strict=True):
-        direct = direct_losses(run, shards, length, changes={"window": 16})
-        assert loss == pytest.approx(direct.mean().item(), rel=1e-5)
+        assert loss == direct_loss(run, shards, length, changes={"window": 16})
     gain = min(control["loss"][0], control["loss"][-1]) - result["loss"][-1]
     assert f"{gain:+.4f}" in capsys.readouterr().out
     assert not_blank(run / "loss_by_length.png")
@@ -67,7 +78,8 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
 @pytest.fixture
 def measured(monkeypatch):
     """The lengths that are measured from now on; the length 128 stops the command."""
-    measure, lengths = eval_length.position_losses, []
+    measure = eval_length.position_losses
+    lengths = []
 
     def recorded(run, batches):
         means = measure(run, batches)
@@ -98,27 +110,36 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
         assert measured == lengths, options
         measured.clear()
         assert ("gain:" in capsys.readouterr().out) == ("--no_control" not in options)
-    found = measured_losses(run)
-    opened = [(one["rope"], one["window"], one["rope_theta"]) for one in found]
+    measurements = measured_losses(run)
+    opened = []
+    for measurement in measurements:
+        opened.append([measurement[key] for key in ("rope", "window", "rope_theta")])
     assert opened == [
-        ("none", None, None), ("none", 64, None), ("none", None, 500), ("ntk", None, None),
-        ("dynamic_ntk", None, None), ("yarn", None, None), ("none", 16, None),
-    ]  # fmt: skip
-    at_16 = [found[i]["loss"][0] for i in (1, 4, 6)]  # nothing is scaled or hidden there
-    assert at_16 == pytest.approx([found[0]["loss"][0]] * 3, rel=1e-6)
-    for one in (found[0], *found[2:4]):
-        scale = {"theta": one["rope_theta"]} if one["rope_theta"] else {}
-        direct = direct_losses(run, shards, 32, one["rope"], factor=one["rope_factor"], **scale)
-        assert one["loss"][1] == pytest.approx(direct.mean().item(), rel=1e-5)
+        ["none", None, None],
+        ["none", 64, None],
+        ["none", None, 500],
+        ["ntk", None, None],
+        ["dynamic_ntk", None, None],
+        ["yarn", None, None],
+        ["none", 16, None],
+    ]
+    plain, longer_window, other_base, ntk, dynamic_ntk, _, control = measurements
+    for measurement in (longer_window, dynamic_ntk, control):
+        # at 16 tokens nothing is scaled or hidden
+        assert measurement["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-6)
+    assert plain["loss"][1] == direct_loss(run, shards, 32)
+    assert other_base["loss"][1] == direct_loss(run, shards, 32, theta=500)
+    assert ntk["loss"][1] == direct_loss(run, shards, 32, "ntk", factor=2)
     # all of these tokens are one document
-    parts = found[4]["parts"]
-    assert parts["32 tokens in 32 of whole documents"] == parts["32 tokens"]
+    chunks = dynamic_ntk["parts"]
+    assert chunks["32 tokens in 32 of whole documents"] == chunks["32 tokens"]
     # a stopped command has stored what it had; other tokens are another measurement
     with pytest.raises(SystemExit):
         call(eval_length, run, "--rope=yarn", "--lengths=16,32,128")
     assert sorted(measured_losses(run)[-1]["lengths"]) == [16, 32, 64]
     call(eval_length, run, "--rope=yarn", "--lengths=32", "--tokens=32")
-    assert [one["tokens"] for one in measured_losses(run)] == [256] * 7 + [32] * 2
+    tokens = [measurement["tokens"] for measurement in measured_losses(run)]
+    assert tokens == [256] * 7 + [32] * 2
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
@@ -141,14 +162,16 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
         cached.cache_clear()
     call(eval_length, run, "--lengths", "16")
     old, new = measured_losses(run)
-    assert old["data_dir"] == new["data_dir"] and old["loss"] != new["loss"]
-    assert new["loss"] == [pytest.approx(direct_losses(run, shards, 16).mean().item(), rel=1e-5)]
+    assert old["data_dir"] == new["data_dir"]
+    assert old["loss"] != new["loss"]
+    assert new["loss"] == [direct_loss(run, shards, 16)]
     # another run, which differs in its weights alone
     other = saved_run(tmp_path / "other", build_model(checkpoint.read_config(run)))
     shutil.copy(run / "eval_length.json", other)
     call(eval_length, other, "--lengths", "16")
-    *copied, own = measured_losses(other)
-    assert copied == [old, new] and own["sha256"] == checkpoint.find(other).id["sha256"]
+    *copied, measured = measured_losses(other)
+    assert copied == [old, new]
+    assert measured["sha256"] == checkpoint.find(other).id["sha256"]
 
 
 def test_eval_length_by_position(module_run, call, shards):
@@ -169,41 +192,45 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     run = module_run("lssa.py", "--window=4")
     call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
     result, control = measured_losses(run)
-    assert (result["variant"], result["p"], result["window"]) == ("lssa", 15, 8)
+    assert result["variant"] == "lssa"
+    assert result["p"] == 15
+    assert result["window"] == 8
     # the control of a run that was trained with a shorter window has that window
-    assert (control["window"], control["rope"]) == (4, "none")
-    for one, window in ((result, 8), (control, 4)):
+    assert control["window"] == 4
+    assert control["rope"] == "none"
+    for measurement, window in ((result, 8), (control, 4)):
         changes = {"window": window, "p": 15.0}
-        direct = direct_losses(run, shards, 64, one["rope"], changes).mean().item()
-        assert one["loss"][1] == pytest.approx(direct, rel=1e-5)
+        expected = direct_loss(run, shards, 64, measurement["rope"], changes)
+        assert measurement["loss"][1] == expected
     # a run without RoPE has none to scale; another variant is another measurement
     run = module_run("softmax.py", "--positions=none")
     call(eval_length, run, "--lengths=16,64", "--attention=adaptive_temperature")
     result, *_ = measured_losses(run)
-    assert (result["variant"], result["rope"]) == ("softmax as adaptive_temperature", "none")
+    assert result["variant"] == "softmax as adaptive_temperature"
+    assert result["rope"] == "none"
     assert "(nats per token), as adaptive_temperature, rope none\n" in capsys.readouterr().out
     changes = {"attention": "adaptive_temperature"}
-    direct = direct_losses(run, shards, 64, changes=changes).mean().item()
-    assert result["loss"][1] == pytest.approx(direct, rel=1e-5)
+    assert result["loss"][1] == direct_loss(run, shards, 64, changes=changes)
 
 
 @pytest.mark.usefixtures("pictures")
 def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, refused):
     run = module_run("softmax.py")
     longer = module_run("lssa.py", "--block_size=32", "--total_batch_size=32", "--val_tokens=128")
-    other = module_run("softmax.py", f"--data_dir={shutil.copytree(shards, tmp_path / 'copy')}")
-    say = str(tmp_path / "copy"), "--data_dir DIR"
-    refused(call, eval_length, run, other, says=say)
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    other = module_run("softmax.py", f"--data_dir={copy}")
+    refused(call, eval_length, run, other, says=[str(tmp_path / "copy"), "--data_dir DIR"])
     # the same tokens for all
     call(eval_length, run, longer, "--lengths", "16,64")
-    assert [measured_losses(path)[0]["tokens"] for path in (run, longer)] == [128, 128]
+    for path in (run, longer):
+        assert measured_losses(path)[0]["tokens"] == 128
 
 
 def test_a_small_model_is_measured_on_fewer_tokens():
     small = Config(n_layer=4, n_head=4, n_embd=128)
-    measured = ((Config(), 16384, 3538944), (small, 2048, 32768), (small, 8192, 65536))
-    for config, longest, tokens in measured:  # 85M weights in blocks; 8 windows at least
-        assert eval_length.default_tokens(config, (128, longest)) == tokens
+    assert eval_length.default_tokens(Config(), (128, 16384)) == 3538944  # 85M weights in blocks
+    assert eval_length.default_tokens(small, (128, 2048)) == 32768
+    assert eval_length.default_tokens(small, (128, 8192)) == 65536  # at least 8 windows
 
 
 def test_smoothed_is_a_mean_over_neighbours():
@@ -211,12 +238,14 @@ def test_smoothed_is_a_mean_over_neighbours():
     smooth = eval_length.smoothed(values)
     assert len(smooth) == 400
     for i in (0, 14, 15, 99, 379, 399):  # position i + 1
-        near = values[i - (i + 1) // 16 : i + (i + 1) // 16 + 1]
+        half = (i + 1) // 16
+        near = values[i - half : i + half + 1]
         assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
 
 
 def test_refusals_before_anything_is_measured(module_run, call, refused):
-    run, bad = module_run("softmax.py", "--positions=none"), module_run("softmax.py")
+    run = module_run("softmax.py", "--positions=none")
+    bad = module_run("softmax.py")
     for option in ("--rope=yarn", "--rope_factor=2"):
         refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
     # what is wrong with any of the runs, before the first of them is measured

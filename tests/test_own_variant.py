@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from scripts.common.runner import code_hash
+from scripts.eval_length import EVAL_LENGTH
 from tests.helpers import SMALL, measured_losses
 from tests.runs import ROOT, copy_of_repository, metrics
 
@@ -30,8 +32,12 @@ def test_the_section_of_the_readme(tmp_path, shards):
         environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
-            cwd=copy, env=environment, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -39,17 +45,27 @@ def test_the_section_of_the_readme(tmp_path, shards):
     call(*command, *SMALL, f"--data_dir={shards}", *SIZES)
     run = copy / "out/elu1_p15_tiny"
     settings = json.loads((run / "config.json").read_text())
-    assert settings["attention"] == "elu1" and settings["p"] == 15
+    assert settings["attention"] == "elu1"
+    assert settings["p"] == 15
     first, middle, last = metrics(run, "val_loss").values()
-    assert first == pytest.approx(math.log(257), rel=0.02) and last < middle < first - 1
+    assert first == pytest.approx(math.log(257), rel=0.02)
+    assert last < middle < first - 1
 
     asked = ["--prompt=abc", "--max_new_tokens=40", "--temperature=0"]
     sampled = call("-m", "scripts.sample", run, *asked)
     table = call("-m", "scripts.eval_length", run, "--lengths", "16,64")
     result, control = measured_losses(run)
-    assert result["variant"] == "elu1_p15" and result["step"] == 40 and control["window"] == 16
-    assert result["lengths"] == [16, 64] and result["trained_length"] == 16
-    assert result["loss"][0] == pytest.approx(last, rel=1e-5)
-    assert result["loss"][1] < math.log(257) - 1 and f"{result['loss'][1]:.4f}" in table
+    assert result["variant"] == "elu1_p15"
+    assert result["step"] == 40
+    assert control["window"] == 16
+    assert result["lengths"] == [16, 64]
+    assert result["trained_length"] == 16
+    # measured by the same code, though its file was the main module of another process
+    assert set(result["code"].values()) == {code_hash(EVAL_LENGTH)}
+    short_loss, long_loss = result["loss"]
+    assert short_loss == pytest.approx(last, rel=1e-5)
+    assert long_loss < math.log(257) - 1
+    assert f"{long_loss:.4f}" in table
     text, _ = sampled.split("\n" + "-" * 80 + "\n")
-    assert text.startswith("abc") and len(text) == 43  # the data are words, in ASCII
+    assert text.startswith("abc")
+    assert len(text) == 43  # the data are words, in ASCII

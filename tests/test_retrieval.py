@@ -27,8 +27,10 @@ def answers(tmp_path, monkeypatch):
         monkeypatch.setattr(retrieval, "generate", reader)
         run = stub_run(tmp_path, name)
         run = replace(run, config=options.applied(run.config))
-        chunks = evaluation.chunks(options, run.config)
-        return reader, {k: evaluation.measure(options, run, chunk) for k, chunk in chunks.items()}
+        values = {}
+        for key, chunk in evaluation.chunks(options, run.config).items():
+            values[key] = evaluation.measure(options, run, chunk)
+        return reader, values
 
     return measure
 
@@ -46,11 +48,13 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
     options = passkey.PasskeyOptions(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for change, accuracy in ((str, 1), (lambda key: key + "0", 0), (lambda key: "no idea", 0)):
-        reader, parts = answers(passkey.PASSKEY, options, name, pattern, change)
+        reader, chunks = answers(passkey.PASSKEY, options, name, pattern, change)
         # prompt and answer together have the length
-        assert reader.lengths == {320 - 16, 400 - 16} and reader.never == {None}
-        for part in parts.values():
-            assert part["accuracy"] == accuracy and len(part["trials"]) == 10
+        assert reader.lengths == {320 - 16, 400 - 16}
+        assert reader.never == {None}
+        for chunk in chunks.values():
+            assert chunk["accuracy"] == accuracy
+            assert len(chunk["trials"]) == 10
 
 
 def test_passkey_prompts():
@@ -58,19 +62,25 @@ def test_passkey_prompts():
     trials = passkey.make_trials(tokenizer, 1024, 60, seed=1)
     for trial in trials:
         assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
-        text, n = tokenizer.decode(trial.prompt), trial.number
+        text = tokenizer.decode(trial.prompt)
+        key = trial.number
         task, before, told, after, question = text.split("\n")
         assert task.startswith("<|endoftext|>There is an important info")
-        assert told == f"The pass key is {n}. Remember it. {n} is the pass key."
+        assert told == f"The pass key is {key}. Remember it. {key} is the pass key."
         assert question == "What is the pass key? The pass key is"
         whole = " ".join([passkey.FILLER] * 100)
-        assert whole.startswith(before) and whole.startswith(after)
+        assert whole.startswith(before)
+        assert whole.startswith(after)
         assert len(before) / len(before + after) == pytest.approx(trial.depth, abs=0.02)
         # the pieces are tokens of the text as a whole, too
         assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
-    depths, keys = [t.depth for t in trials], [t.number for t in trials]
-    assert min(depths) < 0.05 and max(depths) > 0.95 and 0.4 < np.mean(depths) < 0.6
-    assert 1 <= min(keys) < 2500 and 47500 < max(keys) <= 50000
+    depths = [trial.depth for trial in trials]
+    assert min(depths) < 0.05
+    assert max(depths) > 0.95
+    assert 0.4 < np.mean(depths) < 0.6
+    keys = [trial.number for trial in trials]
+    assert 1 <= min(keys) < 2500
+    assert 47500 < max(keys) <= 50000
     assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
 
 
@@ -78,11 +88,15 @@ def test_passkeys_of_a_trained_run(run, call, pictures, refused):
     refused(call, passkey, run, says=["length 128 is too short", "--lengths 264,528,1056"])
     call(passkey, run, "--trials=5", "--lengths=320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
-    assert result["variant"] == "lssar_p3" and result["trials"] == 5 and result["step"] == 6
-    assert set(result["parts"]) == {"300", "320"} and "torch" in result["environment"]
+    assert result["variant"] == "lssar_p3"
+    assert result["trials"] == 5
+    assert result["step"] == 6
+    assert set(result["parts"]) == {"300", "320"}
+    assert "torch" in result["environment"]
     assert pictures == [run / "passkey.png"]
     # an answer is what the model itself writes after that prompt
-    model, tokenizer = load_run(run).model, get_tokenizer("bytes")
+    model = load_run(run).model
+    tokenizer = get_tokenizer("bytes")
     trials = passkey.make_trials(tokenizer, 320, 5, 1337)
     for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
         out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
@@ -94,20 +108,26 @@ def test_passkeys_of_a_trained_run(run, call, pictures, refused):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_needle_prompts(text, name):
-    tokenizer, haystack = get_tokenizer(name), haystack_of(text, name)
+    tokenizer = get_tokenizer(name)
+    haystack = haystack_of(text, name)
+    assert len(needle.CITIES) == len(set(needle.CITIES)) == 58
     for city in needle.CITIES:
         hidden = haystack.hide(city, 8106422, 0.3, 1000, 0.5)
-        assert len(hidden.prompt) == 1000 - retrieval.ANSWER_TOKENS
-        # only the first token is end-of-text
-        assert hidden.prompt.index(tokenizer.eot) == 0 and tokenizer.eot not in hidden.prompt[1:]
+        first_token, *prompt = hidden.prompt
+        assert 1 + len(prompt) == 1000 - retrieval.ANSWER_TOKENS
+        assert first_token == tokenizer.eot
+        assert tokenizer.eot not in prompt
         assert tokenizer.decode(hidden.prompt[hidden.span]) == " 8106422."
-        before, after = hidden.prompt[1 : hidden.span.start], hidden.prompt[hidden.span.stop :]
+        before = hidden.prompt[1 : hidden.span.start]
+        after = hidden.prompt[hidden.span.stop :]
         told = f"\nThe special magic {city} number is:"
         asked = f"\nQuestion: What is the special magic {city} number?\nAnswer:"
         assert tokenizer.decode(before).endswith(told)
-        assert tokenizer.decode(after).startswith("\n") and tokenizer.decode(after).endswith(asked)
-        hay = [len(before) - len(tokenizer.encode(told)), len(after) - len(tokenizer.encode(asked))]
-        assert hay[0] / (sum(hay) - 1) == pytest.approx(0.3, abs=2e-3)
+        assert tokenizer.decode(after).startswith("\n")
+        assert tokenizer.decode(after).endswith(asked)
+        hay_before = len(before) - len(tokenizer.encode(told))
+        hay_after = len(after) - len(tokenizer.encode(asked)) - 1  # without the line break
+        assert hay_before / (hay_before + hay_after) == pytest.approx(0.3, abs=2e-3)
         shortest = haystack.hide(city, 8888888, 0.5, needle.SHORTEST, 0).prompt
         assert len(shortest) == needle.SHORTEST - retrieval.ANSWER_TOKENS
 
@@ -115,21 +135,34 @@ def test_needle_prompts(text, name):
 def test_needle_tells_readers_apart(text, monkeypatch, answers):
     pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
     options = needle.NeedleOptions(
-        rope="none", lengths=(200, 300), samples=6, score_length=250, score_trials=7, seed=1,
+        rope="none",
+        lengths=(200, 300),
+        samples=6,
+        score_length=250,
+        score_trials=7,
+        seed=1,
         data_dir=str(text["gpt2"]),
-    )  # fmt: skip
+    )
+
+    def other_digit(number):
+        first = "1" if number[0] == "5" else str(10 - int(number[0]))
+        return first + number[1:]
+
     monkeypatch.setattr(needle, "needle_scores", lambda run, needle: torch.zeros(1, 1))
     for change, grade in (
         (lambda number: number + "3", "correct"),  # it cannot end its answer
         (lambda number: number[:6], "first digit"),
-        (lambda number: f"{10 - int(number[0]) if number[0] != '5' else 1}{number[1:]}", "wrong"),
+        (other_digit, "wrong"),
     ):
-        reader, parts = answers(needle.NEEDLE, options, "gpt2", pattern, change)
-        assert reader.never == {get_tokenizer("gpt2").eot} and reader.lengths == {184, 284, 234}
+        reader, chunks = answers(needle.NEEDLE, options, "gpt2", pattern, change)
+        assert reader.never == {get_tokenizer("gpt2").eot}
+        assert reader.lengths == {184, 284, 234}
         for length in ("200", "300"):
-            assert [grades[grade] for grades in parts[length]["grades_by_depth"]] == [1] * 5
-            assert parts[length]["accuracy"] == (grade == "correct")
-        scores = parts["scores of 7 needles in 250 tokens"]
+            assert len(chunks[length]["grades_by_depth"]) == 5
+            for shares in chunks[length]["grades_by_depth"]:
+                assert shares[grade] == 1
+            assert chunks[length]["accuracy"] == (grade == "correct")
+        scores = chunks["scores of 7 needles in 250 tokens"]
         assert scores["one needle"]["grade"] == grade
         assert {trial["grade"] for trial in scores["trials"]} == {grade}
         assert len({trial["number"] for trial in scores["trials"]}) == 7
@@ -142,28 +175,33 @@ def test_needle_scores_are_of_the_generation_itself(text, case):
     model.scale_rope("dynamic_ntk")
     hidden = haystack_of(text, "bytes").hide("Rome", 7654321, 0.5, 200, 0)
     scores = needle.needle_scores(stub_run(None, "bytes", model), hidden)
-    seen = []
+    scores_of_prompt = []
 
     def look(module, inputs, output):
         q, k, v, context = inputs
         if q.shape[2] > 1:  # the prompt, whose last output is the answer's first token
             A = module.weights(q, k, context)
             torch.testing.assert_close(A @ v, output, rtol=1e-9, atol=1e-12)
-            seen.append(A[0, :, -1, hidden.span].sum(-1))
+            scores_of_prompt.append(A[0, :, -1, hidden.span].sum(-1))
 
     for block in model.trunk.blocks:
         block.attn.attention.register_forward_hook(look)
     generate(model, torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
-    torch.testing.assert_close(scores, torch.stack(seen), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(scores, torch.stack(scores_of_prompt), rtol=1e-9, atol=1e-12)
 
 
 def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, pictures):
     other = shutil.copytree(run, tmp_path / "other")
-    few = ("--samples=2", "--score_length=240", "--score_trials=2", f"--data_dir={text['bytes']}")
-    call(needle, run, other, "--lengths=200", *few)
-    measured, again = (json.loads((one / "needle.json").read_text()) for one in (run, other))
-    assert measured == again and measured[0]["parts"].keys() == {"200", SCORES}
-    assert len(measured[0]["parts"][SCORES]["one needle"]["heads"]) == 4
-    names = [f"needle_{name}_run_other.png" for name in ("heads", "scores")]
-    assert pictures[:2] == [run / "needle.png", other / "needle.png"]
-    assert pictures[2:] == [tmp_path / name for name in names]
+    options = ["--lengths=200", "--samples=2", "--score_length=240", "--score_trials=2"]
+    call(needle, run, other, *options, f"--data_dir={text['bytes']}")
+    measurements = json.loads((run / "needle.json").read_text())
+    assert json.loads((other / "needle.json").read_text()) == measurements
+    chunks = measurements[0]["parts"]
+    assert chunks.keys() == {"200", SCORES}
+    assert len(chunks[SCORES]["one needle"]["heads"]) == 4
+    assert pictures == [
+        run / "needle.png",
+        other / "needle.png",
+        tmp_path / "needle_heads_run_other.png",
+        tmp_path / "needle_scores_run_other.png",
+    ]

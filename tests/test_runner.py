@@ -35,29 +35,51 @@ from tests.test_source import forget_sources
 
 def test_every_option_comes_from_the_command_line():
     options = eval_length.LossOptions(
-        lengths=(16, 32), tokens=64, data_dir="here", per_position=True,
-        whole_documents=True, no_control=True,
-        rope="yarn", rope_factor=2.5, rope_theta=500000.0, checkpoint="best", attention="lssa",
-        window=7, p=2.0, again=True, attention_impl="reference", device="cpu", dtype="bfloat16",
-    )  # fmt: skip
+        lengths=(16, 32),
+        tokens=64,
+        data_dir="here",
+        per_position=True,
+        whole_documents=True,
+        no_control=True,
+        rope="yarn",
+        rope_factor=2.5,
+        rope_theta=500000.0,
+        checkpoint="best",
+        attention="lssa",
+        window=7,
+        p=2.0,
+        again=True,
+        attention_impl="reference",
+        device="cpu",
+        dtype="bfloat16",
+    )
     argv = ["out/run", "--out=a/b.pdf"]
-    for one in fields(options):
-        value = getattr(options, one.name)
-        assert value != one.default, one.name
-        # in any order: lengths are sorted
-        text = ",".join(map(str, value[::-1])) if isinstance(value, tuple) else value
-        argv.append(f"--{one.name}" if value is True else f"--{one.name}={text}")
-    parsed, given = parse(type(options), argv)
-    assert parsed == options and (given.runs, given.out) == (["out/run"], Path("a/b.pdf"))
-    assert parse(type(options), ["out/run"])[0] == type(options)()
+    for field in fields(options):
+        value = getattr(options, field.name)
+        assert value != field.default, field.name
+        if value is True:
+            argv.append(f"--{field.name}")
+        elif isinstance(value, tuple):  # in any order: lengths are sorted
+            argv.append(f"--{field.name}={','.join(map(str, reversed(value)))}")
+        else:
+            argv.append(f"--{field.name}={value}")
+    parsed, arguments = parse(eval_length.LossOptions, argv)
+    assert parsed == options
+    assert arguments.runs == ["out/run"]
+    assert arguments.out == Path("a/b.pdf")
+    defaults, _ = parse(eval_length.LossOptions, ["out/run"])
+    assert defaults == eval_length.LossOptions()
 
 
 @pytest.mark.parametrize(
     "option, message",
-    [("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
-     ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
-     ("--lenghts=8", "unrecognized arguments: --lenghts=8")],
-)  # fmt: skip
+    [
+        ("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
+        ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
+        ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
+        ("--tokens=0", "--tokens 0 must be at least 1"),
+    ],
+)
 def test_options_are_refused_in_a_sentence(option, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse(eval_length.LossOptions, ["run", option])
@@ -65,12 +87,18 @@ def test_options_are_refused_in_a_sentence(option, message):
 
 @pytest.mark.parametrize(
     "options, attention, p",
-    [({}, "lssar", 15), ({"p": 3.0}, "lssar", 3), ({"attention": "lssa"}, "lssa", None),
-     ({"attention": "softmax", "p": 2.0}, "softmax", 2), ({"attention": "lssar"}, "lssar", 15)],
-)  # fmt: skip
+    [
+        ({}, "lssar", 15),
+        ({"p": 3.0}, "lssar", 3),
+        ({"attention": "lssa"}, "lssa", None),
+        ({"attention": "softmax", "p": 2.0}, "softmax", 2),
+        ({"attention": "lssar"}, "lssar", 15),
+    ],
+)
 def test_another_variant_re_weights_only_where_it_is_asked_to(options, attention, p):
     config = Options(**options).applied(Config(attention="lssar", p=15.0))
-    assert (config.attention, config.p) == (attention, p)
+    assert config.attention == attention
+    assert config.p == p
 
 
 # ---- opening a run ----
@@ -83,7 +111,8 @@ def test_the_documented_way_to_measure_something_else(trained, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     exec(block, {})
     text, value = capsys.readouterr().out.split(": ")
-    assert text == "mean probability of the likeliest token" and 0 < float(value) < 1
+    assert text == "mean probability of the likeliest token"
+    assert 0 < float(value) < 1
 
 
 # ---- stored measurements ----
@@ -94,7 +123,8 @@ def add(file, facts, name):
 
 
 def chunks_of(file, facts):
-    return runner.find_measurement(file, facts).get("parts")
+    measurements = runner.read_measurements(file)
+    return runner.find_measurement(measurements, facts).get("parts")
 
 
 def test_measurements_of_other_facts_stay(tmp_path):
@@ -103,7 +133,21 @@ def test_measurements_of_other_facts_stay(tmp_path):
     for facts, name in ((first, "a"), (second, "a"), (first, "b")):
         add(file, facts, name)
     assert chunks_of(file, first) == {"a": {"value": "a"}, "b": {"value": "b"}}
-    assert chunks_of(file, second) == {"a": {"value": "a"}} and chunks_of(file, third) is None
+    assert chunks_of(file, second) == {"a": {"value": "a"}}
+    assert chunks_of(file, third) is None
+
+
+def test_the_newest_of_measurements_that_cannot_be_told_apart(tmp_path):
+    """Two hashes of an earlier kind: both may be of the formulas there are now."""
+    file = tmp_path / "results.json"
+    older = {"step": 1, "formulas": "3.11 0123456789abcdef", "parts": {"older": {}}}
+    newer = {"step": 1, "formulas": "3.11 fedcba9876543210", "parts": {"newer": {}}}
+    file.write_text(json.dumps([older, newer]))
+    now = {"step": 1, "formulas": "source 0123456789abcdef"}
+    assert chunks_of(file, now) == {"newer": {}}
+    add(file, now, "now")
+    assert chunks_of(file, now) == {"newer": {}, "now": {"value": "now"}}
+    assert runner.read_measurements(file)[0] == older
 
 
 def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,41 @@ LEARNED = names("attention", "model", "data", "optimisation")
 def run_names(paths: Sequence[str | Path]) -> list[str]:
     """Labels for tables and pictures: the settings in which the runs differ, or their paths."""
     configs = [checkpoint.read_config(path) for path in paths]
-    differing = [k for k in LEARNED if len({getattr(config, k) for config in configs}) > 1]
-    settings = [key for key in differing if key not in ("attention", "p")]
-    same_variant = bool(settings) and settings == differing
+    differing = []
+    for key in LEARNED:
+        if any(getattr(config, key) != getattr(configs[0], key) for config in configs):
+            differing.append(key)
+    name_variant = not differing or "attention" in differing or "p" in differing
     labels = []
     for config in configs:
-        words = [] if same_variant else [config.variant_name]
-        words += [f"{key} {shown(getattr(config, key))}" for key in settings]
+        words = [config.variant_name] if name_variant else []
+        for key in differing:
+            if key not in ("attention", "p"):
+                words.append(f"{key} {shown(getattr(config, key))}")
         labels.append(", ".join(words))
     if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
         return labels
     folders = [Path(path).resolve() for path in paths]
-    return [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+    common = os.path.commonpath(folders)
+    return [os.path.relpath(folder, common) for folder in folders]
 
 
 def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def title_of(measurements: Iterable[dict]) -> str:
+def title_of(measurements: Collection[dict]) -> str:
     """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
-    runs = [m | {"as": m["variant"].partition(" as ")[2] or None} for m in measurements]
     words = []
     for key in ("as", "rope", "rope_factor", "rope_theta", "window", "p"):
-        value = runs[0][key]
-        if value is not None and all(run[key] == value for run in runs):
+        values = set()
+        for measurement in measurements:
+            if key == "as":
+                values.add(measurement["variant"].partition(" as ")[2] or None)
+            else:
+                values.add(measurement[key])
+        value = values.pop()
+        if not values and value is not None:
             words.append(f"{key} {value}")
     return ", ".join(words)
 

@@ -1,5 +1,6 @@
 """Shared by passkey and needle retrieval: answers to prompts, shares found by length and depth."""
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,10 +55,13 @@ def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None
 
 def print_accuracies(measurement: dict, hidden: str) -> None:
     """Print which share was found at each length of what was hidden, "needles"."""
-    shares = accuracies(measurement)
+    lengths = ["length"]
+    shares = ["found"]
+    for length, share in accuracies(measurement).items():
+        lengths.append(str(length))
+        shares.append(f"{share:.1f}")
     print(f"\n{measurement['variant']}: {hidden} found (%), {title_of([measurement])}")
-    lengths = [str(length) for length in shares]
-    print_table([["length", *lengths], ["found", *(f"{share:.1f}" for share in shares.values())]])
+    print_table([lengths, shares])
 
 
 def answered(
@@ -72,10 +76,13 @@ def answered(
         idx = torch.tensor([trial.prompt for trial in batch], device=run.device)
         with run.autocast():
             out = generate(run.model, idx, ANSWER_TOKENS, temperature=0, never=never)
-        for trial, ids in zip(batch, out[:, idx.shape[1] :].tolist(), strict=True):
-            yield trial, tokenizer.decode(ids[: [*ids, tokenizer.eot].index(tokenizer.eot)])
+        answers = out[:, idx.shape[1] :].tolist()
+        for trial, answer in zip(batch, answers, strict=True):
+            before_end = itertools.takewhile(lambda token: token != tokenizer.eot, answer)
+            yield trial, tokenizer.decode(list(before_end))
 
 
 def first_number(text: str) -> str:
     """The first run of digits, or ''."""
-    return (re.findall("[0-9]+", text) or [""])[0]
+    match = re.search("[0-9]+", text)
+    return match.group() if match else ""

@@ -96,7 +96,7 @@ NO_CODE = ("config", "errors", "runtime", "attention")
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 
 T = TypeVar("T")
-Chosen = TypeVar("Chosen", bound=EvaluationOptions)
+OptionsType = TypeVar("OptionsType", bound=EvaluationOptions)
 Results = dict[str, dict]  # measurements by the labels of their runs
 
 
@@ -181,7 +181,7 @@ def require(extra: str, *modules: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Generic[Chosen]):
+class Evaluation(Generic[OptionsType]):
     """A measurement of finished runs: functions of its options, and of a run's config.
 
     The config is the run's with the options applied, except for `align` and `control`, which get
@@ -189,26 +189,26 @@ class Evaluation(Generic[Chosen]):
     """
 
     name: str  # measurements go to RUN/NAME.json
-    options: type[Chosen]
+    options: type[OptionsType]
     # The chunks that are measured one after the other, each stored when it is done: by the name
     # that it has in the JSON, what `measure` is called with.
-    chunks: Callable[[Chosen, Config], dict[str, Any]]
+    chunks: Callable[[OptionsType, Config], dict[str, Any]]
     # The values of a chunk.
-    measure: Callable[[Chosen, Run, Any], dict]
+    measure: Callable[[OptionsType, Run, Any], dict]
     # Prints a table of the results, and returns pictures by name.
-    show: Callable[[Chosen, Results], dict[str, Figure]]
+    show: Callable[[OptionsType, Results], dict[str, Figure]]
     # What identifies a measurement besides its run, the validation text and how the run is opened.
     # Raises UserError where a run with this config cannot be measured.
-    identify: Callable[[Chosen, Config], dict] = lambda options, config: {}
+    identify: Callable[[OptionsType, Config], dict] = lambda options, config: {}
     # The options with which several runs have comparable results.
-    align: Callable[[Chosen, Sequence[Config]], Chosen] = lambda options, configs: options
+    align: Callable[[OptionsType, Sequence[Config]], OptionsType] = lambda options, configs: options
     # The options of another measurement of the run, which this one is compared with, if any.
-    control: Callable[[Chosen, Config], Chosen | None] = lambda options, config: None
+    control: Callable[[OptionsType, Config], OptionsType | None] = lambda options, config: None
     # Values that a measurement has besides its chunks, computed from them.
     summarise: Callable[[dict[str, dict]], dict] = lambda chunks: {}
     # A picture of one run's measurement, for RUN/NAME.png.
-    draw_run: Callable[[Chosen, str | Path, dict], Figure | None] = lambda options, path, result: (
-        None
+    draw_run: Callable[[OptionsType, str | Path, dict], Figure | None] = (
+        lambda options, path, result: None
     )
 
 
@@ -226,10 +226,10 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
     Unless the evaluation says NO_TEXT, validation shards that have changed are measured anew.
     """
     facts = {"tokenizer": config.tokenizer_id}
-    own_facts = evaluation.identify(options, config)
-    if options.task == "language" and "val_sha256" not in own_facts:
+    evaluation_facts = evaluation.identify(options, config)
+    if options.task == "language" and "val_sha256" not in evaluation_facts:
         facts |= {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
-    return facts | own_facts
+    return facts | evaluation_facts
 
 
 @functools.cache
@@ -255,7 +255,7 @@ def code_hash(evaluation: Evaluation) -> str:
 # ---- measuring a run once ----
 
 
-def measured(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) -> dict:
+def measured(evaluation: Evaluation[OptionsType], options: OptionsType, path: str | Path) -> dict:
     """A run's measurement, as `stored` returns it, after measuring what is missing."""
     # a run in training saves newer checkpoints: its control is measured with the same one
     path = checkpoint.find(path, options.checkpoint).path
@@ -274,21 +274,25 @@ def measured(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) 
     return result
 
 
-def measure_missing(evaluation: Evaluation[Chosen], options: Chosen, run: Run) -> None:
+def measure_missing(evaluation: Evaluation[OptionsType], options: OptionsType, run: Run) -> None:
     """Measure and store the chunks that are missing; with --again, all."""
     file = results_file(evaluation, run.path)
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
     code = code_hash(evaluation)  # before the source may be edited
-    known = {} if options.again else find_measurement(file, facts).get("parts", {})
-    missing = [name for name in chunks if name not in known]
+    missing = list(chunks)
+    if not options.again:
+        known = find_measurement(read_measurements(file), facts).get("parts", {})
+        missing = [name for name in chunks if name not in known]
     for name in tqdm(missing, str(run.path), unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
         made = environment(options.device)
         store(file, facts, name, values, code, made)
 
 
-def stored(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) -> dict | None:
+def stored(
+    evaluation: Evaluation[OptionsType], options: OptionsType, path: str | Path
+) -> dict | None:
     """A run's stored measurement, reduced to the requested chunks; None if it is incomplete.
 
     The measurement of its control, if there is one, is the entry `control`.
@@ -297,18 +301,20 @@ def stored(evaluation: Evaluation[Chosen], options: Chosen, path: str | Path) ->
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
     facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
-    result = find_measurement(results_file(evaluation, path), facts)
-    chunks = evaluation.chunks(options, config)
+    file = results_file(evaluation, path)
+    result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
-    if not known.keys() >= chunks.keys():
-        return None
-    parts = {name: known[name] for name in chunks}
+    parts = {}
+    for name in evaluation.chunks(options, config):
+        if name not in known:
+            return None
+        parts[name] = known[name]
     result |= {"parts": parts} | evaluation.summarise(parts)
     control = evaluation.control(options, trained)
     if control is None:
         return result
-    of_control = stored(evaluation, control, path)
-    return None if of_control is None else result | {"control": of_control}
+    control_result = stored(evaluation, control, path)
+    return None if control_result is None else result | {"control": control_result}
 
 
 # ---- results files: RUN/NAME.json, a list of measurements ----
@@ -324,9 +330,9 @@ def read_measurements(file: Path) -> list[dict]:
     return read_json(file, list[dict[str, Any]]) or []
 
 
-def find_measurement(file: Path, facts: dict) -> dict:
-    """The measurement that these facts identify; empty if there is none."""
-    for measurement in read_measurements(file):
+def find_measurement(measurements: list[dict], facts: dict) -> dict:
+    """The newest measurement that these facts identify; empty if there is none."""
+    for measurement in reversed(measurements):
         if is_of(measurement, facts):
             return measurement
     return {}
@@ -356,11 +362,14 @@ def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dic
     # a lock of its own: a run may be evaluated while it trains
     with FileLock(file.parent / ".results.lock"):
         measurements = read_measurements(file)
-        others = [measurement for measurement in measurements if not is_of(measurement, facts)]
-        before = find_measurement(file, facts)
-        parts = before.get("parts", {}) | {name: values}
-        codes = before.get("code", {}) | {name: code}
-        updated = facts | {"parts": parts, "code": codes, "environment": made}
+        measurement = find_measurement(measurements, facts)
+        others = [other for other in measurements if other is not measurement]
+        updated = {
+            **facts,
+            "parts": measurement.get("parts", {}) | {name: values},
+            "code": measurement.get("code", {}) | {name: code},
+            "environment": made,
+        }
         write_json(file, [*others, updated])
 
 
@@ -385,24 +394,38 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         options = evaluation.align(options, [checkpoint.read_config(path) for path in runs])
         check_runs(evaluation, options, runs)
         measurements = [measured(evaluation, options, path) for path in runs]
-        pictures = evaluation.show(options, dict(zip(run_names(runs), measurements, strict=True)))
+        results = dict(zip(run_names(runs), measurements, strict=True))
+        pictures = evaluation.show(options, results)
         for path, measurement in zip(runs, measurements, strict=True):
             figure = evaluation.draw_run(options, path, measurement)
             if figure is not None:
                 save_picture(figure, picture_path([path], evaluation.name))
-        for i, (name, figure) in enumerate(pictures.items()):
-            file = arguments.out or picture_path(runs, name)
-            if arguments.out and i:
-                file = file.with_stem(f"{file.stem}_{name}")
-            save_picture(figure, file)
-        if arguments.out and not pictures:
-            print(f"--out {arguments.out}: there is nothing to draw", file=sys.stderr)
+        save_pictures(pictures, runs, arguments.out)
 
     return main
 
 
+def save_pictures(
+    pictures: dict[str, Figure],
+    runs: Sequence[str | Path],
+    out: Path | None,
+) -> None:
+    """Save pictures of these runs under their names, or as `out`: the first as it is called, the
+    others with their names behind it."""
+    if out and not pictures:
+        print(f"--out {out}: there is nothing to draw", file=sys.stderr)
+    for i, (name, figure) in enumerate(pictures.items()):
+        if out is None:
+            file = picture_path(runs, name)
+        elif i == 0:
+            file = out
+        else:
+            file = out.with_stem(f"{out.stem}_{name}")
+        save_picture(figure, file)
+
+
 def check_runs(
-    evaluation: Evaluation[Chosen], options: Chosen, paths: Sequence[str | Path]
+    evaluation: Evaluation[OptionsType], options: OptionsType, paths: Sequence[str | Path]
 ) -> None:
     """Raise UserError, before any work, where a run cannot be measured or its results saved."""
     pick_dtype(options.dtype, pick_device(options.device))

@@ -75,29 +75,40 @@ def sliding_window(
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
     """These multiples of the training lengths, up to the end of any run's learned positions."""
-    ends = [config.block_size for config in configs if config.positions == "learned"]
-    lengths = {int(multiple * config.block_size) for config in configs for multiple in multiples}
-    return tuple(sorted(n for n in lengths if n <= min(ends, default=n)))
+    longest = math.inf
+    lengths = set()
+    for config in configs:
+        lengths |= {int(multiple * config.block_size) for multiple in multiples}
+        if config.positions == "learned":
+            longest = min(longest, config.block_size)
+    return tuple(sorted(length for length in lengths if length <= longest))
 
 
 def accuracies(measurement: dict) -> dict[int, float]:
     """The accuracy in percent at each length, in ascending order, of an evaluation of answers."""
-    parts = measurement["parts"]
-    lengths = sorted(int(name) for name in parts if name.isdecimal())
-    return {length: 100 * parts[str(length)]["accuracy"] for length in lengths}
+    percent = {}
+    for name, chunk in measurement["parts"].items():
+        if name.isdecimal():  # a length
+            percent[int(name)] = 100 * chunk["accuracy"]
+    return dict(sorted(percent.items()))
 
 
 def check_lengths(config: Config, lengths: Iterable[int]) -> None:
     """Raise UserError where a length is beyond the learned positions of a run with this config."""
     longest = max(lengths)
     if config.positions == "learned" and longest > config.block_size:
-        found = f"{config.out_dir}: a length of {longest} is beyond its learned positions"
-        raise UserError(f"{found}, which end at block_size = {config.block_size}")
+        raise UserError(
+            f"{config.out_dir}: a length of {longest} is beyond its learned positions, which end "
+            f"at block_size = {config.block_size}"
+        )
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
 def stretches(
-    lengths: tuple[int, ...], wanted: int, config: Config, whole_documents: bool = False
+    lengths: tuple[int, ...],
+    wanted: int,
+    config: Config,
+    whole_documents: bool = False,
 ) -> NDArray[np.uint16]:
     """Validation text [n, unit + 1] for predicting the same tokens at every length.
 
@@ -111,23 +122,30 @@ def stretches(
     tokens = checked_tokens(config, sys.maxsize if whole_documents else wanted)
     bounds = {0, len(tokens)}
     if whole_documents:  # a document begins with end-of-text
-        bounds |= {*np.flatnonzero(tokens == get_tokenizer(config.tokenizer).eot).tolist()}
-    documents = list(itertools.pairwise(sorted(bounds)))
-    longest = max(end - begin for begin, end in documents) - 1
+        end_of_text = get_tokenizer(config.tokenizer).eot
+        bounds.update(np.flatnonzero(tokens == end_of_text).tolist())
+    starts: list[int] = []
+    longest = 0
+    for begin, end in itertools.pairwise(sorted(bounds)):
+        starts.extend(range(begin, end - unit, unit))
+        longest = max(longest, end - begin - 1)
     available = min(wanted, longest)
     if available < unit:
-        short = whole_documents and longest < unit
-        where = "in the longest document" if short else "validation tokens (see --tokens)"
-        found = f"{config.data_dir}: {available} {where}"
-        raise UserError(f"{found}, but lengths {list(lengths)} need a multiple of {unit}")
-    starts = [start for begin, end in documents for start in range(begin, end - unit, unit)]
+        where = "validation tokens (see --tokens)"
+        if whole_documents and longest < unit:
+            where = "in the longest document"
+        raise UserError(
+            f"{config.data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple "
+            f"of {unit}"
+        )
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
 
 def windows(text: NDArray[np.uint16], length: int, device: torch.device) -> Batches:
     """The windows of `stretches`: x, y, int64 [B, length], y being x shifted by one token."""
-    cut = sliding_window_view(text, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
-    for batch in batches(cut, length):
+    starts = slice(None, None, length)
+    cut = sliding_window_view(text, length + 1, axis=1)[:, starts]
+    for batch in batches(cut.reshape(-1, length + 1), length):
         yield copy_to(device, *inputs_and_targets(np.stack(batch), device))
 
 
