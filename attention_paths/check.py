@@ -33,7 +33,8 @@ def check_phi(name: str, phi: Phi) -> None:
     if phi.kernel is not None and launch is not None:
         check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
     hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
-    weight, slope = phi.function(hidden.clone()), torch.zeros(())
+    weight = phi.function(hidden.clone())
+    slope = torch.zeros(())
     if phi.zero == -math.inf and weight.requires_grad:
         (slope,) = torch.autograd.grad(weight, hidden)
     if weight != 0 or slope != 0:
@@ -45,11 +46,14 @@ def check_phi(name: str, phi: Phi) -> None:
         )
     grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
     values = phi.function(grid)
-    if not values.isfinite().all():
-        z = grid[~values.isfinite()][0].item()
+    infinite = ~values.isfinite()
+    if infinite.any():
+        z = grid[infinite][0].item()
         raise UserError(f"{name}: phi({z:g}) is not finite; scores may have any value")
-    if (values < 0).any() and not phi.signed:
-        z, value = grid[values < 0][0].item(), values[values < 0][0].item()
+    negative = values < 0
+    if negative.any() and not phi.signed:
+        z = grid[negative][0].item()
+        value = values[negative][0].item()
         raise UserError(
             f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
             "which l1 sums absolute values and p is refused"
@@ -72,8 +76,11 @@ def check_causality(name: str, variant: Variant) -> None:
         ) from error
     for scalar in variant.learnable:
         check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
-        learned, used = getattr(attention, scalar), all_weights.sum()
-        if torch.autograd.grad(used, learned, retain_graph=True, allow_unused=True) == (None,):
+        learned = getattr(attention, scalar)
+        (gradient,) = torch.autograd.grad(
+            all_weights.sum(), learned, retain_graph=True, allow_unused=True
+        )
+        if gradient is None:
             raise UserError(f"{name}: no formula uses {scalar}, which `learnable` names")
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, PLAIN)

@@ -28,17 +28,19 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
         raise UserError("the window and the soft cap are the model's: set them in its config")
     check_choice("attention", name, VARIANTS)
     variant = VARIANTS[name]
-    if variant.from_input or (p and not variant.takes_p):
-        reason = "reads the layer's input" if variant.from_input else f"cannot have p = {p}"
-        raise UserError(f"attention = {name!r} {reason}")
+    if variant.from_input:
+        raise UserError(f"attention = {name!r} reads the layer's input")
+    if p and not variant.takes_p:
+        raise UserError(f"attention = {name!r} cannot have p = {p}")
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_causal")]
     if not layers or not all(layer.is_causal for layer in layers):
         raise UserError(f"{type(model).__name__}: all of its attention must be causal")
     for layer in layers:
         config = layer.config
-        trained = {"trained_length": config.max_position_embeddings}
-        size = getattr(layer, "head_dim", config.hidden_size // config.num_attention_heads)
-        attention = Attention(variant, config.num_attention_heads, size, p=p, **trained | settings)
+        heads = config.num_attention_heads
+        head_size = getattr(layer, "head_dim", config.hidden_size // heads)
+        layer_settings = {"trained_length": config.max_position_embeddings} | settings
+        attention = Attention(variant, heads, head_size, p=p, **layer_settings)
         layer.variant = attention.to(next(layer.parameters()).device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, whole_mask)
@@ -64,7 +66,7 @@ def attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
@@ -74,18 +76,22 @@ def attend(
     attention = layer.variant
     if dropout or s_aux is not None:
         raise UserError("dropout and learned sinks (s_aux) do not go with a variant's formulas")
-    attention.window, attention.softcap = sliding_window, softcap
+    attention.window = sliding_window
+    attention.softcap = softcap
     if mask is not None:
         # a static cache has room for keys that are not there yet
         length = int(mask[0, 0, -1].nonzero().max()) + 1
-        k, v, mask = k[:, :, :length], v[:, :, :length], mask[..., :length]
-        rows = torch.arange(length - q.shape[2], length, device=q.device)[:, None]
-        distance = rows - torch.arange(length, device=q.device)
-        seen = (distance >= 0) & (distance < (sliding_window or length))
-        if not torch.equal(mask.bool(), seen.expand_as(mask)):
+        k = k[:, :, :length]
+        v = v[:, :, :length]
+        mask = mask[..., :length]
+        positions = torch.arange(length, device=q.device)
+        distance = positions[-q.shape[2] :, None] - positions
+        causal = (distance >= 0) & (distance < (sliding_window or length))
+        if not torch.equal(mask.bool(), causal.expand_as(mask)):
             raise UserError(
                 "the attention mask is not causal: give sequences of one length without padding, "
                 "and no packed documents"
             )
     scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
-    return attention(q, k, v, Context(score_scale=scale)).transpose(1, 2), None
+    out = attention(q, k, v, Context(score_scale=scale))
+    return out.transpose(1, 2), None

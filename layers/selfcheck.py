@@ -37,23 +37,31 @@ def check_kernels(
     If it is 'triton', the kernels and the reference in float32 compute the attention forward,
     backward and for a single query, in one layer of each kind. If they differ, or the kernels
     raise, on any rank (`any_rank` tells whether its argument is true on one), the model takes
-    'blocked' instead. Raises UserError in place of that if attention_impl = 'triton'.
+    'blocked' instead or, with attention_impl = 'triton', UserError is raised.
     """
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
     context = Context(log_forget=q[..., 0] if config.forget else None)
     by_path: dict[str, list[Attention]] = {}
-    for layer in layers:
-        by_path.setdefault(layer.path(q, sys.maxsize, context), []).append(layer)
-    facts: dict[str, Any] = {"attention_path": " and ".join(sorted(by_path))}
-    line = f"attention path: {facts['attention_path']}"
+    for module in model.modules():
+        if isinstance(module, Attention):
+            by_path.setdefault(module.path(q, sys.maxsize, context), []).append(module)
+    paths = " and ".join(sorted(by_path))
+    facts: dict[str, Any] = {"attention_path": paths}
+    line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
-        line += f" (not triton: {obstacle(by_path['blocked'][0], q) or 'this is cpu'})"
-    if fused := by_path.get("triton"):
-        kinds = {(x.variant, x.window, x.alibi_heads): x for x in fused}
-        errors, problems = zip(*(check(x, config, q) for x in kinds.values()), strict=True)
-        if any_rank(any(problems)):
-            problem = f"the fused kernels fail: {max(problems) or 'on another rank'}"
+        reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
+        line += f" (not triton: {reason})"
+    fused = by_path.get("triton")
+    if fused:
+        kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in fused}
+        largest_error = 0.0
+        problem = ""
+        for layer in kinds.values():
+            error, layer_problem = check(layer, config, q)
+            largest_error = max(largest_error, error)
+            problem = problem or layer_problem
+        if any_rank(problem != ""):
+            problem = f"the fused kernels fail: {problem or 'on another rank'}"
             if config.attention_impl == "triton":
                 raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
             print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
@@ -62,8 +70,8 @@ def check_kernels(
             facts = {"attention_path": "blocked", "problem": problem}
             line = "attention path: blocked"
         else:
-            facts["largest_error"] = max(errors)
-            line += f", its kernels within {max(errors):.1e} of the reference"
+            facts["largest_error"] = largest_error
+            line += f", its kernels within {largest_error:.1e} of the reference"
     if say is not None:
         say(line)
     return facts | {"formulas": formulas_hash(config)}
@@ -89,22 +97,25 @@ def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> d
 
     With a window, also for the last ODD queries after so many keys that it hides some.
     """
-    found, impl, g = {}, layer.impl, torch.Generator().manual_seed(0)
+    errors = {}
+    impl = layer.impl
     heads = layer.n_head
+    g = torch.Generator().manual_seed(0)
     for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (layer.window or 0))}):
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
-        tensors = [torch.randn(1, *x, layer.head_size, generator=g).to(q) for x in shapes]
+        tensors = [torch.randn(1, *shape, layer.head_size, generator=g).to(q) for shape in shapes]
         gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
         log_forget = gates if forget else None
-        ours = evaluate(layer, tensors, log_forget)
+        fused = evaluate(layer, tensors, log_forget)
         layer.impl = "reference"
         exact = evaluate(layer, [x.float() for x in tensors], log_forget)
         layer.impl = impl
-        for name, x in ours.items():
+        for name, value in fused.items():
             # of gradients that are nearly 0, as of sharp weights, relative to the output's gradient
             size = max(exact[name].norm(), 1e-3 * tensors[3].float().norm())
-            found[f"{name} with {keys} keys"] = float((x.float() - exact[name]).norm() / size)
-    return found
+            error = (value.float() - exact[name]).norm() / size
+            errors[f"{name} with {keys} keys"] = float(error)
+    return errors
 
 
 def evaluate(
