@@ -6,7 +6,8 @@ that mistakes of the host's code, of the choice of block shapes and of compilati
 
 python -m tests.compile_kernels             counts as below, and compares with results/kernels.json
 python -m tests.compile_kernels --update    writes the counts of the installed Triton to that file
-python -m tests.compile_kernels --variants  launches every variant and choice, and counts nothing
+python -m tests.compile_kernels --variants  launches every variant and choice on every card, and
+                                            checks that all kernels stay within LIMITS
 
 For each kernel that has tiles, the table has its registers, bytes spilled, bytes of shared memory,
 whether the assembler serialises its asynchronous matrix products (warnings such as C7515) and, for
@@ -22,11 +23,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler import CompiledKernel
 
 from attention_paths.fused import fused
@@ -35,8 +39,21 @@ from tests.fused import FUSED, SETTINGS, build
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
 # bytes of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities)
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
+# A kernel that spills more waits for memory. One with fewer registers for its tiles is one that
+# the assembler has given up on: it spills nearly everything.
+MOST_SPILLED = 1024
+FEWEST_REGISTERS = 65
+
 # (capability, config, head size) of the table
 COUNTED = [
     (capability, case, d)
@@ -45,6 +62,9 @@ COUNTED = [
     for capability in (90, 80)
 ]
 QUICK = [(80, "relu_li.py", 64)]
+
+
+# ---- launches ----
 
 
 class Driver:
@@ -76,26 +96,38 @@ class Driver:
 driver = Driver()
 
 
+@dataclass
+class Launch:
+    """A kernel that was launched: its name, its keyword arguments, and what Triton compiled."""
+
+    kernel: str
+    options: dict[str, Any]
+    compiled: CompiledKernel
+
+    @property
+    def has_tiles(self) -> bool:
+        return "BLOCK_M" in self.options
+
+
 def launches(
     capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16
-) -> list[tuple[str, dict, CompiledKernel]]:
-    """Each launch of a layer's forward and backward pass and of its decoding.
-
-    A kernel's name, the options of its launch, and the compiled kernel.
-    """
+) -> list[Launch]:
+    """Each launch of a layer's forward and backward pass and of its decoding."""
     driver.device = capability
     triton.runtime.driver.set_active(driver)
-    layer, found, run = build(case, d), [], triton.JITFunction.run
+    layer = build(case, d)
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     gates = torch.zeros(1, 2, 256, requires_grad=True) if "forget" in case else None
     context = Context(log_forget=gates)
+    recorded = []
+    run = triton.JITFunction.run
 
-    def recorded(self, *arguments, **options):
+    def recording_run(self, *arguments, **options):
         compiled = run(self, *arguments, **options)
-        found.append((self.__name__, options, compiled))
+        recorded.append(Launch(self.__name__, options, compiled))
         return compiled
 
-    triton.JITFunction.run = recorded
+    triton.JITFunction.run = recording_run
     try:
         fused(layer, q, k, v, context).sum().backward()
         with torch.no_grad():
@@ -103,31 +135,48 @@ def launches(
             fused(layer, q[:, :, -1:], k, v, context)
     finally:
         triton.JITFunction.run = run
-    return found
+    return recorded
 
 
 # ---- counts ----
 
 
-def count(compiled: CompiledKernel, scores: float) -> dict:
-    """What a kernel's machine code takes; a thread computes `scores` of each tile."""
-    architecture = f"sm_{compiled.metadata.target.arch}".replace("sm_90", "sm_90a")
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(compiled.asm["ptx"])
-        said = output(
-            TOOLS / "ptxas", "-v", "--regAllocOptLevel=2",
-            f"--gpu-name={architecture}", source, "-o", binary,
-        )  # fmt: skip
-        lengths = loops(output(TOOLS / "nvdisasm", "-c", binary))
+def count(launch: Launch) -> dict[str, Any]:
+    """What the machine code of a kernel with tiles takes."""
+    options = launch.options
+    shape = [options[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+    m, n, warps, _ = shape
+    scores = m * n / (32 * warps)  # of a tile, that a thread computes
+    said, sass = assemble(launch.compiled)
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     return {
+        "shape": shape,
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": sum(map(int, spilled)),
-        "shared": compiled.metadata.shared,
+        "shared": launch.compiled.metadata.shared,
         "serialised": "serialized" in said,
-        "instructions": [round(length / scores, 1) for length in lengths],
+        "instructions": [round(length / scores, 1) for length in loops(sass)],
     }
+
+
+def assemble(compiled: CompiledKernel) -> tuple[str, str]:
+    """What the assembler says of a kernel, and its machine code as text."""
+    capability = compiled.metadata.target.arch
+    assembler = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        binary = Path(folder, "kernel.cubin")
+        source.write_text(compiled.asm["ptx"])
+        said = output(
+            TOOLS / assembler,
+            "-v",
+            "--regAllocOptLevel=2",
+            f"--gpu-name={sm_arch_from_capability(capability)}",
+            source,
+            "-o",
+            binary,
+        )
+        return said, output(TOOLS / "nvdisasm", "-c", binary)
 
 
 def output(*command: str | Path) -> str:
@@ -139,31 +188,44 @@ def output(*command: str | Path) -> str:
 def loops(sass: str) -> list[int]:
     """The lengths of the innermost loops of at least 100 instructions."""
     labels: dict[str, int] = {}
-    found: list[tuple[int, int]] = []
+    innermost: list[tuple[int, int]] = []
     end = 0  # the current instruction
     for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
+        label = re.match(r"\s*(\.L_x_\d+):", line)
+        instruction = re.search(r"/\*[0-9a-f]{4,5}\*/ +(.*?);", line)
+        if label:
             labels[label[1]] = end
-        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/ +(.*?);", line):
+        elif instruction:
             branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
             begin = labels.get(branch[1], end) if branch else end
-            if end - begin >= 100 and not any(begin <= other for other, _ in found):
-                found.append((begin, end))
+            if end - begin >= 100 and not any(begin <= inner for inner, _ in innermost):
+                innermost.append((begin, end))
             end += 1
-    return [end + 1 - begin for begin, end in found]
+    return [end + 1 - begin for begin, end in innermost]
 
 
 def counted(capability: int, case: str, d: int) -> dict[str, dict]:
-    """The part of the table for a config at a head size on a GPU."""
-    found = {}
-    for name, options, compiled in launches(capability, case, d):
-        if "BLOCK_M" in options:
-            m, n, warps = (options[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps"))
-            without = ", without gradients" if options.get("SAVE") is False else ""
-            entry = f"sm_{capability}, d {d}, {case.removesuffix('.py')}, {name}{without}"
-            found[entry] = {"shape": [m, n, warps, options["num_stages"]]}
-            found[entry] |= count(compiled, m * n / (32 * warps))
-    return found
+    """The rows of the table for a config at a head size on a GPU."""
+    rows = {}
+    for launch in launches(capability, case, d):
+        if launch.has_tiles:
+            name = f"sm_{capability}, d {d}, {case.removesuffix('.py')}, {launch.kernel}"
+            if launch.options.get("SAVE") is False:
+                name += ", without gradients"
+            rows[name] = count(launch)
+    return rows
+
+
+def over_limits(capability: int, counts: dict[str, Any]) -> list[str]:
+    """What is wrong with a kernel's counts, in words."""
+    problems = []
+    if counts["shared"] > SHARED_MEMORY[capability]:
+        problems.append(f"{counts['shared']} bytes of shared memory")
+    if counts["spilled"] >= MOST_SPILLED:
+        problems.append(f"{counts['spilled']} bytes spilled")
+    if counts["registers"] < FEWEST_REGISTERS:
+        problems.append(f"{counts['registers']} registers")
+    return problems
 
 
 # ---- commands ----
@@ -174,58 +236,91 @@ def main() -> None:
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--quick", action="store_true", help="ReLU of head size 64 alone")
+    parser.add_argument("--cards", type=int, nargs="+", default=[*SHARED_MEMORY], metavar="SM")
+    parser.add_argument("--cases", nargs="+", help="these of --variants alone", metavar="CASE")
     arguments = parser.parse_args()
     # the table is of Triton's own assembler
     os.environ["TRITON_PTXAS_PATH"] = str(TOOLS / "ptxas")
+    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(TOOLS / "ptxas-blackwell")
     if arguments.variants:
-        launch_everything()
-        return
+        check_variants(arguments.cards, arguments.cases)
+    else:
+        compare_with_table(QUICK if arguments.quick else COUNTED, arguments.update)
+
+
+def compare_with_table(selection: list[tuple[int, str, int]], update: bool) -> None:
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     before = table.get(triton.__version__, {})
-    found: dict[str, dict] = {}
-    for capability, case, d in QUICK if arguments.quick else COUNTED:
+    now: dict[str, dict] = {}
+    for capability, case, d in selection:
         for name, counts in counted(capability, case, d).items():
             print(f"{name}: {counts}", flush=True)
-            found[name] = counts
-    if arguments.update:
-        write(table | {triton.__version__: before | found})
-    elif not before:
+            now[name] = counts
+    if update:
+        write(table | {triton.__version__: before | now})
+        return
+    if not before:
         print(f"{TABLE.name} has nothing of Triton {triton.__version__}: nothing is compared")
-    else:
-        changed = {name: before.get(name) for name in found if found[name] != before.get(name)}
-        for name, counts in changed.items():
-            print(f"{name} was {counts}")
-        if changed:
-            sys.exit(f"{len(changed)} kernels differ from the table: --update, if it is on purpose")
+        return
+    changed = [name for name in now if now[name] != before.get(name)]
+    for name in changed:
+        print(f"{name} was {before.get(name)}")
+    if changed:
+        sys.exit(f"{len(changed)} kernels differ from the table: --update, if it is on purpose")
 
 
 def write(table: dict) -> None:
     """One kernel a line, so that a change shows as the lines of what changed."""
     releases = []
     for release, entries in sorted(table.items()):
-        lines = (f"    {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
+        lines = [f"    {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)]
         releases.append(f"  {json.dumps(release)}: {{\n" + ",\n".join(lines) + "\n  }")
     TABLE.write_text("{\n" + ",\n".join(releases) + "\n}\n")
 
 
-def launch_everything() -> None:
-    cases = [(case, 64) for case in (*FUSED, *SETTINGS)]
-    for case, d in [*cases, ("lssar_p15.py", 24), ("lssa.py", 128)]:
-        for capability in (90, 80):
-            show_launches(capability, case, d)
+def check_variants(cards: list[int], cases: list[str] | None) -> None:
+    """Launch every variant and setting on these cards, and exit where a kernel is over a limit."""
+    problems = []
+    for capability in cards:
+        for case in cases or [*FUSED, *SETTINGS]:
+            for d in (64, 80, 128):
+                problems += check_launches(capability, case, d)
+        if cases is None:
+            problems += check_other_choices(capability)
+    if problems:
+        sys.exit("\n".join([f"{len(problems)} kernels are over a limit:", *problems]))
+
+
+def check_other_choices(capability: int) -> list[str]:
+    """The problems of a small head, of the backward pass without atomics, and of float32."""
+    problems = check_launches(capability, "lssar_p15.py", 24)
     for case in ("lssar_p15.py", "lssa.py", "softmax_p3.py", "relu_li.py"):
         torch.use_deterministic_algorithms(True)
-        show_launches(80, case, 128)
+        problems += check_launches(capability, case, 128)
         torch.use_deterministic_algorithms(False)
         for tf32 in (False, True):
             torch.backends.cuda.matmul.allow_tf32 = tf32
-            for capability in (86, 80, 90):
-                show_launches(capability, f"{case} --window=100", 128, torch.float32)
+            problems += check_launches(capability, f"{case} --window=100", 128, torch.float32)
+    return problems
 
 
-def show_launches(capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    count = len(launches(capability, case, d, dtype))
-    print(f"sm_{capability}, d {d}, {case}, {dtype}: {count} launches", flush=True)
+def check_launches(
+    capability: int, case: str, d: int, dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """The problems of a layer's kernels with tiles, a line each."""
+    layer = f"sm_{capability}, d {d}, {case}, {dtype}"
+    done = launches(capability, case, d, dtype)
+    lines = []
+    spilled = 0
+    for launch in done:
+        if launch.has_tiles:
+            counts = count(launch)
+            spilled = max(spilled, counts["spilled"])
+            problems = over_limits(capability, counts)
+            if problems:
+                lines.append(f"{layer}, {launch.kernel} {counts['shape']}: {', '.join(problems)}")
+    print(f"{layer}: {len(done)} launches, at most {spilled} bytes spilled", *lines, flush=True)
+    return lines
 
 
 if __name__ == "__main__":

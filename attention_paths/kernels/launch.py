@@ -66,27 +66,29 @@ INTERPRETED = triton.knobs.runtime.interpret
 # the order of summation depends on them: all processes of a run, and a resumed run, must choose the
 # same. They were chosen by instructions for a score, spilled registers and shared memory
 # (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
-FORWARD, KEYS, QUERIES = "forward", "backward, keys", "backward, queries"
+FORWARD = "forward"
+KEYS = "backward, keys"
+QUERIES = "backward, queries"
 Shapes = dict[str, dict[int, tuple[int, int, int, int]]]
 AMPERE: Shapes = {
     FORWARD: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
-    KEYS: {128: (32, 128, 8, 2)},
+    KEYS: {64: (32, 128, 8, 2), 128: (16, 64, 4, 2)},
     QUERIES: {128: (64, 32, 4, 2)},
 }
+HOPPER: Shapes = {
+    FORWARD: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
+    KEYS: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
+    QUERIES: {64: (64, 64, 4, 2), 128: (64, 32, 4, 2)},
+}
 SHAPES: dict[str, Shapes] = {
-    "hopper": {
-        FORWARD: {64: (128, 128, 8, 3), 128: (128, 64, 8, 2)},
-        KEYS: {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
-        QUERIES: {64: (64, 64, 4, 2), 128: (64, 32, 4, 2)},
-    },
+    "hopper": HOPPER,
+    # fits 99 KB of shared memory for a block, as capabilities 8.6, 8.9 and 12.0 have
     "ampere": AMPERE,
-    # 99 KB of shared memory for a block: capabilities 8.6, 8.9 and 12.0
-    "small": AMPERE | {KEYS: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2)}},
     "tf32": dict.fromkeys(AMPERE, {64: (32, 32, 4, 2), 128: (32, 16, 4, 1)}),
     "ieee": dict.fromkeys(AMPERE, {128: (32, 32, 8, 1)}),
     "interpreter": dict.fromkeys(AMPERE, {128: (32, 16, 4, 1)}),
 }
-GENERATIONS = {80: "ampere", 87: "ampere", 90: "hopper", 100: "hopper", 103: "hopper"}
+HOPPER_LIKE = (90, 100, 103)  # capabilities with at least 227 KB
 
 
 def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
@@ -96,7 +98,8 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
     elif q.dtype == torch.float32:
         kind = matmul_precision()
     else:
-        kind = GENERATIONS.get(triton.runtime.driver.active.get_current_target().arch, "small")
+        capability = triton.runtime.driver.active.get_current_target().arch
+        kind = "hopper" if capability in HOPPER_LIKE else "ampere"
     shapes = SHAPES[kind][kernel]
     m, n, warps, stages = shapes[min(size for size in shapes if q.shape[3] <= size)]
     return dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
