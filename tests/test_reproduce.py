@@ -116,7 +116,10 @@ def test_a_signal_ends_the_training(scale, shards, tmp_path):
 
 
 def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys):
-    """The first run is being trained elsewhere; the third starts from the second, which fails."""
+    """The first run is being trained elsewhere, and the fifth starts from it.
+
+    The third starts from the second, which fails.
+    """
 
     def run(name, base=None):
         config = small_config("softmax.py", f"--out_dir={tmp_path / name}")
@@ -135,14 +138,14 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(planned.PlannedRun, "finished", finished)
     failures = []
     first = run("first")
-    runs = [first, run("third", run("second")), run("fourth")]
+    runs = [first, run("third", run("second")), run("fourth"), run("fifth", first)]
     with lock_folder(first.folder, "training"):
         thread = threading.Thread(target=lambda: failures.extend(planned.train(runs)))
         thread.start()
         wait_for(lambda: trained == ["second", "fourth"])
         wait_for(lambda: "first: another process is training" in capsys.readouterr().out)
     thread.join(timeout=10)
-    assert trained == ["second", "fourth", "first"]
+    assert trained == ["second", "fourth", "first", "fifth"]
     assert not thread.is_alive()
     assert len(failures) == 2
     assert "second stopped with exit code 1" in failures[0]
