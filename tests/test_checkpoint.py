@@ -1,4 +1,4 @@
-"""A run's folder: which checkpoints are kept, damage, failed writes, and what is refused."""
+"""A run's folder: which checkpoints stay, damage, the order of writes, and what is refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What each module of the repository may import: arrows run one way, and never in a circle."""
+"""What each module of the repository may import: from modules below it, never in a circle."""
 
 import ast
 from graphlib import TopologicalSorter

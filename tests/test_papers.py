@@ -1,4 +1,4 @@
-"""The papers' numbers, beside the configs that have them."""
+"""The papers' losses and settings, as the configs and experiments have them."""
 
 import re
 from pathlib import Path

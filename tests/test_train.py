@@ -111,7 +111,7 @@ def test_a_group_with_an_lr_scale(train, monkeypatch, optimizer):
     scaled_names = set()
 
     def scale_group(lr_scale):
-        """From here on, train with this lr_scale: AdamW's last group, or Muon's only one."""
+        """From here on, train with this lr_scale in AdamW's last group, or in Muon's group."""
 
         def build(model, config):
             optimizers = build_optimizers(model, config)
@@ -246,7 +246,7 @@ def test_a_stop_within_a_step_or_a_validation(train, monkeypatch, where, calls, 
 
 
 def test_resuming_on_other_data_is_refused(train, shards, tmp_path, refused):
-    """The batches of an epoch are a permutation of all windows: of fewer, it is another one."""
+    """An epoch is a permutation of all windows: with fewer windows all batches differ."""
     train("run", "--max_iters=2")
     fewer = shutil.copytree(shards, tmp_path / "fewer")
     (fewer / "text_train_000002.bin").unlink()
