@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import pytest
 import torch
@@ -29,6 +29,12 @@ def forget_sources():
     for function in vars(source).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+@cache
+def unedited(hash_of, value):
+    """The hash as it is without an edit, computed once for all tests."""
+    return hash_of(value)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +157,7 @@ EDITED_FORMULAS = {
 @pytest.mark.parametrize("settings, edit", EDITED_FORMULAS.values(), ids=EDITED_FORMULAS)
 def test_an_edited_formula_is_noticed(settings, edit, edited):
     config = Config(**settings)
-    before = formulas_hash(config)
+    before = unedited(formulas_hash, config)
     edited(*edit)
     assert differs(before, formulas_hash(config))
 
@@ -192,7 +198,7 @@ SAME_FORMULAS = {
 @pytest.mark.parametrize("edit", SAME_FORMULAS.values(), ids=SAME_FORMULAS)
 def test_what_is_no_formula_changes_no_hash(edit, edited):
     config = Config(**LSSAR)
-    before = formulas_hash(config)
+    before = unedited(formulas_hash, config)
     edited(*edit)
     assert formulas_hash(config) == before
 
@@ -345,7 +351,7 @@ EDITED_CODE = {
 
 @pytest.mark.parametrize("edit", EDITED_CODE.values(), ids=EDITED_CODE)
 def test_edited_code_of_an_evaluation_is_noticed(edit, edited):
-    before = code_hash(eval_length.EVAL_LENGTH)
+    before = unedited(code_hash, eval_length.EVAL_LENGTH)
     edited(*edit)
     assert differs(before, code_hash(eval_length.EVAL_LENGTH))
 
@@ -363,7 +369,7 @@ SAME_CODE = {
 
 @pytest.mark.parametrize("edit", SAME_CODE.values(), ids=SAME_CODE)
 def test_what_decides_no_number_of_an_evaluation(edit, edited):
-    before = code_hash(eval_length.EVAL_LENGTH)
+    before = unedited(code_hash, eval_length.EVAL_LENGTH)
     edited(*edit)
     assert code_hash(eval_length.EVAL_LENGTH) == before
 
@@ -378,7 +384,7 @@ def test_what_decides_no_number_of_an_evaluation(edit, edited):
     ],
 )
 def test_edited_code_of_other_evaluations(evaluation, edit, edited):
-    before = code_hash(evaluation)
+    before = unedited(code_hash, evaluation)
     edited(*edit)
     assert differs(before, code_hash(evaluation))
 
