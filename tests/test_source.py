@@ -190,6 +190,7 @@ SAME_FORMULAS = {
         f"{SIGMOID_LINE}\n{EXP_LINE}\n",
     ),
     "a new import": ("attention.py", "import math\n", "import math\nimport os\n"),
+    "a new name in an import": ("attention.py", "import dataclass,", "import astuple, dataclass,"),
     "a new setting": ("config.py", "    def nope_heads", "    new = 1\n\n    def nope_heads"),
     "how a kernel is launched": ("attention_paths/fused.py", "return ", "return 1 and "),
 }
