@@ -71,26 +71,34 @@ def shift_out_of_tail(top: Tensor) -> Tensor:
     return (-40 - top).clamp_min(0)
 
 
+def softplus(z: Tensor) -> Tensor:
+    # torch's is linear above its threshold: exact in float64 at 40, but not at its default 20
+    return F.softplus(z, threshold=40)
+
+
+def relu_squared(z: Tensor) -> Tensor:
+    return torch.relu(z).square()
+
+
+def gelu(z: Tensor) -> Tensor:
+    # F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14
+    doubled_share = torch.erfc(-z / math.sqrt(2))
+    return z / 2 * doubled_share
+
+
+def identity(z: Tensor) -> Tensor:
+    return z
+
+
 EXP = Phi(torch.exp, shift=torch.neg, kernel="exp")
 SIGMOID = Phi(torch.sigmoid, shift=shift_out_of_tail, kernel="sigmoid")
-# torch's softplus is linear above its threshold: exact in float64 at 40, but not at its default 20.
-SOFTPLUS = Phi(
-    lambda z: F.softplus(z, threshold=40),
-    shift=shift_out_of_tail,
-    kernel="softplus",
-)
+SOFTPLUS = Phi(softplus, shift=shift_out_of_tail, kernel="softplus")
 RELU = Phi(torch.relu, zero=0.0, kernel="relu")
-RELU2 = Phi(lambda z: torch.relu(z).square(), zero=0.0, kernel="relu2")
+RELU2 = Phi(relu_squared, zero=0.0, kernel="relu2")
 RELU6 = Phi(F.relu6, zero=0.0, kernel="relu6")
-# F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14.
-GELU = Phi(
-    lambda z: z / 2 * torch.erfc(-z / math.sqrt(2)),
-    zero=0.0,
-    signed=True,
-    kernel="gelu",
-)
+GELU = Phi(gelu, zero=0.0, signed=True, kernel="gelu")
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
-IDENTITY = Phi(lambda z: z, zero=0.0, signed=True, kernel="identity")
+IDENTITY = Phi(identity, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
 
 
@@ -156,12 +164,16 @@ def relu_power(A: Tensor, rows: Rows, p: float | None) -> Tensor:
     return rows.normalised_power(A + offset.neg(), top, p)
 
 
+def inverse_sqrt_d(rows: Rows) -> float:
+    return rows.d**-0.5
+
+
 @dataclass(frozen=True)
 class Variant:
     """One entry of the table. `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1]."""
 
     phi: Phi
-    scale: Callable[[Rows], Tensor | float] = lambda rows: rows.d**-0.5
+    scale: Callable[[Rows], Tensor | float] = inverse_sqrt_d
     bias: Callable[[Rows], Tensor | float] | None = None
     keyed: bool = False  # its bias differs between the keys of a row: [.., Lk]
     norm: Callable[[Rows], Tensor | float] | None = None  # None: l1

@@ -196,7 +196,11 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Positions, blocks and the final norm: embeddings [B, L, n_embd] to hidden states."""
 
-    def __init__(self, config: Config, attention_layer: type[SelfAttention]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        attention_layer: type[SelfAttention],
+    ) -> None:
         super().__init__()
         self.config = config
         self.wpe: nn.Embedding | None = None
@@ -241,7 +245,11 @@ class Trunk(nn.Module):
 class GPT(nn.Module):
     """Embedding, trunk and head. layers.build_model picks the class of attention layer."""
 
-    def __init__(self, config: Config, attention_layer: type[SelfAttention]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        attention_layer: type[SelfAttention],
+    ) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
@@ -289,7 +297,11 @@ class GPT(nn.Module):
         """Return the rows of the weights of wte or lm_head that stand for no token."""
         return weight[self.n_vocab :]
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+    ) -> Tensor:
         """Return logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
         A target of -100 has no loss.

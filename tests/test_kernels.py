@@ -17,6 +17,7 @@ import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import obstacle, variant_obstacle
 from config import load_config
+from data.tasks import TASKS
 from errors import UserError
 from generation import generate
 from layers.build import build_model
@@ -346,7 +347,8 @@ def test_all_layers_share_a_graph_of_each_length_or_of_any(case, task, graphs, m
     torch._dynamo.reset()
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
-    model = compile_model(small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE))
+    model = small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE)
+    compile_model(model, TASKS[task].varied_lengths)
     for length in (16, 12, 9):
         model(*[torch.arange(2 * length, device=DEVICE).view(2, -1)] * 2)
     assert compiled.frame_count == graphs + 2  # two are the loss's

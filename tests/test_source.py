@@ -110,7 +110,7 @@ EDITED_FORMULAS = {
     "a default of a field": ({}, ("attention.py", "zero: float = -math.inf", "zero: float = 0.0")),
     "a default formula": (
         {},
-        ("attention.py", "lambda rows: rows.d**-0.5\n", "lambda rows: rows.d**-0.4\n"),
+        ("attention.py", "    return rows.d**-0.5\n", "    return rows.d**-0.4\n"),
     ),
     "a later statement": (
         LSSAR,
