@@ -46,7 +46,7 @@ def table(call, capsys, monkeypatch):
 
 
 def test_the_papers_figures_stand_beside_every_path(table):
-    configs = [f"configs/{name}.py" for name in ("softmax", "lssar_p15", "relu_li")]
+    configs = [f"configs/{name}.py" for name in ("softmax", "lssar_p15", "relu_li", "t6")]
     _, lines = table(*configs, "--impls=auto,reference")
     for i, line in enumerate(lines):
         if line.startswith("lssar_p15"):
@@ -54,7 +54,7 @@ def test_the_papers_figures_stand_beside_every_path(table):
             assert "250.3 (2.08)" in lines[i + 1]
     assert sum(line.startswith("lssar_p15") for line in lines) == 2
     assert sum("paper, A100" in line for line in lines) == 4
-    # the paper has no figures of other phases, nor of T6
+    # the paper has no figures of T6, nor of other phases
     models, lines = table("configs/softmax.py", "configs/t6.py", "--phases=decode", "--p=3")
     assert lines[-1].startswith("t6 ")
     assert "2.0 (2.00)" in lines[-1]

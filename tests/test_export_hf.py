@@ -25,7 +25,10 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
 CASES = {
     "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": {},
     "softmax.py --tokenizer=gpt2 --vocab_size=50300": {"rope": "none"},
-    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": {"rope": "yarn"},
+    "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": {
+        "rope": "yarn",
+        "rope_factor": 4.0,
+    },
     "ablations/ssmax_probe.py --tie_embeddings=False": {"rope_theta": 5e5},
 }
 # What a user of an exported folder does; it knows nothing of this repository.
