@@ -15,7 +15,7 @@ from runtime.device import autocast
 
 
 @torch.no_grad()
-def mean_loss(
+def validation_loss(
     model: GPT,
     batches: Iterable[tuple[Tensor, Tensor]],
     device: torch.device,
@@ -41,7 +41,7 @@ def mean_loss(
 
 
 @torch.no_grad()
-def attention_weights(
+def layer_attention_weights(
     model: GPT,
     idx: Tensor,
     rows: slice,
@@ -83,10 +83,10 @@ def attention_weights(
 
 
 def head_windows(config: Config) -> list[list[int | None]]:
-    """Return by layer how many keys a row of each head sees at most; None: all up to its own."""
-    with_positions = config.window if config.local_window is None else config.local_window
+    """Return by layer how many keys a row of each head sees at most; None: no window."""
+    local_window = config.window if config.local_window is None else config.local_window
     by_layer = []
     for layer in range(config.n_layer):
         n = config.nope_heads(layer)
-        by_layer.append([config.window] * n + [with_positions] * (config.n_head - n))
+        by_layer.append([config.window] * n + [local_window] * (config.n_head - n))
     return by_layer

@@ -12,7 +12,7 @@ from model import GPT
 def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
     """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
     last = model.hidden(new, cache)[:, -1]
-    with torch.autocast(last.device.type, enabled=False):  # in bfloat16 the likeliest would tie
+    with torch.autocast(last.device.type, enabled=False):  # bfloat16 logits would tie
         return model.logits(last.type_as(next(model.parameters()))).float()
 
 
@@ -36,7 +36,7 @@ def generate(
     new = idx
     cache = KVCache(idx.shape[1] + max_new_tokens)
     # the last token is not fed to the model
-    model.trunk.check_length(idx.shape[1] + max_new_tokens - 1, cache)
+    model.trunk.check_length(idx.shape[1] + max_new_tokens - 1, None)
     for _ in range(max_new_tokens):
         logits = next_logits(model, new, cache)
         if never is not None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_paths.module import Attention
-from attention_paths.reference import Context, share_parameters
+from attention_paths.reference import Context, share_p_n
 from config import Config
 from errors import UserError
 from layers.cache import KVCache
@@ -25,11 +25,11 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class SelfAttention(nn.Module):
-    """An attention layer; layers/ has subclasses for hybrids and T6."""
+    """Causal self-attention; layers/hybrid.py and layers/tpa.py subclass it."""
 
     attention: Attention
-    extra_products = 0  # multiplications per token besides products with weights
-    residual_std = 0.02  # of the initial weights of c_proj, here and in the MLP, before scaling
+    extra_multiplications = 0  # per token, besides products with weights; T6 has them
+    residual_std = 0.02  # of the initial weights of c_proj, before / sqrt(2 n_layer); 0 in T6
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         self.n_kv_head = config.kv_heads
         self.d_head = config.d_head
         width = self.n_head * self.d_head
-        projected_width = sum(self.projected_sizes(config))
+        projected_width = sum(self.projected_widths(config))
         self.c_attn = nn.Linear(n_embd, projected_width, bias=config.bias)
         self.c_proj = nn.Linear(width, n_embd, bias=config.bias)
         self.add_attention(config, layer)
@@ -52,23 +52,24 @@ class SelfAttention(nn.Module):
             self.c_gate = nn.Linear(n_embd, self.n_head, bias=config.bias)
         elif config.gate == "element":
             self.c_gate = nn.Linear(n_embd, width, bias=config.bias)
-        # FoX has a bias whatever the other layers have, ASEntmax none (their authors' code)
+        # as in the authors' code, FoX's gates always have a bias, ASEntmax's u and w never
         self.c_forget = None
         if config.forget:
             self.c_forget = nn.Linear(n_embd, self.n_head)
         self.c_rows = None
-        self.row_inputs = self.attention.variant.from_input  # of ASEntmax: u and w
-        if self.row_inputs:
-            row_width = len(self.row_inputs) * self.n_head
+        self.row_input_names = self.attention.variant.from_input  # ASEntmax: u and w
+        if self.row_input_names:
+            row_width = len(self.row_input_names) * self.n_head
             self.c_rows = nn.Linear(n_embd, row_width, bias=False)
 
     @staticmethod
-    def projected_sizes(config: Config) -> list[int]:
+    def projected_widths(config: Config) -> list[int]:
         """Return the widths of q, k and v in the output of c_attn."""
-        kv_size = config.kv_heads * config.d_head
-        return [config.n_head * config.d_head, kv_size, kv_size]
+        kv_width = config.kv_heads * config.d_head
+        return [config.n_head * config.d_head, kv_width, kv_width]
 
     def add_attention(self, config: Config, layer: int) -> None:
+        """Build self.attention; a subclass may build two modules."""
         self.attention = build_attention(config)
 
     def attentions(self) -> list[Attention]:
@@ -117,7 +118,7 @@ class SelfAttention(nn.Module):
         if self.c_rows is not None:
             columns = self.c_rows(x).unflatten(2, (-1, self.n_head))
             columns = columns.permute(2, 0, 3, 1)  # [row inputs, B, H, L]
-            row_inputs = dict(zip(self.row_inputs, columns, strict=True))
+            row_inputs = dict(zip(self.row_input_names, columns, strict=True))
         log_forget = None
         if self.c_forget is not None:
             gates = self.c_forget(x)
@@ -207,7 +208,7 @@ class Trunk(nn.Module):
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         blocks = [Block(config, layer, attention_layer) for layer in range(config.n_layer)]
-        share_parameters([block.attn.attention for block in blocks])
+        share_p_n([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
         self.rope: RopeTable | None = None
@@ -221,6 +222,7 @@ class Trunk(nn.Module):
         self.check_length(end, cache)
         rotation = None
         if self.rope is not None:
+            # scaled RoPE uses the final length from the start, so that cached keys stay valid
             length = end if cache is None else cache.size
             rotation = self.rope(start, end, length)
         if self.wpe is not None:
@@ -320,9 +322,9 @@ class GPT(nn.Module):
         if has_chunked_loss(x, self.n_vocab):
             head = self.lm_head.weight[: self.n_vocab]
             return chunked_loss(x, head, targets)
-        return self.mean_loss(x, targets)
+        return self.loss_from_all_logits(x, targets)
 
-    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def loss_from_all_logits(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return `loss`, from all logits at once."""
         logits = self.logits(x).flatten(0, -2)
         return F.cross_entropy(logits, targets)
@@ -383,30 +385,31 @@ class GPT(nn.Module):
         return count - padding
 
     def flops_per_token(self) -> float:
-        """Return the FLOPs of a training step per token.
+        """Count the FLOPs of a training step per token.
 
-        6 per weight of a matrix product (2 forward, 4 backward), and per product of the factors of
-        T6; and softmax attention's products with the keys that rows see, for every variant, so that
-        runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L of
-        them on average.
+        These are 6 per matrix weight, 2 forward and 4 backward, and per multiplication of T6's
+        factors. Every variant is charged for softmax attention over the keys that it may see, so
+        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
+        of them on average.
         """
-        products = -self.padding_rows(self.lm_head.weight).numel()
+        weights = 0
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                products += module.weight.numel()
+                weights += module.weight.numel()
+        weights -= self.padding_rows(self.lm_head.weight).numel()
         L = self.config.block_size
         attention_flops = 0
         for layer in self.attention_layers():
-            products += layer.extra_products
+            weights += layer.extra_multiplications
             for attention in layer.attentions():
                 W = min(attention.window or L, L)
                 width = attention.n_head * attention.head_size
                 attention_flops += 6 * width * W * (2 * L - W)  # 3 x 2 products
-        return 6 * products + attention_flops // L
+        return 6 * weights + attention_flops // L
 
 
-def compile_model(model: GPT, varied_lengths: bool = False) -> GPT:
-    """Compile the model's blocks and loss, in place; returns the model.
+def compile_model(model: GPT, varied_lengths: bool = False) -> None:
+    """Compile the model's blocks and loss, in place.
 
     The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
     the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
@@ -414,10 +417,10 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> GPT:
     """
     # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit = 32  # recall's lengths, kinds of blocks
+    torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
     # False: else a smaller last batch in validation makes the graph of training dynamic too
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)
-    model.mean_loss = torch.compile(model.mean_loss)  # type: ignore[method-assign]
-    return model
+    compiled = torch.compile(model.loss_from_all_logits)
+    model.loss_from_all_logits = compiled  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from model import GPT
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     """Build AdamW over all parameters, or Muon over the blocks' matrices and AdamW over the rest.
 
-    A group may have a rate of its own: "lr_scale" in it multiplies the learning rate of each step.
+    A group's "lr_scale", if it is set, multiplies the learning rate of each step.
     """
     muon_matrices = []
     if config.optimizer == "muon":

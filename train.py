@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from data.loader import Loader
 from data.tasks import TASKS, open_loader
-from evaluation import mean_loss
+from evaluation import validation_loss
 from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
@@ -41,11 +41,11 @@ from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say
 from runtime.pretrained import load_initial
 
-# With float16 a step whose gradients overflow lowers the loss scale, from 2^16 by half. Gradients
-# that still overflow at this scale are not finite at any (min_loss_scale of fairseq).
+# float16 halves the loss scale on overflow, from 2^16. Gradients that overflow even at this scale
+# have diverged (min_loss_scale of fairseq).
 SMALLEST_SCALE = 1e-4
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
+LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
@@ -61,7 +61,7 @@ def main(config: Config | None = None) -> None:
     device = open_device(config.device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
-        resume = checkpoint.resumes(run, config.resume)
+        resume = checkpoint.should_resume(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
         stopped = False
@@ -76,7 +76,7 @@ def set_up(
     rank: int,
     world_size: int,
     device: torch.device,
-) -> tuple[Training, Loader | None, Loss]:
+) -> tuple[Training, Loader | None, LossFn]:
     """Build the data, the model and the optimizers, and say what will be trained.
 
     There is no loader in a dry run before the data are made.
@@ -110,7 +110,10 @@ def set_up(
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
     if state is not None:
         training.restore(state)
-    if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
+    if loader is not None:
+        training.tokens = loader.tokens
+    newest_step = all_reduce_max(training.step, device)
+    if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
 
     # after the weights are final: DDP copies rank 0's to all ranks
@@ -128,7 +131,7 @@ def train(
     config: Config,
     training: Training,
     loader: Loader,
-    loss_fn: Loss,
+    loss_fn: LossFn,
 ) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
     run = Path(config.out_dir)
@@ -136,26 +139,26 @@ def train(
     rank = loader.batching.rank
     world_size = loader.batching.world_size
     flops_per_token = training.model.flops_per_token()
-    training.tokens = loader.tokens
     quiet = rank > 0
     with (
-        stop_signals() as received,
+        stop_signals() as signals,
         checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
     ):
         log = Log(run, config, training.resumed_at, quiet)
         while True:
             finished = training.step >= config.max_iters
-            is_saved = training.step == training.resumed_at
+            just_resumed = training.step == training.resumed_at
             # validated before it is saved: a resumed run need not validate its first step
-            if not is_saved and (finished or training.step % config.eval_interval == 0):
+            if not just_resumed and (finished or training.step % config.eval_interval == 0):
                 validate(training, config, loader, log, saver)
             started = time.perf_counter()
-            stopped = all_reduce_max(len(received), device) > 0  # waits for the last update
-            ends = finished or stopped
-            if not is_saved and (ends or training.step % config.checkpoint_interval == 0):
+            # waits for the previous update, so that the update is timed
+            stopped = all_reduce_max(len(signals), device) > 0
+            is_last = finished or stopped
+            if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
                 save(training, config, log, saver)
                 started = time.perf_counter()
-            if ends:
+            if is_last:
                 break
 
             batch = micro_batches(loader, config, training.step)
@@ -196,7 +199,7 @@ def check_data(loader: Loader, config: Config, state: State | None) -> None:
             f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
             f"{state.tokens:,}, in other batches: give the same data, or start a new run"
         )
-    loader.validation_batches(config.val_tokens, config.batch_size)
+    loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
 
 def compile_and_distribute(
@@ -204,12 +207,12 @@ def compile_and_distribute(
     config: Config,
     attention_path: str,
     world_size: int,
-) -> Loss:
-    """Return the model as a function to the mean loss, compiled and under DDP where it is to be."""
+) -> LossFn:
+    """Return the model as a loss function, compiled and wrapped in DDP as the settings ask."""
     varied_lengths = TASKS[config.task].varied_lengths
-    # on the blocked path each length would compile a graph of its own
-    slow = varied_lengths and "blocked" in attention_path
-    if pick_compile(config.compile, next(model.parameters()).device, slow):
+    # on the blocked path each length would compile another graph
+    many_graphs = varied_lengths and "blocked" in attention_path
+    if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
         compile_model(model, varied_lengths)
     if world_size == 1:
         return model
@@ -221,25 +224,25 @@ def compile_and_distribute(
 # ---- one step ----
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """A rank's share of a step. The loss of a step is the sum over micro-batches / divisor."""
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
-    divisor: int
+    divisor: int  # micro-batches, or labels, that the loss is a mean over
     tokens: int  # of all ranks
 
 
-def micro_batches(loader: Loader, config: Config, step: int) -> Batch:
+def micro_batches(loader: Loader, config: Config, step: int) -> StepBatch:
     x, y = loader.batch(config.first_batch + step)
     pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
     tokens = loader.batching.world_size * len(x) * x.shape[1]
-    return Batch(pairs, divisor=len(pairs), tokens=tokens)
+    return StepBatch(pairs, divisor=len(pairs), tokens=tokens)
 
 
 def train_step(
     training: Training,
-    loss_fn: Loss,
-    batch: Batch,
+    loss_fn: LossFn,
+    batch: StepBatch,
     grad_clip: float,
 ) -> tuple[float, float]:
     """Update the model once, by the gradient of the batch's loss.
@@ -250,7 +253,7 @@ def train_step(
     scaler = training.scaler
     total = torch.zeros((), device=training.device)
     for i, (x, y) in enumerate(batch.micro_batches, start=1):
-        # DDP decides in the forward pass whether this backward will synchronise gradients
+        # DDP decides in the forward pass whether this backward will reduce gradients
         accumulates = i < len(batch.micro_batches)
         with loss_fn.no_sync() if isinstance(loss_fn, DDP) and accumulates else nullcontext():
             with autocast(training.device, training.dtype):
@@ -310,7 +313,7 @@ def validate(
         batches_of_rank,
     )
     training.model.eval()
-    val_loss = mean_loss(training.model, batches, training.device, training.dtype)
+    val_loss = validation_loss(training.model, batches, training.device, training.dtype)
     training.model.train()
     log.validation(training.step, val_loss)
     if val_loss < training.best_val_loss:

@@ -19,14 +19,16 @@ BLOCK_SCORES_CPU = 2**21
 KEEP_SCORES = 2**22
 
 
-class BlockSize(NamedTuple):
+class Tile(NamedTuple):
+    """The size of a block."""
+
     queries: int
     heads: int
     sequences: int
     keys: int  # that a block may read
 
 
-def block_size(layer: ReferenceAttention, q: Tensor, k: Tensor) -> BlockSize:
+def choose_tile(layer: ReferenceAttention, q: Tensor, k: Tensor) -> Tile:
     """Return the largest block of queries like q [B, H, Lq, d] on keys like k [B, Hk, Lk, d]."""
     H = q.shape[1]
     queries = min(q.shape[2], BLOCK_QUERIES)
@@ -42,7 +44,7 @@ def block_size(layer: ReferenceAttention, q: Tensor, k: Tensor) -> BlockSize:
     else:
         while group % heads:  # equal shares of one group
             heads -= 1
-    return BlockSize(queries, heads, sequences=max(1, matrices // H), keys=keys)
+    return Tile(queries, heads, sequences=max(1, matrices // H), keys=keys)
 
 
 def blocked(
@@ -58,18 +60,18 @@ def blocked(
     query, and none before the window of its first.
     """
     B, H, Lq, _ = q.shape
-    size = block_size(layer, q, k)
+    tile = choose_tile(layer, q, k)
     compute = layer.output
-    if torch.is_grad_enabled() and B * H * Lq * size.keys > KEEP_SCORES:
+    if torch.is_grad_enabled() and B * H * Lq * tile.keys > KEEP_SCORES:
         compute = partial(checkpoint, layer.output, use_reentrant=False, preserve_rng_state=False)
     q, keys = layer.normalise(q, k)
     group = H // k.shape[1]
     by_sequence = []
-    for b in range(0, B, size.sequences):
-        sequences = slice(b, b + size.sequences)
+    for b in range(0, B, tile.sequences):
+        sequences = slice(b, b + tile.sequences)
         by_head = []
-        for h in range(0, H, size.heads):
-            heads = slice(h, h + size.heads)
+        for h in range(0, H, tile.heads):
+            heads = slice(h, h + tile.heads)
             kv_heads = slice(h // group, -(-heads.stop // group))
             inverse_norm = keys.inverse_norm
             if inverse_norm is not None:
@@ -97,8 +99,9 @@ def by_query(
 ) -> Tensor:
     """Return the output [b, h, Lq, d] of these heads, BLOCK_QUERIES queries at a time.
 
-    The last block comes first: the other blocks then fit into the memory that it frees, and its
-    keys include theirs, so that their gradients are padded to as many keys, not to all.
+    Blocks are computed from the last to the first. The last needs the most memory, which the others
+    reuse; and each slices its keys from those of the block after it, so that its gradients are
+    padded to that length only.
     """
     past = keys.k.shape[2] - q.shape[2]
     k = keys.k

@@ -7,7 +7,7 @@ import torch
 
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import launch
-from attention_paths.reference import PLAIN, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, ReferenceAttention
 from errors import UserError, check_choice
 
 
@@ -83,7 +83,7 @@ def check_causality(name: str, variant: Variant) -> None:
         if gradient is None:
             raise UserError(f"{name}: no formula uses {scalar}, which `learnable` names")
     if variant.bias is not None and not variant.keyed:
-        rows = attention.rows(q, 6, PLAIN)
+        rows = attention.rows(q, 6, NO_CONTEXT)
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
             raise UserError(f"{name}: its bias differs between keys, so it needs keyed=True")
     for row, weights in enumerate(all_weights, start=1):

@@ -10,13 +10,13 @@ from attention_paths.blocked import blocked, first_key
 from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
 from attention_paths.fused import fused, obstacle, variant_obstacle
-from attention_paths.reference import PLAIN, Context, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from errors import UserError
 
 
 class Attention(ReferenceAttention):
-    """What ReferenceAttention computes, by `impl`: 'auto' or the one path that it names.
+    """ReferenceAttention, computed by the path that `impl` names; 'auto' picks the fastest.
 
     For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
     refuses, for a missing p, and for a path that cannot compute the variant.
@@ -43,7 +43,7 @@ class Attention(ReferenceAttention):
         q: Tensor,
         k: Tensor | Factors,
         v: Tensor | Factors,
-        context: Context = PLAIN,
+        context: Context = NO_CONTEXT,
     ) -> Tensor:
         if isinstance(k, Factors) and isinstance(v, Factors):
             if self.impl in ("auto", "blocked"):
@@ -60,8 +60,8 @@ class Attention(ReferenceAttention):
         with torch.autocast(q.device.type, enabled=False):
             return compute(self, q, k, v, context)
 
-    def path(self, q: Tensor, Lk: int, context: Context = PLAIN) -> str:
-        """The path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
+    def path(self, q: Tensor, Lk: int, context: Context = NO_CONTEXT) -> str:
+        """Return the path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
         On a GPU softmax with a window takes the kernels, because torch's fastest attention takes no
         mask. Raises UserError where `impl` requires kernels that cannot run.

@@ -51,8 +51,8 @@ def power(x: Tensor, p: float) -> Tensor:
     if not 3 < p < 1000 or p != round(p):
         return x.pow(p)
     y = x
-    for digit in f"{round(p):b}"[1:]:  # squared for each binary digit, times x for a 1
-        y = x.square() if y is x else y.square_()
+    for digit in f"{round(p):b}"[1:]:  # square, and multiply over p's binary digits
+        y = x.square() if y is x else y.square_()  # x itself must not change
         if digit == "1":
             y.mul_(x)
     return y

@@ -35,15 +35,15 @@ class Context:
         return Context(self.score_scale, row_inputs, log_forget)
 
 
-PLAIN = Context()
+NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys [B, Hk, Lk, d], and 1 / |k| where their scores are to be normalised by it."""
+    """Keys [B, Hk, Lk, d]; their scores are multiplied by inverse_norm, if it is set."""
 
     k: Tensor
-    inverse_norm: Tensor | None = None  # [B, H, 1, Lk]
+    inverse_norm: Tensor | None = None  # 1 / |k|, [B, H, 1, Lk]
 
     def dot(self, q: Tensor) -> Tensor:
         """Return the dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
@@ -107,7 +107,7 @@ class ReferenceAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        context: Context = PLAIN,
+        context: Context = NO_CONTEXT,
     ) -> Tensor:
         """Return the output [B, H, Lq, d] in v's dtype.
 
@@ -120,7 +120,7 @@ class ReferenceAttention(nn.Module):
             q, keys = self.normalise(q, k)
             return self.output(q, keys, v, context)
 
-    def weights(self, q: Tensor, k: Tensor, context: Context = PLAIN) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise(q, k)
@@ -217,7 +217,7 @@ def grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return (by_group @ y).view(*x.shape[:3], -1)
 
 
-def share_parameters(layers: list[ReferenceAttention]) -> None:
+def share_p_n(layers: list[ReferenceAttention]) -> None:
     """Make all layers share SSMax's p_n, as in the paper."""
     learning = [layer for layer in layers if layer.p_n is not None]
     for layer in learning[1:]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attention import l2_normalise
 from attention_paths.blocked import BLOCK_QUERIES, first_key
-from attention_paths.reference import PLAIN, Context, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 
 
 def sdpa(
@@ -64,7 +64,7 @@ def windowed(
         end = past + start + block.shape[2]
         block_k = k[:, :, first:end]
         block_v = v[:, :, first:end]
-        mask = layer.rows(block, end - first, PLAIN).sees(end - first)
+        mask = layer.rows(block, end - first, NO_CONTEXT).sees(end - first)
         outputs.append(
             F.scaled_dot_product_attention(
                 block, block_k, block_v, mask, scale=scale, enable_gqa=is_grouped

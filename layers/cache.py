@@ -26,15 +26,22 @@ class KVCache:
         Returns the tensors of all positions that the new ones see, [B, .., length + new, ..] or,
         with a window, at most window + new positions. None stays None.
         """
-        present = [x for x in new if x is not None]
         window = attention.window
         if attention not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            stored = [x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in present]
-            self.layers[attention] = stored
-        extend = self._append if window is None else self._shift
-        visible = map(extend, self.layers[attention], present)
-        return [None if x is None else next(visible) for x in new]
+            self.layers[attention] = [
+                x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new if x is not None
+            ]
+        stored = iter(self.layers[attention])
+        visible: list[Tensor | None] = []
+        for x in new:
+            if x is None:
+                visible.append(None)
+            elif window is None:
+                visible.append(self._append(next(stored), x))
+            else:
+                visible.append(self._shift(next(stored), x))
+        return visible
 
     def _append(self, stored: Tensor, x: Tensor) -> Tensor:
         end = self.length + x.shape[2]

@@ -8,7 +8,7 @@ from config import Config
 from errors import UserError, check_choice
 from runtime.source import Definition, contents, source_hash
 
-# Settings that only some variants take: which, and why the others do not.
+# Which variants take a setting, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
     "sink": (lambda v: v.takes_sink, "a sink shares l1 with keys whose weights are never 0"),
@@ -25,8 +25,16 @@ SHARED_FORMULAS = (
     Definition("layers.heads", "alibi_heads"),
     Definition("config", "Config.nope_heads"),
 )
-# Modules that have no formulas, though the script of a variant may import them.
-ABOVE = ("train", "model", "optim", "generation", "evaluation", "data", "scripts")
+# The script of a variant may import these, which have no formulas.
+MODULES_WITHOUT_FORMULAS = (
+    "train",
+    "model",
+    "optim",
+    "generation",
+    "evaluation",
+    "data",
+    "scripts",
+)
 
 
 def build_attention(config: Config) -> Attention:
@@ -50,7 +58,7 @@ def build_hybrid_attention(
     if config.local_window is None:
         return build_attention(config), None
     check_settings(config)
-    local = config.replace(
+    local_config = config.replace(
         attention="softmax",
         p=None,
         window=config.local_window,
@@ -58,10 +66,12 @@ def build_hybrid_attention(
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
     if nope_heads == 0:
-        return build_heads(local, all_heads), None
+        return build_heads(local_config, all_heads), None
     if nope_heads == config.n_head:
         return build_heads(config, all_heads), None
-    return build_heads(config, all_heads[:nope_heads]), build_heads(local, all_heads[nope_heads:])
+    return build_heads(config, all_heads[:nope_heads]), build_heads(
+        local_config, all_heads[nope_heads:]
+    )
 
 
 def check_attention(config: Config) -> None:
@@ -107,7 +117,7 @@ def formulas_hash(config: Config) -> str:
         for content in contents(VARIANTS[name]):
             if content != Definition("attention"):
                 roots.append(content)
-    return source_hash(tuple(roots), ABOVE)
+    return source_hash(tuple(roots), MODULES_WITHOUT_FORMULAS)
 
 
 def check_settings(config: Config) -> None:

@@ -9,7 +9,7 @@ from model import GPT
 
 
 class PairEmbedding(nn.Embedding):
-    """Pairs of tokens [.., 2] to [.., n_embd]: a table for each coordinate, and a linear layer."""
+    """Embed pairs of tokens [.., 2] in [.., n_embd]: a table per coordinate, and a linear layer."""
 
     def __init__(self, size: int, n_embd: int) -> None:
         super().__init__(2 * size, n_embd)  # both tables, the second below the first
@@ -23,7 +23,7 @@ class PairEmbedding(nn.Embedding):
 
 
 class PairHead(nn.Linear):
-    """Hidden states [.., n_embd] to the logits of both coordinates, [.., 2, size]."""
+    """Return the logits of both coordinates, [.., 2, size], of hidden states [.., n_embd]."""
 
     def __init__(self, n_embd: int, size: int) -> None:
         super().__init__(n_embd, 2 * size, bias=False)
@@ -49,7 +49,7 @@ class PairGPT(GPT):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats of hidden states [n, n_embd] with targets [2 n]."""
-        return self.mean_loss(x, targets)
+        return self.loss_from_all_logits(x, targets)
 
     def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the losses of targets [n, 2] as [2 n]."""

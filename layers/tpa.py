@@ -18,33 +18,33 @@ from model import SelfAttention
 
 
 class TensorProductAttention(SelfAttention):
-    """Self-attention whose q, k and v are means of R outer products.
+    """Self-attention whose q, k and v are sums of outer products.
 
     In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
     is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) values a position.
     """
 
-    residual_std = 0.0  # as its authors have it
+    residual_std = 0.0  # the authors start c_proj at 0
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
         self.q_rank = config.q_rank  # None: q is linear in the input, the paper's KVonly
         self.kv_rank = config.kv_rank
-        self.sizes = self.projected_sizes(config)
+        self.widths = self.projected_widths(config)
         self.has_rope = config.nope_heads(layer) == 0
         ranks = (self.q_rank or 0) + 2 * self.kv_rank
-        self.extra_products = ranks * self.n_head * self.d_head
+        self.extra_multiplications = ranks * self.n_head * self.d_head
 
     @staticmethod
-    def projected_sizes(config: Config) -> list[int]:
+    def projected_widths(config: Config) -> list[int]:
         H = config.n_head
         d = config.d_head
-        kv_sizes = [config.kv_rank * H, config.kv_rank * d]
+        kv_widths = [config.kv_rank * H, config.kv_rank * d]
         if config.q_rank is None:
-            q_sizes = [H * d]
+            q_widths = [H * d]
         else:
-            q_sizes = [config.q_rank * H, config.q_rank * d]
-        return q_sizes + kv_sizes + kv_sizes
+            q_widths = [config.q_rank * H, config.q_rank * d]
+        return q_widths + kv_widths + kv_widths
 
     def add_attention(self, config: Config, layer: int) -> None:
         self.attention, _ = build_hybrid_attention(config, layer)
@@ -64,7 +64,7 @@ class TensorProductAttention(SelfAttention):
             else:
                 fans.append(rank * (n_embd + self.n_head))
                 fans.append(self.d_head * (n_embd + rank))
-        weights = self.c_attn.weight.split(self.sizes)
+        weights = self.c_attn.weight.split(self.widths)
         for weight, fan in zip(weights, fans, strict=True):
             bound = math.sqrt(6 / fan)
             nn.init.uniform_(weight, -bound, bound)
@@ -75,20 +75,20 @@ class TensorProductAttention(SelfAttention):
         """Return q [B, H, L, d], and the factors of k and v."""
         if not self.has_rope:
             rotation = None
-        columns = self.c_attn(x).split(self.sizes, dim=-1)
+        columns = self.c_attn(x).split(self.widths, dim=-1)
         *q_columns, a_k, b_k, a_v, b_v = columns
         if self.q_rank is None:
-            q = rows_of(q_columns[0], self.n_head)
+            q = split_rows(q_columns[0], self.n_head)
             if rotation is not None:
                 q = self.rotate(q, rotation)
         else:
             a_q, b_q = q_columns
-            q = self.factors(a_q, b_q, self.q_rank, rotation).expand()
-        k = self.factors(a_k, b_k, self.kv_rank, rotation)
-        v = self.factors(a_v, b_v, self.kv_rank, None)
+            q = self.make_factors(a_q, b_q, self.q_rank, rotation).expand()
+        k = self.make_factors(a_k, b_k, self.kv_rank, rotation)
+        v = self.make_factors(a_v, b_v, self.kv_rank, None)
         return q, k, v
 
-    def factors(
+    def make_factors(
         self,
         a: Tensor,
         b: Tensor,
@@ -99,10 +99,10 @@ class TensorProductAttention(SelfAttention):
 
         b is turned by RoPE's rotation, if there is one.
         """
-        b = rows_of(b, rank)
+        b = split_rows(b, rank)
         if rotation is not None:
             b = self.rotate(b, rotation)
-        return Factors(rows_of(a, rank) / rank, b)
+        return Factors(split_rows(a, rank) / rank, b)
 
     def attend(  # type: ignore[override]
         self,
@@ -124,6 +124,6 @@ class TensorProductAttention(SelfAttention):
         return attention(q, k.expand(), v.expand(), context)
 
 
-def rows_of(x: Tensor, rows: int) -> Tensor:
+def split_rows(x: Tensor, rows: int) -> Tensor:
     """View the last dimension of x [B, L, rows * columns] as a matrix: [B, rows, L, columns]."""
     return x.unflatten(-1, (rows, -1)).transpose(1, 2)

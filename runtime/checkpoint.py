@@ -98,10 +98,9 @@ class Training:
         try:
             self.model.load_state_dict(state.model)
             for optimizer, saved in zip(self.optimizers, state.optimizers, strict=True):
-                options = optimizer.param_groups
+                groups = optimizer.param_groups
                 optimizer.load_state_dict(saved)
-                for group, configured in zip(optimizer.param_groups, options, strict=True):
-                    group.update(configured)  # such as `fused` on another device
+                optimizer.param_groups = groups  # with the options of this run, such as `fused`
                 check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
@@ -271,7 +270,7 @@ def folder_of(run: str | Path) -> Path:
     return Path(run).parent if is_checkpoint(run) else Path(run)
 
 
-def resumes(run: Path, resume: bool | str) -> bool:
+def should_resume(run: Path, resume: bool | str) -> bool:
     """Tell whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
 
     Raises UserError where there is nothing to resume, or a new run would overwrite something. A run

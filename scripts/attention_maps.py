@@ -77,7 +77,7 @@ from attention import DEAD
 from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from evaluation import attention_weights, head_windows
+from evaluation import head_windows, layer_attention_weights
 from scripts.common.options import option
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
@@ -235,7 +235,7 @@ def weights(
 ) -> Tensor:
     """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
     with run.autocast():
-        (A,) = attention_weights(
+        (A,) = layer_attention_weights(
             run.model,
             idx.to(run.device),
             rows=slice(None),
@@ -318,7 +318,7 @@ def measure_distances(options: MapOptions, run: Run) -> dict:
     by_window = []
     for idx in single_windows(options, run, length):
         with run.autocast():
-            signs = attention_weights(
+            signs = layer_attention_weights(
                 run.model,
                 idx,
                 rows=slice(None),

@@ -55,7 +55,7 @@ from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
 from scripts.common.options import RUN, Options, option, parse
 from scripts.common.retrieval import ASK
-from train import Batch, is_finite_step, save, stop_diverged, train_step
+from train import StepBatch, is_finite_step, save, stop_diverged, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -96,7 +96,7 @@ def main() -> None:
     options, arguments = parse(FineTuning, arguments={"run": RUN})
     out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
-        checkpoint.resumes(out, options.resume)
+        checkpoint.should_resume(out, options.resume)
         stopped = finetune(arguments.run, out, options)
     if stopped:
         sys.exit(EXIT_STOPPED)
@@ -300,14 +300,14 @@ def examples_of_step(
 
 def batch_of_step(
     step: int, examples: list[Example], options: FineTuning, seed: int, device: torch.device
-) -> Batch:
+) -> StepBatch:
     """Return the micro-batches of a step, whose loss is averaged over its examples."""
     chosen = examples_of_step(step, examples, options.sequences, seed)
     micro_batches = []
     for begin in range(0, len(chosen), options.batch_size):
         micro_batches.append(tensors(chosen[begin : begin + options.batch_size], device))
     tokens = sum(len(example.tokens) for example in chosen)
-    return Batch(micro_batches, divisor=len(chosen), tokens=tokens)
+    return StepBatch(micro_batches, divisor=len(chosen), tokens=tokens)
 
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
-from evaluation import attention_weights
+from evaluation import layer_attention_weights
 from scripts.common.labels import title_of
 from scripts.common.options import option
 from scripts.common.plots import Curve, draw_curves, heat_map
@@ -194,7 +194,9 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     idx = torch.tensor([needle.prompt + [0] * ANSWER_TOKENS], device=run.device)
     last = slice(len(needle.prompt) - 1, len(needle.prompt))
     with run.autocast():
-        layers = attention_weights(run.model, idx, last, lambda A: A[..., needle.span].sum(-1))
+        layers = layer_attention_weights(
+            run.model, idx, last, lambda A: A[..., needle.span].sum(-1)
+        )
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 

@@ -52,7 +52,7 @@ from scripts.common.options import EvaluationOptions, option
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table
-from train import Batch, is_finite_step, train_step
+from train import StepBatch, is_finite_step, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
@@ -257,7 +257,7 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         micro_batches = zip(
             tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
         )
-        batch = Batch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
+        batch = StepBatch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
         if not is_finite_step(loss, norm, training.scaler):
             raise RuntimeError(

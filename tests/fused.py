@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from attention import VARIANTS
 from attention_paths.check import check_variant
 from attention_paths.fused import variant_obstacle
-from attention_paths.reference import PLAIN, Context
+from attention_paths.reference import NO_CONTEXT, Context
 from layers.heads import build_attention
 from tests.helpers import ATTENTIONS, small_config
 
@@ -116,7 +116,9 @@ def call(layer, q, k, v, log_forget=None):
     """The layer's output on the CPU, of inputs there."""
     device = DEVICE if layer.impl == "triton" else "cpu"
     q, k, v, log_forget = (x if x is None else x.to(device) for x in (q, k, v, log_forget))
-    return layer(q, k, v, PLAIN if log_forget is None else Context(log_forget=log_forget)).cpu()
+    return layer(
+        q, k, v, NO_CONTEXT if log_forget is None else Context(log_forget=log_forget)
+    ).cpu()
 
 
 def decode(layer, q, *others):

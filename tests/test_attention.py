@@ -16,7 +16,7 @@ import attention
 from attention import VARIANTS, Phi, Variant
 from attention_paths import blocked, power, sdpa
 from attention_paths.check import check_variant
-from attention_paths.reference import PLAIN, Context, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError
 from layers.heads import build_attention
 from tests import textbook
@@ -116,7 +116,7 @@ def test_equals_the_formula(case):
     attn = build(case).double()
     shapes = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (33, 33)]
     shapes += [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
-    calls = [(*shape, PLAIN) for shape in shapes]
+    calls = [(*shape, NO_CONTEXT) for shape in shapes]
     calls.append((4, 6, Context(score_scale=1.7)))
     for Lq, Lk, context in calls:
         q, k, v = draw(Lq, Lk, seed=Lk)
@@ -235,7 +235,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
 
 
-def with_gradients(function, attn, inputs, context=PLAIN):
+def with_gradients(function, attn, inputs, context=NO_CONTEXT):
     """The output of function(q, k, v, context), and its gradients by inputs and parameters.
 
     The inputs begin with q, k and v.

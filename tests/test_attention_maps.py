@@ -71,9 +71,11 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     model = small_model("lssar_p15.py")
     idx = torch.randint(257, (2, 24))
     layer = slice(1, 2)
-    (A,) = evaluation.attention_weights(model, idx, slice(None), layers=layer)
+    (A,) = evaluation.layer_attention_weights(model, idx, slice(None), layers=layer)
     monkeypatch.setattr(evaluation, "BLOCK_QUERIES", 5)
-    (statistics,) = evaluation.attention_weights(model, idx, slice(None), row_statistics, layer)
+    (statistics,) = evaluation.layer_attention_weights(
+        model, idx, slice(None), row_statistics, layer
+    )
     torch.testing.assert_close(statistics, row_statistics(A), rtol=1e-10, atol=1e-12)
 
 
@@ -121,7 +123,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     (result,) = read(run)
     assert result["head_windows"] == [list(windows)] * 2
     ids = validation_ids(shards, 16, 2)
-    layers = evaluation.attention_weights(model, ids, slice(None))
+    layers = evaluation.layer_attention_weights(model, ids, slice(None))
     A = torch.stack(layers).double().numpy()  # [layers, windows, heads, queries, keys]
     visible = visible_keys(windows)
     check_rows(result["parts"]["16 tokens"]["heads"], A[1], visible)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from evaluation import attention_weights, mean_loss
+from evaluation import layer_attention_weights, validation_loss
 from tests.helpers import ATTENTIONS, small_model
 
 CPU = torch.device("cpu")
@@ -25,12 +25,12 @@ def test_mean_loss_is_over_tokens_not_over_batches():
         losses += by_token.flatten().tolist()
     assert len(losses) == 16 * 8 + 27
     expected = math.fsum(losses) / len(losses)
-    loss = mean_loss(model, iter(batches), CPU, torch.float32)
+    loss = validation_loss(model, iter(batches), CPU, torch.float32)
     assert loss == pytest.approx(expected, rel=1e-7)  # float32 logits
 
     sum_over_batches = 0.0
     for batch in batches:
-        sum_over_batches += mean_loss(model, [batch], CPU, torch.float32)
+        sum_over_batches += validation_loss(model, [batch], CPU, torch.float32)
     assert loss != pytest.approx(sum_over_batches / len(batches), rel=1e-5)
 
 
@@ -50,7 +50,7 @@ def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
         calls.append((inputs, output))
 
     hook = attention.register_forward_hook(record)
-    weights = attention_weights(model, idx, slice(None))
+    weights = layer_attention_weights(model, idx, slice(None))
     hook.remove()
     inputs, output = calls[0]
     _, _, v, _ = inputs
@@ -58,14 +58,14 @@ def test_attention_weights_are_what_the_layer_multiplies_v_by(case):
 
     row_slices = (slice(-1, None), slice(5, 9), slice(0, 1))
     for rows in row_slices:
-        weights_of_rows = attention_weights(model, idx, rows)
+        weights_of_rows = layer_attention_weights(model, idx, rows)
         for selected, whole in zip(weights_of_rows, weights, strict=True):
             assert_close(selected, whole[:, :, rows])
 
     def sum_of_four(A):
         return A[..., 3:7].sum(-1)
 
-    sums = attention_weights(model, idx, slice(-1, None), sum_of_four)
+    sums = layer_attention_weights(model, idx, slice(-1, None), sum_of_four)
     assert_close(sums[1], sum_of_four(weights[1][:, :, -1:]))
     assert not attention._forward_hooks  # nothing stays behind
 

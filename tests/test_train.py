@@ -22,7 +22,7 @@ from runtime import checkpoint
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.runs import agree, assert_same_run, identical, lines, metrics, saved, weights
-from train import Batch, is_finite_step, train_step
+from train import StepBatch, is_finite_step, train_step
 
 
 def test_a_run_learns_and_its_folder_says_everything(train, shards):
@@ -341,7 +341,7 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
 
     training = training_of(model, lr=0.5)
     micro_batches = list(zip(x.split(4), y.split(4), strict=True))
-    batch = Batch(micro_batches, divisor=1, tokens=0)
+    batch = StepBatch(micro_batches, divisor=1, tokens=0)
     loss, norm = train_step(training, loss_fn, batch, clip)
     errors = x @ first.T - y
     gradient = 2 * errors.T @ x
@@ -367,7 +367,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights(bad):
     y = torch.zeros(1)
     good_pair = (torch.ones(1, 2), y)
     bad_pair = (torch.full((1, 2), bad), y)
-    batch = Batch([good_pair, bad_pair], divisor=1, tokens=0)
+    batch = StepBatch([good_pair, bad_pair], divisor=1, tokens=0)
     training = training_of(model, lr=1.0, optimizer=torch.optim.AdamW)
     loss, norm = train_step(training, loss_fn, batch, grad_clip=1.0)
     assert not math.isfinite(loss)
@@ -385,7 +385,7 @@ def test_a_float16_step_that_overflows_only_lowers_the_scale():
         return 1e4 * model(x).square().sum()
 
     x = torch.ones(1, 2)
-    batch = Batch([(x, x)], divisor=1, tokens=0)
+    batch = StepBatch([(x, x)], divisor=1, tokens=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=0.5)
     training = training_of(model, 1e-3, torch.optim.AdamW, scaler)
     step = functools.partial(train_step, training, loss_fn, batch, grad_clip=1.0)

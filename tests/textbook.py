@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import VARIANTS
-from attention_paths.reference import PLAIN
+from attention_paths.reference import NO_CONTEXT
 
 # A row is dead where the sum of its weights is at most this.
 DEAD = 1e-30
@@ -20,13 +20,13 @@ DEAD = 1e-30
 TIED = 16 * 2.0**-23
 
 
-def attention(layer, q, k, v, context=PLAIN):
+def attention(layer, q, k, v, context=NO_CONTEXT):
     """The output [B, H, Lq, d] of a layer, from its settings and parameters alone."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return weights(layer, q, k, context).to(v.dtype) @ v
 
 
-def weights(layer, q, k, context=PLAIN):
+def weights(layer, q, k, context=NO_CONTEXT):
     """The weights [B, H, Lq, Lk] of a layer; the queries are the last Lq of Lk positions."""
     names = {id(variant): name for name, variant in VARIANTS.items()}
     name = names[id(layer.variant)]
