@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from data.loader import Loader
+from data.shards import Identity, data_difference
 from data.tasks import TASKS, open_loader
 from evaluation import validation_loss
 from layers.build import build_model
@@ -36,7 +37,13 @@ from optim import build_optimizers, build_scaler, learning_rate, set_learning_ra
 from runtime import checkpoint
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
-from runtime.distributed import EXIT_STOPPED, all_reduce_max, process_group, stop_signals
+from runtime.distributed import (
+    EXIT_STOPPED,
+    all_gather,
+    all_reduce_max,
+    process_group,
+    stop_signals,
+)
 from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say
 from runtime.pretrained import load_initial
@@ -86,11 +93,13 @@ def set_up(
 
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
+    identity = loader.identity() if loader else {}
+    check_ranks(config, loader, identity)  # before any rank may be refused alone
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
     if loader is not None:
-        check_data(loader, config, state)
+        check_data(loader, identity, config, state)
 
     # ---- model ----
     dtype = pick_dtype(config.dtype, device)
@@ -110,10 +119,8 @@ def set_up(
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
     if state is not None:
         training.restore(state)
-    if loader is not None:
-        training.tokens = loader.tokens
-    newest_step = all_reduce_max(training.step, device)
-    if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
+    training.data = identity
+    if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
 
     # after the weights are final: DDP copies rank 0's to all ranks
@@ -121,7 +128,8 @@ def set_up(
     if is_main:
         say(describe(config, training, loader, world_size))
     if is_main and loader is not None and not config.dry_run:
-        checkpoint.write_header(run, config, kernels, training.resumed_at)
+        facts = kernels | {"data": identity}
+        checkpoint.write_header(run, config, facts, training.resumed_at)
         if initial is not None:  # never on resume: the file stays as it is
             write_json(run / "began_with.json", initial.id)
     return training, loader, loss_fn
@@ -192,14 +200,40 @@ def train(
 # ---- before the loop ----
 
 
-def check_data(loader: Loader, config: Config, state: State | None) -> None:
+def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
+    """Raise UserError, on every rank with the same words, where ranks read different data."""
+    tokens = loader.tokens if loader else 0
+    (first_tokens, first), *others = all_gather((tokens, identity))
+    for rank, (other_tokens, other) in enumerate(others, start=1):
+        differing = data_difference(first, other)
+        if differing is not None:
+            raise UserError(
+                f"{config.data_dir}: rank {rank} reads other {differing} than rank 0, "
+                f"{other_tokens:,} tokens for training, not {first_tokens:,}: copy the same data "
+                "to every node"
+            )
+
+
+def check_data(
+    loader: Loader,
+    identity: Identity,
+    config: Config,
+    state: State | None,
+) -> None:
     """Raise UserError where a run was trained on other data, or there is too little to validate."""
-    if state is not None and state.tokens not in (0, loader.tokens):
-        raise UserError(
-            f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
-            f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-        )
-    loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
+    if state is not None:
+        if state.tokens not in (0, loader.tokens):
+            raise UserError(
+                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
+                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
+            )
+        changed = data_difference(state.data, identity)
+        if changed is not None:
+            raise UserError(
+                f"{loader.source} has other {changed} than the run was trained on: give the same "
+                "data, or start a new run"
+            )
+    loader.validation_batches(config.val_tokens, config.batch_size)
 
 
 def compile_and_distribute(

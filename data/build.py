@@ -27,7 +27,7 @@ from data import shards
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from data.vocabulary import BUILT_IN, identify
 from errors import UserError
-from runtime.files import lock_folder
+from runtime.files import lock_folder, sha256_of
 
 COLUMN = "text"
 SHARD_SIZE = 100_000_000
@@ -61,6 +61,7 @@ def build(
     options: argparse.Namespace,
     source: str,
     documents: list,
+    content: list | None = None,
 ) -> None:
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
@@ -69,7 +70,7 @@ def build(
     and `repeat` and `within`, the share and length of `with_repeats` for the streams after the
     first. Called again, it resumes after the last whole shard, or says that all is done. In
     meta.json `source` says where the documents come from; `documents` is JSON that changes when the
-    documents do.
+    documents do. `content`, if given, does too, and is compared where the folder records it.
 
     Raises UserError if an option is out of range; if the folder holds shards of other documents or
     settings, or of unknown origin; if another process is making them; or if the documents have too
@@ -82,13 +83,15 @@ def build(
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
-        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
+        "documents": hash_json(documents),
         "source": source,
         "complete": False,
         "shards": [],
     }
     if options.repeat:
         wanted["repeat"] = (options.repeat, options.within)
+    if content is not None:
+        wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, wanted)
         if meta["complete"]:
@@ -100,6 +103,10 @@ def build(
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
+
+
+def hash_json(value: list) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
@@ -119,6 +126,8 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         now = wanted.get(key)
         if before != now:
             raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
+    if "content" in meta and meta["content"] != wanted.get("content"):
+        raise UserError(f"{out_dir}: made from these files before their content changed; {remedy}")
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]
     return {**meta, "complete": complete, "shards": whole}
@@ -137,7 +146,14 @@ def _write_shards(
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
             shards.write_shard(out_dir / name, tokens)
-            done.append({"name": name, "tokens": len(tokens), "next": next_place})
+            sha256 = sha256_of(out_dir / name)
+            entry: shards.Entry = {
+                "name": name,
+                "tokens": len(tokens),
+                "sha256": sha256,
+                "next": next_place,
+            }
+            done.append(entry)
             shards.write_meta(out_dir, meta)
     if len(done) < 2:
         raise UserError(

@@ -7,12 +7,15 @@ command resumes after the last whole shard.
 """
 
 import argparse
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, add_options, build
 from data.tokenizer import get_tokenizer
@@ -23,11 +26,18 @@ DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fi
 SAMPLE = "sample-10BT"
 
 
-def open_dataset(args: argparse.Namespace, repo: str) -> tuple[Read, list]:
-    """Return a Read of the documents that these options name, and what identifies them.
+class Dataset(NamedTuple):
+    """A dataset's documents, and what identifies them."""
 
-    That is the column, and the names and sizes of their files. Raises UserError if the dataset
-    cannot be read, or has no such split or column.
+    read: Read
+    files: list  # the column, and the name and size of each file
+    content: list[str]  # the checksum of each file
+
+
+def open_dataset(args: argparse.Namespace, repo: str) -> Dataset:
+    """Open the dataset that these options name; files on disk are read once for their checksums.
+
+    Raises UserError if the dataset cannot be read, or has no such split or column.
     """
     source = " ".join(args.parquet or [repo])
     column = args.column
@@ -47,10 +57,13 @@ def open_dataset(args: argparse.Namespace, repo: str) -> tuple[Read, list]:
             builder = datasets.load_dataset_builder(repo, args.name)
         # raises for a split or a column that the dataset does not have
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
-        identity = []
-        for path in builder.config.data_files[args.split]:
+        files = []
+        content = []
+        paths = builder.config.data_files[args.split]
+        for path in tqdm(paths, desc="checksums", unit="file", delay=2):
             filesystem, path_there = url_to_fs(path)
-            identity.append((Path(path).name, filesystem.size(path_there)))
+            files.append((Path(path).name, filesystem.size(path_there)))
+            content.append(checksum(filesystem, path_there))
         if hasattr(builder.config, "columns"):  # parquet: do not read the other columns
             builder.config.columns = [column]
             builder.config.batch_size = BATCH
@@ -65,7 +78,16 @@ def open_dataset(args: argparse.Namespace, repo: str) -> tuple[Read, list]:
                 yield state, batch[column]
                 state = dataset.state_dict()
 
-    return read, [column, identity]
+    return Dataset(read, [column, files], content)
+
+
+def checksum(filesystem: Any, path: str) -> str:
+    """Return the sha256 of a file's content; the hub knows it of large files without a download."""
+    large_file = filesystem.info(path).get("lfs")
+    if large_file:
+        return large_file["sha256"]
+    with filesystem.open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def patterns(paths: list[str]) -> list[str]:
@@ -119,10 +141,11 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    read, documents = open_dataset(args, repo)
+    dataset = open_dataset(args, repo)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
     out_dir = args.out_dir or Path("data", folder)
-    build(out_dir, "fineweb", [read], args, " ".join(source), documents)
+    named = " ".join(source)
+    build(out_dir, "fineweb", [dataset.read], args, named, dataset.files, dataset.content)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,16 @@ from numpy.random import SeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data.shards import Tokens, check_ids, list_shards, open_shards, read_shard, read_windows
+from data.shards import (
+    Identity,
+    Tokens,
+    check_ids,
+    identity_of,
+    list_shards,
+    open_shards,
+    read_shard,
+    read_windows,
+)
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
@@ -96,6 +105,10 @@ class Loader(ABC):
         """
 
     @abstractmethod
+    def identity(self) -> Identity:
+        """Return what tells these data from others, which would make another run."""
+
+    @abstractmethod
     def _read(self, step: int) -> Batch:
         """x and y of a step in host memory, pinned if they go to a GPU."""
 
@@ -142,6 +155,9 @@ class TokenLoader(Loader):
         share = windows[self.batching.rank :: self.batching.world_size]
         batches = split_rows(share, batch_size)
         return (copy_to(self.device, *inputs_and_targets(rows, self.device)) for rows in batches)
+
+    def identity(self) -> Identity:
+        return identity_of(self.data_dir)
 
     def _locate(self, step: int) -> Ints:
         """Shard index and token offset of each sequence of this rank, [b, 2]."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.loader import Batch, Batching, Ints, inputs_and_targets
-from data.shards import Tokens
+from data.shards import Identity, Tokens
 from data.simulated import SimulatedLoader, sequence_rng
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
@@ -193,6 +193,9 @@ class OrbitLoader(SimulatedLoader):
         self.source = f"simulated orbits of {count}"
         self.tokens = systems * batching.block_size
         super().__init__(systems, batching)
+
+    def identity(self) -> Identity:
+        return {"orbits": f"{self.source}, {self.n_windows} systems, {self.bins} bins"}
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         systems = [draw(split, int(index), self.planets) for index in indices]

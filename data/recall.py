@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from data.loader import Batch, Batching, Ints
+from data.shards import Identity
 from data.simulated import SimulatedLoader, sequence_rng
 from data.vocabulary import RECALL_IDS
 from errors import UserError
@@ -141,6 +142,9 @@ class RecallLoader(SimulatedLoader):
         self.source = f"recall task {task}"
         self.tokens = SEQUENCES * batching.block_size
         super().__init__(SEQUENCES, batching)
+
+    def identity(self) -> Identity:
+        return {"recall": f"{self.task}, ids from {self.first_id}"}
 
     def _length(self, step: int) -> int:
         longest = self.batching.block_size

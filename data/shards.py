@@ -6,6 +6,8 @@ repository made it, `meta.json`, with a copy of the tokenizer's file, `tokenizer
 tokenizer is built in.
 """
 
+import functools
+import hashlib
 import os
 import resource
 import sys
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from data.vocabulary import TOKENIZER, identify
 from errors import UserError
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, read_json, sha256_of, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -30,6 +32,13 @@ HEADER_BYTES = HEADER_INTS * HEADER.itemsize
 TOKEN = np.dtype("<u2")
 
 META = "meta.json"
+
+# Shards of a split that are larger together are told apart by this much of the start of each.
+WHOLE_BYTES = 1 << 28
+START_BYTES = 1 << 20
+
+# What tells the data of two runs apart: a description or a hash, by the name of what it is of.
+Identity = dict[str, str]
 
 Tokens = NDArray[np.uint16]
 
@@ -49,6 +58,7 @@ class Entry(TypedDict):
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+_(train|val)_\d+\.bin$")]
     tokens: Count
+    sha256: NotRequired[str]  # of the file, as it was made
     next: Place  # of the shard after it
 
 
@@ -58,6 +68,7 @@ class Meta(TypedDict):
     tokenizer: str  # as data.vocabulary.identify names it
     shard_size: int
     documents: str  # a hash that changes when the documents do
+    content: NotRequired[str]  # a hash of the files of the documents, where `documents` has none
     source: str  # where the documents come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
 
@@ -171,6 +182,68 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             f"it, with --out_dir {data_dir} and the tokenizer of the run: docs/data.md"
         )
     return paths
+
+
+def identity_of(data_dir: str | Path) -> Identity:
+    """Return what tells a folder's shards from other shards, wherever the folder lies.
+
+    It has a hash of the shards of each split and, if meta.json records how all of them were when
+    they were made, a hash of that. Raises UserError as `list_shards`.
+    """
+    identity = {
+        "training shards": hash_shards(data_dir, "train"),
+        "validation shards": hash_shards(data_dir, "val"),
+    }
+    meta = read_meta(data_dir)
+    if meta is not None:
+        made = [shard.get("sha256", "") for shard in meta["shards"]]
+        if made and all(made):
+            identity["text"] = hash_hashes(made)
+    return identity
+
+
+def data_difference(before: Identity, now: Identity) -> str | None:
+    """Name what differs between two identities; None if all that both of them record is equal."""
+    for name in before:
+        if name in now and now[name] != before[name]:
+            return name
+    return None
+
+
+def hash_shards(data_dir: str | Path, split: str) -> str:
+    """Hash the shards of a split in order, whatever they are called.
+
+    Every byte counts if they have at most WHOLE_BYTES together; otherwise the size and the first
+    START_BYTES of each shard. Raises UserError as `list_shards`, and where a shard cannot be read.
+    """
+    paths = list_shards(data_dir, split)
+    versions = []
+    try:
+        for path in paths:
+            stat = path.stat()
+            versions.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return _hash_files(tuple(paths), tuple(versions))
+    except OSError as error:
+        message = f"{error.filename}: the shard cannot be read: {error.strerror}"
+        raise UserError(message) from error
+
+
+@functools.lru_cache(64)
+def _hash_files(paths: tuple[Path, ...], versions: tuple[tuple[int, int, int], ...]) -> str:
+    """Hash files of which the file system says these inodes, sizes and times."""
+    is_whole = sum(size for _, size, _ in versions) <= WHOLE_BYTES
+    hashes = []
+    for path in paths:
+        if is_whole:
+            hashes.append(sha256_of(path))
+        else:
+            with open(path, "rb") as file:  # the header at its start has the size
+                hashes.append(hashlib.sha256(file.read(START_BYTES)).hexdigest())
+    return hash_hashes(hashes)
+
+
+def hash_hashes(hashes: list[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def check_ids(source: str | Path, tokens: Tokens, vocab_size: int, start: int = 0) -> None:

@@ -13,7 +13,7 @@ from config import Config
 from data.loader import Batch, Batches, Batching, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
-from data.shards import check_tokenizer
+from data.shards import Identity, check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class AlternatingLoader(Loader):
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         return self.text.validation_batches(max_tokens, batch_size)
+
+    def identity(self) -> Identity:
+        return self.text.identity() | self.recall.identity()
 
     def _read(self, step: int) -> Batch:
         loader = self.recall if step % 2 else self.text

@@ -22,7 +22,7 @@ import re
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from config import MAY_CHANGE, Config, saved_config
+from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
 from layers.heads import formulas_hash
@@ -55,6 +56,7 @@ class State(msgspec.Struct, kw_only=True):
     config: Settings
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data; 0: not recorded
+    data: Identity = {}  # of the data; empty: not recorded
     optimizers: list[dict[str, Any]] = []
     scaler: dict[str, int | float] = {}
 
@@ -70,6 +72,7 @@ class Training:
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
+    data: Identity = field(default_factory=dict)  # what tells the data from others
     resumed_at: int | None = None
 
     @property
@@ -84,6 +87,7 @@ class Training:
             config=settings_of(config),
             best_val_loss=self.best_val_loss,
             tokens=self.tokens,
+            data=self.data,
         )
         if not best:
             state.optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -127,28 +131,53 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-def formulas_of(run: Path) -> str | None:
-    """Return the hash of the formulas that a run began with, if it is recorded."""
-    return (read_json(run / "environment.json", dict[str, Any]) or {}).get("formulas")
+def began_in(run: Path) -> dict[str, Any]:
+    """Return the environment that a run began in; empty if it is not recorded."""
+    return read_json(run / "environment.json", dict[str, Any]) or {}
+
+
+def identity_of_run(run: Path) -> Identity:
+    """Return what tells the data that a run began with from others; empty if not recorded."""
+    return began_in(run).get("data", {})
 
 
 def edited_formulas(run: Path, config: Config) -> str | None:
     """Say what a run began with if attention.py has other formulas now; else None."""
-    if differs(formulas_of(run), formulas_hash(config)):
+    if differs(began_in(run).get("formulas"), formulas_hash(config)):
         return f"other formulas of {config.attention!r} than attention.py has now"
+    return None
+
+
+def changed_data(run: Path, config: Config) -> str | None:
+    """Say what a run began with if its data_dir has other shards now; else None.
+
+    None also where the run records no shards, as older runs do, and where the folder is gone or
+    incomplete: what needs it says so.
+    """
+    before = identity_of_run(run)
+    if "training shards" not in before:
+        return None
+    try:
+        now = identity_of(config.data_dir)
+    except UserError:
+        return None
+    changed = data_difference(before, now)
+    if changed is not None:
+        return f"other {changed} than {config.data_dir} has now"
     return None
 
 
 def write_header(
     run: Path,
     config: Config,
-    attention: dict,
+    facts: dict,
     resumed_at: int | None,
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `attention` is what layers.selfcheck found. A resumed run keeps the hash of the formulas that
-    it began with, and says where they have changed since; each start has a patch.
+    `facts` are recorded too: what layers.selfcheck found, and the identity of the data. A resumed
+    run keeps the hash of the formulas and the identity that it began with, and says where the
+    formulas have changed since; each start has a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -156,12 +185,13 @@ def write_header(
     if first_settings:  # a resumed run starts from no other weights than its checkpoint's
         settings["init_from"] = first_settings.get("init_from", "")
     write_json(run / "config.json", settings)
-    record = environment(config.device) | attention
+    record = environment(config.device) | facts
     if resumed_at is not None:
         edited = edited_formulas(run, config)
         if edited is not None:
             print(f"warning: {run} began with {edited}", file=sys.stderr)
-        record["formulas"] = formulas_of(run)
+        record["formulas"] = began_in(run).get("formulas")
+        record["data"] = identity_of_run(run)
     write_json(run / "environment.json", record)
     patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
     with atomic_write(run / patch) as file:

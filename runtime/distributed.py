@@ -5,11 +5,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+T = TypeVar("T")
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -53,6 +56,15 @@ def all_reduce_max(value: int, device: torch.device) -> int:
     largest = torch.tensor(value, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+def all_gather(value: T) -> list[T]:
+    """The values of all ranks, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager

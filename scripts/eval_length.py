@@ -54,7 +54,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
+from data.shards import data_difference
 from errors import UserError
+from runtime import checkpoint
 from scripts.common.labels import title_of
 from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
@@ -149,11 +151,25 @@ def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
             f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures all "
             "of them on one text"
         )
+    if options.data_dir is None:
+        require_same_data([Path(config.out_dir) for config in configs])
     lengths = options.lengths_of(*configs)
     tokens = options.tokens
     if tokens is None:
         tokens = min(default_tokens(config, lengths) for config in configs)
     return replace(options, lengths=lengths, tokens=tokens)
+
+
+def require_same_data(runs: Sequence[Path]) -> None:
+    """Raise UserError where a run was trained on other data than the first, in the same folder."""
+    first = checkpoint.identity_of_run(runs[0])
+    for run in runs[1:]:
+        changed = data_difference(first, checkpoint.identity_of_run(run))
+        if changed is not None:
+            raise UserError(
+                f"{run} was trained on other {changed} than {runs[0]}, in a folder of the same "
+                "name: --data_dir DIR measures both on one text"
+            )
 
 
 def default_tokens(config: Config, lengths: Sequence[int]) -> int:

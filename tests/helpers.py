@@ -8,6 +8,7 @@ import matplotlib.image
 import torch
 
 from config import Config, load_config
+from data.shards import read_shard, write_shard
 from layers.build import build_model
 from layers.heads import formulas_hash
 from model import GPT
@@ -123,6 +124,11 @@ def write_task(folder, name, docs, **settings):
         "dataset_kwargs": {"data_files": {"test": str(data)}},
     }
     (folder / f"{name}.yaml").write_text(json.dumps(task | settings))
+
+
+def reverse_shard(path: Path) -> None:
+    """Write a shard's tokens in the opposite order: other data in a file of the same size."""
+    write_shard(path, read_shard(path)[::-1])
 
 
 class Reader:

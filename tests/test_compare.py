@@ -1,12 +1,22 @@
 """Configs compared with the first one: their runs, the paired differences, the table."""
 
 import json
+import shutil
 import statistics
 
 import pytest
 
 from scripts import compare
-from tests.helpers import CONFIGS, SMALL, measured_losses, not_blank, read_table, write_scale
+from scripts.common import planned
+from tests.helpers import (
+    CONFIGS,
+    SMALL,
+    measured_losses,
+    not_blank,
+    read_table,
+    reverse_shard,
+    write_scale,
+)
 from tests.runs import metrics
 
 
@@ -17,7 +27,9 @@ def compared(call, commands, scale, shards, tmp_path):
     def run(*arguments):
         common = [f"--out={tmp_path / 'out'}", f"--results={tmp_path / 'results'}"]
         if not any(argument.startswith("--scale") for argument in arguments):
-            common += [f"--scale={scale}", f"--data_dir={shards}", "--wandb_mode=disabled"]
+            common += [f"--scale={scale}", "--wandb_mode=disabled"]
+            if not any(argument.startswith("--data_dir") for argument in arguments):
+                common.append(f"--data_dir={shards}")
         call(compare, *arguments, *common)
         folders = (tmp_path / "results").glob("*/compare_*")
         return max(folders, key=lambda folder: folder.stat().st_mtime)
@@ -85,6 +97,55 @@ def test_one_run_evaluated_in_two_ways(compared, commands):
     assert list(rows) == ["softmax", "softmax:plain_rope"]
     assert rows["softmax"]["runs"][0]["evaluation"]["rope"] == "dynamic_ntk"
     assert rows["softmax:plain_rope"]["runs"][0]["evaluation"]["rope"] == "none"
+
+
+def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path, refused):
+    """The folder is made anew from another text of the same size between two commands."""
+    data = shutil.copytree(shards, tmp_path / "data")
+    ssmax = str(CONFIGS / "ssmax.py")
+    arguments = ("--lengths=16", f"--data_dir={data}")
+    compared(SOFTMAX, LSSAR, *arguments)
+    commands.clear()
+    for path in data.glob("*_train_*.bin"):
+        reverse_shard(path)
+    run = tmp_path / "out/small/softmax/seed1337"
+    says = (f"{run} was trained with other training shards than {data} has now; move it away",)
+    refused(compared, SOFTMAX, ssmax, *arguments, says=says)
+    assert not commands
+    # a run of an earlier version does not know its data, and is accepted
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment.pop("data").keys() == {"training shards", "validation shards"}
+    (run / "environment.json").write_text(json.dumps(environment))
+    compared(SOFTMAX, ssmax, *arguments)
+    assert len(commands) == 1
+    # without the data, the plan alone can be made
+    shutil.rmtree(data)
+    compared(SOFTMAX, ssmax, *arguments, "--plan")
+
+
+def test_data_that_change_between_two_runs_are_said(
+    compared, commands, shards, tmp_path, monkeypatch, capsys
+):
+    data = shutil.copytree(shards, tmp_path / "data")
+    call = planned.call
+
+    def call_and_edit(command):
+        code = call(command)
+        if len(commands) == 1:
+            for path in data.glob("*_train_*.bin"):
+                reverse_shard(path)
+        return code
+
+    monkeypatch.setattr(planned, "call", call_and_edit)
+    with pytest.raises(SystemExit) as stop:
+        compared(SOFTMAX, LSSAR, "--lengths=16", f"--data_dir={data}")
+    assert stop.value.code == 1
+    assert len(commands) == 2
+    printed = capsys.readouterr().out
+    assert (
+        f"softmax/seed1337 was trained with other training shards than {data} has now." in printed
+    )
+    assert "| `softmax` |" not in printed
 
 
 @pytest.mark.parametrize(

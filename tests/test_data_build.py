@@ -1,5 +1,6 @@
 """Making shards: stops and resumes, repeats, what is refused."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
     assert run_fineweb(path, out) == whole
     assert len(tokens_in(out)) == 8000
     assert 1000 <= sum(tokenised) < 1700
+
+
+def test_meta_has_the_checksum_of_every_shard(corpus, tmp_path):
+    _, folder = corpus
+    files = run_fineweb(folder, tmp_path / "out")
+    entries = files["meta.json"]["shards"]
+    assert len(entries) > 2
+    for entry in entries:
+        assert entry["sha256"] == hashlib.sha256(files[entry["name"]]).hexdigest()
 
 
 def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):

@@ -1,11 +1,15 @@
 """`python -m data.fineweb`: the tokens, datasets of the hub, refusals."""
 
+import hashlib
 import json
 import os
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from data import fineweb, shards
 from tests.corpora import (
@@ -106,7 +110,47 @@ def test_the_shards_are_the_same_from_the_hub_and_from_disk(corpus, tmp_path, hu
     local_meta = local.pop("meta.json")
     assert streamed == local
     assert meta["documents"] == local_meta["documents"]
+    assert meta["content"] == local_meta["content"]
     assert meta["source"] == f"{repo} sample-10BT train text"
+
+
+def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, capsys, refused):
+    source = tmp_path / "x.parquet"
+    out = tmp_path / "out"
+    arguments = (call, fineweb, "--parquet", source, "--out_dir", out, "--shard_size=1000")
+
+    def write(text):
+        table = pa.table({"text": [text] * 400})
+        pq.write_table(table, source, compression="none", use_dictionary=False)
+        return source.stat().st_size
+
+    size = write("some words of a text")
+    run_fineweb(source, out)
+    before = tokens_in(out)
+    assert write("more words of a text") == size
+    refused(*arguments, says=(f"{out}: made from these files before", "content", "delete the fold"))
+    # a folder of an earlier version knows names and sizes only
+    meta = shards.read_meta(out)
+    del meta["content"]
+    shards.write_meta(out, meta)
+    call(*arguments[1:])
+    assert "already done" in capsys.readouterr().out
+    shutil.rmtree(out)
+    run_fineweb(source, out)
+    assert not np.array_equal(tokens_in(out), before)
+
+
+def test_the_hub_knows_the_checksums_of_large_files(tmp_path):
+    class Hub(LocalFileSystem):
+        def info(self, path, **kwargs):
+            return super().info(path, **kwargs) | {"lfs": lfs}
+
+    path = tmp_path / "x"
+    path.write_bytes(b"small")
+    lfs = {"sha256": "of the large file"}
+    assert fineweb.checksum(Hub(), str(path)) == "of the large file"
+    lfs = None
+    assert fineweb.checksum(Hub(), str(path)) == hashlib.sha256(b"small").hexdigest()
 
 
 def test_any_dataset_of_the_hub(tmp_path, hub):

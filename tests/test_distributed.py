@@ -15,6 +15,7 @@ from errors import UserError
 from runtime import checkpoint
 from runtime.distributed import EXIT_STOPPED, process_group
 from tests.faults import arguments, finish, group, run, start
+from tests.helpers import reverse_shard
 from tests.runs import ROOT, agree, assert_same_run, metrics, saved, steps_logged, wait_for
 
 
@@ -114,6 +115,32 @@ def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
     folders = {0: {"chdir": tmp_path}, 1: {"chdir": tmp_path / "node"}}
     pair = group(arguments(shards, "run", "--resume", "--max_iters=9"), folders)
     assert [finish(process) for process in reversed(pair)] == [2, 1]
+
+
+@pytest.mark.parametrize("fault", ["fewer", "edited"])
+def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_path, fault):
+    """As where data_dir is on each node's own disk."""
+    folders = {}
+    for rank in range(2):
+        node = tmp_path / f"node{rank}"
+        data = shutil.copytree(shards, node / "data")
+        folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
+    shard = data / "text_train_000002.bin"
+    tokens = "3,999"
+    if fault == "fewer":
+        shard.unlink()
+        tokens = "3,000"
+    else:
+        reverse_shard(shard)
+    pair = group(arguments("data", "run"), folders)
+    assert both(pair) == [2, 2]
+    for rank in range(2):
+        message = (tmp_path / f"output{rank}").read_text().splitlines()[-1]
+        assert message == (
+            "error: data: rank 1 reads other training shards than rank 0, "
+            f"{tokens} tokens for training, not 3,999: copy the same data to every node"
+        )
+    assert not list(tmp_path.glob("node*/run"))
 
 
 def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):

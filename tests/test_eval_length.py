@@ -13,9 +13,8 @@ from data.shards import read_shard, write_shard
 from layers.build import build_model
 from runtime import checkpoint
 from scripts import eval_length
-from scripts.common.runner import validation_id
 from scripts.common.validation import checked_tokens, stretches
-from tests.helpers import measured_losses, not_blank, saved_run, small_config
+from tests.helpers import measured_losses, not_blank, reverse_shard, saved_run, small_config
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +141,20 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
     assert tokens == [256] * 7 + [32] * 2
 
 
+@pytest.mark.usefixtures("pictures")
+def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
+    train, call, shards, tmp_path, refused
+):
+    data = shutil.copytree(shards, tmp_path / "data")
+    first = train("first", "--max_iters=0", f"--data_dir={data}")
+    for path in data.glob("*_train_*.bin"):
+        reverse_shard(path)
+    second = train("second", "--max_iters=0", f"--data_dir={data}")
+    arguments = (call, eval_length, first, second, "--lengths=16")
+    refused(*arguments, says=(f"{second} was trained on other training shards than {first}",))
+    arguments[0](*arguments[1:], f"--data_dir={data}")
+
+
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
 def test_the_gain_is_over_the_better_of_two_controls(window, gain):
     """Without positions a window may harm a model; reading T tokens at a time never does."""
@@ -158,7 +171,7 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     call(eval_length, run, "--lengths", "16")
     (path,) = shards.glob("*_val_*.bin")
     write_shard(path, read_shard(path)[::-1].copy())
-    for cached in (validation_id, checked_tokens, stretches):  # another process
+    for cached in (checked_tokens, stretches):  # another process
         cached.cache_clear()
     call(eval_length, run, "--lengths", "16")
     old, new = measured_losses(run)

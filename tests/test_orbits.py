@@ -171,6 +171,12 @@ def open_loader(systems=40, **more):
     return OrbitLoader(systems, planets=2, bins=500, batching=Batching(31, 8, seed=3, **more))
 
 
+def test_what_tells_systems_apart():
+    identity = {"orbits": "simulated orbits of 1 to 2 planets, 40 systems, 500 bins"}
+    assert open_loader().identity() == open_loader(rank=1, world_size=4).identity() == identity
+    assert open_loader(systems=41).identity() != identity
+
+
 def contents(batches):
     """Each system's tokens in these batches, as bytes."""
     return [system.numpy().tobytes() for x, _ in batches for system in x]

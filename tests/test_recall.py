@@ -153,6 +153,8 @@ def test_text_and_recall_in_turn(shards):
     text = TokenLoader(shards, batching, 257)
     recall = RecallLoader("latest", batching)
     assert loader.tokens == 2 * text.tokens
+    assert loader.identity() == text.identity() | {"recall": "latest, ids from 257"}
+    assert recall.identity() == {"recall": "latest, ids from 0"}
     for step in (0, 1, 2, 7, 8, 3):
         if step % 2:
             batch = recall.batch(step // 2)

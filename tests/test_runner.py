@@ -252,7 +252,6 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
 
     def measurements(name="likeliest_token", **functions):
         """How many there are after another process has measured the run."""
-        runner.validation_id.cache_clear()
         forget_sources()
         evaluation = replace(
             likeliest.LIKELIEST, name=name, options=OptionsWithoutText, **functions

@@ -85,7 +85,7 @@ class PlannedRun:
     def difference(self) -> str | None:
         """Say how the run in the folder differs from this plan; None where it does not.
 
-        It may have other settings, other initial weights, or other formulas.
+        It may have other settings, other initial weights, other data, or other formulas.
         """
         if self.step is None:
             return None
@@ -98,7 +98,8 @@ class PlannedRun:
             began_with = read_json(self.folder / "began_with.json")
             if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:
                 return f"other initial weights than {self.base.folder} has now"
-        return checkpoint.edited_formulas(self.folder, self.config)
+        changed = checkpoint.changed_data(self.folder, self.config)
+        return changed or checkpoint.edited_formulas(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:
@@ -133,14 +134,22 @@ def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 def check(runs: Sequence[PlannedRun]) -> None:
     """Raise UserError for a folder with another run, and for settings that training refuses."""
+    sentences = changed(runs)
+    if sentences:
+        raise UserError(f"{sentences[0]}; move it away, or give another --out")
+    for run in runs:
+        check_attention(run.config)
+        accumulation_steps(run.config, processes_of(run.config))
+
+
+def changed(runs: Sequence[PlannedRun]) -> list[str]:
+    """A sentence for each run in a folder that was trained with something else than planned."""
+    sentences = []
     for run in runs:
         difference = run.difference()
         if difference is not None:
-            raise UserError(
-                f"{run.folder} was trained with {difference}; move it away, or give another --out"
-            )
-        check_attention(run.config)
-        accumulation_steps(run.config, processes_of(run.config))
+            sentences.append(f"{run.folder} was trained with {difference}")
+    return sentences
 
 
 def cost(runs: Sequence[PlannedRun]) -> str:
@@ -179,7 +188,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     while True:
         left = [run for run in left if not run.finished]
         if not left:
-            return failures
+            return failures + changed(runs)  # such as by an edit since the first was trained
         unfinished = {run.folder for run in left}
         ready = [run for run in left if run.base is None or run.base.folder not in unfinished]
         run = next((run for run in ready if not is_locked(run.folder)), None)

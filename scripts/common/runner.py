@@ -58,8 +58,6 @@ and how it was opened, the formulas of its attention, its validation shards, and
 adds. Where other code has changed since, a sentence says so.
 """
 
-import functools
-import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +72,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from config import Config
-from data.shards import list_shards
+from data.shards import hash_shards
 from errors import UserError, command
 from layers.build import build_model
 from layers.heads import check_attention, formulas_hash
@@ -82,7 +80,7 @@ from layers.selfcheck import check_kernels
 from model import GPT
 from runtime import checkpoint
 from runtime.device import autocast, environment, pick_device, pick_dtype
-from runtime.files import check_writable, read_json, sha256_of, write_json
+from runtime.files import check_writable, read_json, write_json
 from runtime.source import definition_of, differs, source_hash
 from scripts.common.labels import common_folder, picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options, parse
@@ -228,15 +226,8 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
     facts = {"tokenizer": config.tokenizer_id}
     evaluation_facts = evaluation.identify(options, config)
     if options.task == "language" and "val_sha256" not in evaluation_facts:
-        facts |= {"data_dir": config.data_dir, "val_sha256": validation_id(config.data_dir)}
+        facts |= {"data_dir": config.data_dir, "val_sha256": hash_shards(config.data_dir, "val")}
     return facts | evaluation_facts
-
-
-@functools.cache
-def validation_id(data_dir: str) -> str:
-    """Hash of the validation shards, so that other data in the same folder is measured anew."""
-    shards = list_shards(data_dir, "val")
-    return hashlib.sha256("".join(map(sha256_of, shards)).encode()).hexdigest()
 
 
 def code_hash(evaluation: Evaluation) -> str:
