@@ -119,8 +119,11 @@ def set_up(
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
     if state is not None:
         training.restore(state)
-    training.data = identity
-    if all_reduce_max(training.step, device) > training.step:  # DDP would hide it
+    if loader is not None:
+        training.tokens = loader.tokens
+        training.data = identity
+    newest_step = all_reduce_max(training.step, device)
+    if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
 
     # after the weights are final: DDP copies rank 0's to all ranks
@@ -233,7 +236,7 @@ def check_data(
                 f"{loader.source} has other {changed} than the run was trained on: give the same "
                 "data, or start a new run"
             )
-    loader.validation_batches(config.val_tokens, config.batch_size)
+    loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
 
 def compile_and_distribute(
