@@ -17,6 +17,9 @@ from layers.heads import build_attention
 from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_vocabulary
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
+# What some variants and gates add to an attention layer.
+EXTRA_PROJECTIONS = ("c_gate", "c_forget", "c_rows")
+
 
 def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
     if config.norm == "rmsnorm":
@@ -47,20 +50,9 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5)
             self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5)
-        self.c_gate = None
-        if config.gate == "head":
-            self.c_gate = nn.Linear(n_embd, self.n_head, bias=config.bias)
-        elif config.gate == "element":
-            self.c_gate = nn.Linear(n_embd, width, bias=config.bias)
-        # as in the authors' code, FoX's gates always have a bias, ASEntmax's u and w never
-        self.c_forget = None
-        if config.forget:
-            self.c_forget = nn.Linear(n_embd, self.n_head)
-        self.c_rows = None
         self.row_input_names = self.attention.variant.from_input  # ASEntmax: u and w
-        if self.row_input_names:
-            row_width = len(self.row_input_names) * self.n_head
-            self.c_rows = nn.Linear(n_embd, row_width, bias=False)
+        with torch.random.fork_rng(devices=[]):  # the other weights are the same without them
+            self.add_extra_projections(config)
 
     @staticmethod
     def projected_widths(config: Config) -> list[int]:
@@ -71,6 +63,23 @@ class SelfAttention(nn.Module):
     def add_attention(self, config: Config, layer: int) -> None:
         """Build self.attention; a subclass may build two modules."""
         self.attention = build_attention(config)
+
+    def add_extra_projections(self, config: Config) -> None:
+        """Add the projections that GPT-2 does not have: EXTRA_PROJECTIONS."""
+        n_embd = config.n_embd
+        self.c_gate = None
+        if config.gate == "head":
+            self.c_gate = nn.Linear(n_embd, self.n_head, bias=config.bias)
+        elif config.gate == "element":
+            self.c_gate = nn.Linear(n_embd, self.n_head * self.d_head, bias=config.bias)
+        # as in the authors' code, FoX's gates always have a bias, ASEntmax's u and w never
+        self.c_forget = None
+        if config.forget:
+            self.c_forget = nn.Linear(n_embd, self.n_head)
+        self.c_rows = None
+        if self.row_input_names:
+            row_width = len(self.row_input_names) * self.n_head
+            self.c_rows = nn.Linear(n_embd, row_width, bias=False)
 
     def attentions(self) -> list[Attention]:
         """Return the attention modules of the heads, in the order of the heads."""
@@ -279,19 +288,26 @@ class GPT(nn.Module):
 
         The deviation is smaller where a projection adds to the residual stream.
         """
+        extra = []
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                std = 0.02
-                if name.endswith("c_proj"):
-                    std = residual_std / math.sqrt(2 * self.config.n_layer)
+            if not isinstance(module, nn.Linear):
+                continue
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if name.endswith(EXTRA_PROJECTIONS):
+                extra.append(module)
+            elif name.endswith("c_proj"):
+                std = residual_std / math.sqrt(2 * self.config.n_layer)
                 nn.init.normal_(module.weight, std=std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            else:
+                nn.init.normal_(module.weight, std=0.02)
         if self.trunk.wpe is not None:
             nn.init.normal_(self.trunk.wpe.weight, std=0.02)
         for layer in self.attention_layers():
             layer.initialise()
         nn.init.normal_(self.wte.weight, std=0.02)
+        for module in extra:  # last: variants with and without them share all other weights
+            nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(self.padding_rows(self.wte.weight))
         nn.init.zeros_(self.padding_rows(self.lm_head.weight))
 

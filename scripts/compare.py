@@ -16,8 +16,9 @@ heads with RoPE never see farther than in training.
 Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
 accuracy at each length; runs on orbits by their last validation. The table has means and standard
 deviations over seeds, and paired differences: an entry's number minus the first entry's number with
-the same seed. Seeds change the loss of all entries alike, so that a difference may be the same at
-every seed and far smaller than the range over seeds.
+the same seed, which trains on the same batches and, where the shapes agree, from the same initial
+weights (T6's differ). Seeds change the loss of all entries alike, so that a difference may be the
+same at every seed and far smaller than the range over seeds.
 
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a

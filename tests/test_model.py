@@ -412,6 +412,22 @@ def test_a_block_is_gpt2s():
     assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
 
 
+@pytest.mark.parametrize("case", ["fox.py", "gated.py", "asentmax.py --positions=rope"])
+def test_extra_projections_leave_the_other_initial_weights_as_they_are(case):
+    """So that runs of one seed, which are compared in pairs, begin with the same trunk."""
+    torch.manual_seed(3)
+    model = build_model(small_config(case))
+    torch.manual_seed(3)
+    softmax = build_model(small_config("softmax.py", f"--bias={model.config.bias}"))
+    weights = dict(model.named_parameters())
+    for name, weight in softmax.named_parameters():
+        assert torch.equal(weights.pop(name), weight), name
+    assert any("c_gate" in x or "c_forget" in x or "c_rows" in x for x in weights)
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            assert 0.01 < weight.std() < 0.04, name
+
+
 # ---- RoPE ----
 
 
