@@ -20,9 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 for variant in VARIANTS.values():
     check_variant(variant)  # refuses a kernel's name that is not in PHIS, with the nearest
 FUSED = [
-    case for case in ATTENTIONS
-    if not variant_obstacle(VARIANTS[small_config(case).attention], 64)
-]  # fmt: skip
+    case for case in ATTENTIONS if not variant_obstacle(VARIANTS[small_config(case).attention], 64)
+]
 
 # Powers, of which whole ones are computed by multiplication, and what combines with any variant,
 # alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:

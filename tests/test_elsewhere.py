@@ -16,10 +16,15 @@ from tests.runs import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/elsewhere.md").read_text(), re.S)
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 x = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -59,9 +64,14 @@ def build(request):
 
 def generated(model, **options):
     return model.generate(
-        x, max_new_tokens=12, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(x),
-        disable_compile=True, **options,
-    )  # fmt: skip
+        x,
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        attention_mask=torch.ones_like(x),
+        disable_compile=True,
+        **options,
+    )
 
 
 def test_softmax_is_the_models_own_attention(build):

@@ -118,10 +118,15 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
 @pytest.mark.parametrize("size", [-1e4, 1, 1e4])
 @pytest.mark.parametrize(
     "case",
-    ["softmax.py --sink=learned --window=3", "softmax_p3.py", "sigmoid_l1.py --window=3",
-     "sigmoid_logn_l1_p15.py --sink=learned", "ablations/phi_softplus.py --sink=learned",
-     "ablations/phi_softplus.py --p=3 --window=3"],
-)  # fmt: skip
+    [
+        "softmax.py --sink=learned --window=3",
+        "softmax_p3.py",
+        "sigmoid_l1.py --window=3",
+        "sigmoid_logn_l1_p15.py --sink=learned",
+        "ablations/phi_softplus.py --sink=learned",
+        "ablations/phi_softplus.py --p=3 --window=3",
+    ],
+)
 def test_scores_and_sinks_of_ten_thousand(case, size):
     """Rows where phi underflows or overflows are shifted, tile by tile.
 
@@ -191,9 +196,14 @@ def test_softpick_of_extreme_scores():
 
 
 @pytest.mark.parametrize(
-    "case", ["relu_li.py", "lssar_p15.py", "softmax.py --forget=True --sink=learned --softcap=5",
-             "lssar_p3.py --forget=True --sink=learned"]
-)  # fmt: skip
+    "case",
+    [
+        "relu_li.py",
+        "lssar_p15.py",
+        "softmax.py --forget=True --sink=learned --softcap=5",
+        "lssar_p3.py --forget=True --sink=learned",
+    ],
+)
 def test_a_nan_comes_out_as_nan(case):
     check_nans(case, draw(20, 20, 16, FLOAT32), 7)
 
@@ -236,9 +246,12 @@ def test_a_phi_scale_and_bias_of_ones_own(p, monkeypatch):
     """The scale and the bias are learnt, and the queries are normalised."""
     monkeypatch.setitem(launch.PHIS, "elu1", phi.Function(elu1))
     own = Variant(
-        Phi(lambda z: F.elu(z) + 1, kernel="elu1"), scale=lambda r: r.s * r.n.log() + 1,
-        bias=lambda r: r.b, l2_normalise=True, learnable=("s", "b"),
-    )  # fmt: skip
+        Phi(lambda z: F.elu(z) + 1, kernel="elu1"),
+        scale=lambda r: r.s * r.n.log() + 1,
+        bias=lambda r: r.b,
+        l2_normalise=True,
+        learnable=("s", "b"),
+    )
     monkeypatch.setitem(VARIANTS, "elu1", own)
     found = compare(f"softmax.py --attention=elu1{p}", draw(21, 21, 16, FLOAT32, B=2))
     assert found["ds"].norm() > 0 and found["db"].norm() > 0
@@ -425,7 +438,10 @@ def test_machine_code_is_that_of_the_table(arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert arguments or done.stdout.count("instructions") == 48
