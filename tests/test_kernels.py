@@ -403,7 +403,15 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
 
 
 def test_gpus_that_cannot_run_the_kernels(monkeypatch):
-    gpu, q = (SimpleNamespace(is_cuda=True, major=8, minor=0, device=None, dtype=BFLOAT16),) * 2
+    gpu, q = (
+        SimpleNamespace(
+            is_cuda=True,
+            major=8,
+            minor=0,
+            device=None,
+            dtype=BFLOAT16,
+        ),
+    ) * 2
     layer = build("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert obstacle(layer, q) is None

@@ -168,7 +168,12 @@ def test_a_sequence_is_a_time_step_and_the_bodies_in_turns(bins):
 
 
 def open_loader(systems=40, **more):
-    return OrbitLoader(systems, planets=2, bins=500, batching=Batching(31, 8, seed=3, **more))
+    return OrbitLoader(
+        systems,
+        planets=2,
+        bins=500,
+        batching=Batching(31, 8, seed=3, **more),
+    )
 
 
 def test_what_tells_systems_apart():

@@ -258,7 +258,11 @@ def test_whole_sequences_of_sort(capsys):
 
 def test_pairs_in_proportion():
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
-    options = recall.RecallOptions(lengths=(64, 512), answers=512, proportional=True)
+    options = recall.RecallOptions(
+        lengths=(64, 512),
+        answers=512,
+        proportional=True,
+    )
     assert options.sequences(config, 64) == 128
     assert options.sequences(config, 512) == 64
     aligned = recall.align(recall.RecallOptions(proportional=True), [config])
