@@ -1,17 +1,21 @@
 """The mathematics of attention: a table of variants, and the readable reference for all of them.
 
-Every variant in the papers comes from three choices. For one head of size d, with a row i (the row
-of query i) that sees n_i keys, its own the last, and s_ij = q_i . k_j:
+A variant of the papers chooses the scores, their normalisation and a re-weighting. For one head of
+size d, row i (of query i) sees n_i keys, its own the last, and s_ij = q_i . k_j:
 
     scores      z_ij = scale_i s_ij + bias_i                   the argument of phi
-    normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1: the l1 norm or a fixed one
+    normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1
     re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2: with p, or a `reweight`
+
+q and k are at unit length if the variant says `l2_normalise`. norm_i is the row's l1 norm or a
+function of n_i. Where a weight depends on the whole row, `row_weights` replaces phi and norm.
 
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
 min(i, W). The papers have no windows; here every n in their formulas is n_i. L is the training
 length, with a window and at any length.
 
-Settings of a layer combine with any variant, in this order:
+A layer's settings combine with any variant, but for a sink, which needs l1 and phi(0) > 0. They
+apply in this order:
 
     softcap     scale_i s_ij becomes c tanh(scale_i s_ij / c)                          (Gemma 2)
     ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
@@ -106,12 +110,13 @@ EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
 class Rows:
     """What the formulas may use: the rows (queries) of one call, and the settings of their layer.
 
-    Tensors broadcast against the scores [B, H, Lq, Lk].
+    Tensors, but for `decay`, broadcast against the scores [B, H, Lq, Lk]. n has the dtype in which
+    the weights are computed.
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees
     last: Tensor  # [Lq, 1] the last of them, counted from the first key of the call
-    keys: Tensor  # [Lk] all keys, counted in the same way; only last - keys has a meaning
+    keys: Tensor  # [Lk] the position of each key, counted as `last` is
     head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
     d: int  # head size
@@ -135,9 +140,9 @@ class Rows:
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
-    def sees(self, keys: int) -> Tensor:
-        """Tell whether each row sees each of this many keys, [Lq, keys]."""
-        key = torch.arange(keys, device=self.last.device)
+    def sees(self, key_count: int) -> Tensor:
+        """Return [Lq, key_count], True where a row sees a key."""
+        key = torch.arange(key_count, device=self.last.device)
         visible = key <= self.last
         if self.window is not None:
             visible = visible & (key > self.last - self.window)
@@ -145,7 +150,7 @@ class Rows:
 
 
 def relu_power(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; nothing if p is None.
+    """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; A itself if p is None.
 
     A is [.., Lq, Lk] and at least 0. l1 cancels a factor on a row, so its sum need not be 1, and
     relu(n A - o) becomes relu(A - o mean A). A tied row gets no offset, as if n were at most 3, and
@@ -170,21 +175,24 @@ def inverse_sqrt_d(rows: Rows) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """One entry of the table. `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1]."""
+    """One entry of the table.
+
+    `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a keyed bias against [B, H, Lq, Lk].
+    """
 
     phi: Phi
     scale: Callable[[Rows], Tensor | float] = inverse_sqrt_d
     bias: Callable[[Rows], Tensor | float] | None = None
-    keyed: bool = False  # its bias differs between the keys of a row: [.., Lk]
+    keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
     norm: Callable[[Rows], Tensor | float] | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
     constants: tuple[str, ...] = ()  # the settings that its formulas use: gamma
-    # row inputs, any of u and w: for each row and head a linear function of the layer's input
+    # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
-    # instead of phi and l1, where a weight depends on the whole row: from scores [.., Lq, Lk],
-    # -inf for hidden keys, to weights
+    # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
+    # [.., Lq, Lk], -inf for hidden keys, to weights
     row_weights: Callable[[Tensor, Rows], Tensor] | None = None
     # stage 2, from the normalised weights, their rows and p to the weights
     reweight: Callable[[Tensor, Rows, float | None], Tensor] = relu_power
@@ -192,7 +200,7 @@ class Variant:
 
     @property
     def is_l1(self) -> bool:
-        """Tell whether it is phi, then l1, and stage 2, if any, is relu_power."""
+        """Tell whether the weights are phi, then l1, then at most relu_power."""
         if self.norm is not None or self.row_weights is not None:
             return False
         return self.reweight is relu_power
@@ -201,7 +209,7 @@ class Variant:
     def takes_p(self) -> bool:
         """Tell whether it can have a p.
 
-        relu_power needs l1, which it computes itself, and a phi that is never negative.
+        relu_power does its own l1, and needs a phi that is never negative.
         """
         if self.reweight is not relu_power:
             return self.needs_p
@@ -211,7 +219,7 @@ class Variant:
     def takes_sink(self) -> bool:
         """Tell whether it can have a sink.
 
-        A sink needs l1, and weight at its first score, 0: relu's gradient would be 0 there.
+        It needs l1. Its score starts at 0, where phi must be positive: else it gets no gradient.
         """
         if not self.is_l1 or self.phi.signed:
             return False
@@ -225,6 +233,7 @@ class Variant:
 
 
 # ---- scales, biases and norms of rows ----
+# Scales include 1 / sqrt(d), except log_d_log_n, which multiplies products of unit vectors.
 
 
 def log_n(rows: Rows) -> Tensor:
@@ -255,11 +264,11 @@ def s_p_n_plus_b(rows: Rows) -> Tensor:
 def adaptive_log_n(rows: Rows) -> Tensor:
     """Compute 1 + beta (log n)^gamma, beta and gamma functions of the row's input.
 
-    n + 1 and the range of gamma, 2, are those of the ASEntmax authors' code.
+    As in the ASEntmax authors' code, the logarithm is of n + 1, and gamma lies within -2 and 2.
     """
     beta = F.softplus(rows.u)
-    gamma = 2 * rows.w.tanh()
-    return (1 + beta * (rows.n + 1).log() ** gamma) * rows.d**-0.5
+    exponent = 2 * rows.w.tanh()
+    return (1 + beta * (rows.n + 1).log() ** exponent) * rows.d**-0.5
 
 
 def minus_log_n(rows: Rows) -> Tensor:
@@ -285,7 +294,8 @@ def gamma_sqrt_half_n(rows: Rows) -> Tensor:
 # ---- stage 2 of other variants, and weights of whole rows ----
 
 
-def inverse(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+def negate(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+    """Negate the weights, which LSSAR Table A4 calls the inverse."""
     return -A
 
 
@@ -408,7 +418,7 @@ VARIANTS: dict[str, Variant] = {
         needs_p=True,
     ),
     # LSSAR Table A4
-    "softmax_inverse": Variant(EXP, reweight=inverse),
+    "softmax_inverse": Variant(EXP, reweight=negate),
     "softmax_recentred": Variant(EXP, reweight=recentre),
     "softmax_recentred_l1": Variant(EXP, reweight=recentre_l1),
     # LSSAR Table A5, scenarios I to III (IV is softmax)
@@ -445,7 +455,8 @@ VARIANTS: dict[str, Variant] = {
     "stick_breaking": Variant(EXP, row_weights=stick_breaking),
     # Velickovic et al. 2024 (arXiv 2410.01104): for the weights of a softmax model, at evaluation
     "adaptive_temperature": Variant(EXP, row_weights=adaptive_temperature),
-    # Ours: LSSAR taken apart. It differs from softmax in phi, in the scale and in stage 2; with
+    # Ours: LSSAR taken apart. LSSAR differs from softmax in phi, in the scale (log d log n, with q
+    # and k at unit length) and in stage 2; with
     # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The
     # last entry keeps the weights that stage 2 keeps, but without the power.
     "softmax_cosine": Variant(EXP, scale=log_d_log_n, l2_normalise=True),
@@ -468,8 +479,9 @@ def attention_weights(
 ) -> Tensor:
     """Compute the weights [B, H, Lq, Lk], 0 for hidden keys: the readable reference.
 
-    `products` gives the dot products [B, H, Lq, Lk] of queries like q [B, H, Lq, d] with the keys.
-    Where the variant normalises q and k, both are at unit length. Float32 or float64.
+    `products` gives the dot products [B, H, Lq, Lk] of queries like q [B, H, Lq, d] with the keys,
+    so that the caller may hold the keys in any form. The caller brings q and k to unit length if
+    the variant asks for it. All is computed in the dtype of rows.n.
     """
     scale = rows.score_scale * variant.scale(rows)
     z = products(q.to(rows.n.dtype) * scale)
@@ -523,10 +535,10 @@ def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
         return torch.where(hidden, -math.inf, z)
     value = variant.phi.zero
     if variant.reweight is not relu_power or value > -math.inf:
-        # its gradient at hidden keys may be infinite or NaN
+        # the gradient of phi or of `reweight` at hidden keys may be infinite or NaN
         return torch.where(hidden, value, z)
-    # phi is flat at -inf (check_phi), so autograd need not know. If several rows have no window,
-    # all of them see the first keys.
+    # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window every
+    # row sees the first Lk - Lq keys, so that only later columns are masked.
     first = 0
     if rows.window is None and Lq > 1:
         first = Lk - Lq

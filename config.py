@@ -102,8 +102,8 @@ class Config:
     )
     local_window: int | None = setting(
         None,
-        "Heads with positions are softmax over this many keys (a hybrid). None: they compute "
-        "`attention` too.",
+        "Makes a hybrid: heads with positions are softmax over this many last keys, and the other "
+        "heads compute `attention`. None: all heads compute `attention`.",
         at_least=1,
     )
     softcap: float | None = setting(
@@ -116,8 +116,8 @@ class Config:
         choices=("none", "one", "learned"),
     )
     forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
-    s_init: float = setting(1.0, "Initial s of SSMax; (e) and (f): 0.1685.")
-    b_init: float = setting(0.0, "Initial b of SSMax (d) and Eq. 3.")
+    s_init: float = setting(1.0, "Initial s of SSMax. The paper has 0.1685 in (e) and (f).")
+    b_init: float = setting(0.0, "Initial b of ssmax_bias and ssmax_probe.")
     gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.", above=0)
     # ---- model: the weights, and the layers around attention ----
     n_layer: int = setting(12, "Number of transformer blocks.", at_least=1)
@@ -164,8 +164,12 @@ class Config:
         "data/fineweb10B", "Folder of shards, made by data.fineweb or data.text."
     )
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json.")
-    val_tokens: int = setting(10485760, "Validation tokens, from the first on (llm.c).", at_least=1)
-    planets: int = setting(10, "Most planets of a system of 'orbits'.", at_least=1, needs=ORBITS)
+    val_tokens: int = setting(
+        10485760, "Tokens to validate on, from the first of the split on (llm.c).", at_least=1
+    )
+    planets: int = setting(
+        10, "Largest number of planets in a system of 'orbits'.", at_least=1, needs=ORBITS
+    )
     bins: int = setting(7000, "Bins of a coordinate of 'orbits'.", at_least=1, needs=ORBITS)
     recall: str = setting(
         "lookup",
@@ -176,7 +180,7 @@ class Config:
     # ---- optimisation ----
     systems: int = setting(10_000_000, "Systems of 'orbits' to train on.", at_least=1, needs=ORBITS)
     first_batch: int = setting(
-        0, "Number of the batch that the first step takes; for SSMax (f).", at_least=0
+        0, "Batches to skip, so that a second run reads new data (SSMax (f)).", at_least=0
     )
     total_batch_size: int = setting(524288, "Tokens per step, over all processes.", at_least=1)
     max_iters: int = setting(18865, "Number of optimizer steps.", at_least=0)
@@ -221,7 +225,7 @@ class Config:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool | None = setting(
-        None, "Use torch.compile. None: on CUDA, except for recall by blocks."
+        None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
     )
     batch_size: int = setting(64, "Sequences per micro-batch and process.", at_least=1)
     attention_impl: str = setting(
@@ -304,7 +308,7 @@ class Config:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     def nope_heads(self, layer: int = 0) -> int:
-        """The number of heads of a layer without positions, where other heads have them."""
+        """Return the number of NoPE heads of a layer: heads without RoPE or ALiBi."""
         if self.nope_every and (layer + 1) % self.nope_every:
             return 0
         return round(self.n_head * (self.nope_share or bool(self.nope_every)))

@@ -15,7 +15,7 @@ from runtime.device import autocast
 
 
 @torch.no_grad()
-def validation_loss(
+def mean_loss(
     model: GPT,
     batches: Iterable[tuple[Tensor, Tensor]],
     device: torch.device,

@@ -28,10 +28,14 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention; layers/hybrid.py and layers/tpa.py subclass it."""
+    """Causal self-attention.
+
+    layers/hybrid.py splits the heads between two Attention modules, by its own add_attention,
+    attentions and attend; layers/tpa.py has T6's factors of q, k and v, by its own project.
+    """
 
     attention: Attention
-    extra_multiplications = 0  # per token, besides products with weights; T6 has them
+    extra_multiplications = 0  # per token, which no nn.Linear counts; T6 has them
     residual_std = 0.02  # of the initial weights of c_proj, before / sqrt(2 n_layer); 0 in T6
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -185,11 +189,11 @@ class Block(nn.Module):
         self,
         config: Config,
         layer: int,
-        attention_layer: type[SelfAttention],
+        layer_class: type[SelfAttention],
     ) -> None:
         super().__init__()
         self.ln_1 = build_norm(config)
-        self.attn = attention_layer(config, layer)
+        self.attn = layer_class(config, layer)
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
@@ -209,14 +213,14 @@ class Trunk(nn.Module):
     def __init__(
         self,
         config: Config,
-        attention_layer: type[SelfAttention],
+        layer_class: type[SelfAttention],
     ) -> None:
         super().__init__()
         self.config = config
         self.wpe: nn.Embedding | None = None
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        blocks = [Block(config, layer, attention_layer) for layer in range(config.n_layer)]
+        blocks = [Block(config, layer, layer_class) for layer in range(config.n_layer)]
         share_p_n([block.attn.attention for block in blocks])
         self.blocks = nn.ModuleList(blocks)
         self.ln_f = build_norm(config)
@@ -254,24 +258,24 @@ class Trunk(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding, trunk and head. layers.build_model picks the class of attention layer."""
+    """Embedding, trunk and head. layers.build.build_model picks the class of attention layer."""
 
     def __init__(
         self,
         config: Config,
-        attention_layer: type[SelfAttention],
+        layer_class: type[SelfAttention],
     ) -> None:
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
         padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
-        trunk = Trunk(config, attention_layer)  # first: the seed's weights depend on the order
+        trunk = Trunk(config, layer_class)  # first, so that a seed keeps its weights
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self._initialise(attention_layer.residual_std)
+        self._initialise(layer_class.residual_std)
 
     def build_embedding(self, size: int) -> nn.Embedding:
         return nn.Embedding(size, self.config.n_embd)
@@ -374,7 +378,7 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
-        A model without RoPE stays as it is. Raises UserError if it was to be scaled.
+        Raises UserError if a scaling or a theta is asked of a model without RoPE.
         """
         table = self.trunk.rope
         if table is None:
@@ -420,7 +424,8 @@ class GPT(nn.Module):
             for attention in layer.attentions():
                 W = min(attention.window or L, L)
                 width = attention.n_head * attention.head_size
-                attention_flops += 6 * width * W * (2 * L - W)  # 3 x 2 products
+                # times L: forward and backward of two products
+                attention_flops += 6 * width * W * (2 * L - W)
         return 6 * weights + attention_flops // L
 
 
@@ -431,7 +436,7 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
     have more than one length.
     """
-    # it splits one graph at DDP's buckets, to reduce gradients early; blocks are separate already
+    # it would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
     # False: else a smaller last batch in validation makes the graph of training dynamic too

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from data.loader import Loader
 from data.shards import Identity, data_difference
 from data.tasks import TASKS, open_loader
-from evaluation import validation_loss
+from evaluation import mean_loss
 from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
@@ -48,8 +48,8 @@ from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say
 from runtime.pretrained import load_initial
 
-# float16 halves the loss scale on overflow, from 2^16. Gradients that overflow even at this scale
-# have diverged (min_loss_scale of fairseq).
+# GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
+# at this scale too, the run has diverged (min_loss_scale of fairseq).
 SMALLEST_SCALE = 1e-4
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
@@ -94,7 +94,7 @@ def set_up(
     # ---- data ----
     loader = open_loader(config, rank, world_size, device)
     identity = loader.identity() if loader else {}
-    check_ranks(config, loader, identity)  # before any rank may be refused alone
+    check_ranks(config, loader, identity)  # before checks that may fail on a single rank
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
@@ -159,11 +159,11 @@ def train(
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
-            # validated before it is saved: a resumed run need not validate its first step
+            # before it is saved, so that a run resumed from here need not validate again
             if not just_resumed and (finished or training.step % config.eval_interval == 0):
                 validate(training, config, loader, log, saver)
             started = time.perf_counter()
-            # waits for the previous update, so that the update is timed
+            # waits for the previous optimizer step, so that this step's time includes it
             stopped = all_reduce_max(len(signals), device) > 0
             is_last = finished or stopped
             if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
@@ -172,8 +172,8 @@ def train(
             if is_last:
                 break
 
-            batch = micro_batches(loader, config, training.step)
-            # a variant that draws random numbers draws the same ones in a resumed run
+            batch = fetch_batch(loader, config, training.step)
+            # for a variant that draws random numbers: a resumed run draws the same
             torch.manual_seed(hash((config.seed, training.step, rank)))
             lr = learning_rate(training.step, config)
             set_learning_rate(training.optimizers, lr)
@@ -254,7 +254,7 @@ def compile_and_distribute(
     if world_size == 1:
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # RoPE's tables only; the argument is deprecated
+    ddp.broadcast_buffers = False  # RoPE's tables only; DDP's argument is deprecated
     return ddp
 
 
@@ -266,10 +266,11 @@ class StepBatch(NamedTuple):
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
     divisor: int  # micro-batches, or labels, that the loss is a mean over
-    tokens: int  # of all ranks
+    tokens: int  # that all ranks together process in the step
 
 
-def micro_batches(loader: Loader, config: Config, step: int) -> StepBatch:
+def fetch_batch(loader: Loader, config: Config, step: int) -> StepBatch:
+    """Fetch this rank's share of a step, and split it into micro-batches of equal size."""
     x, y = loader.batch(config.first_batch + step)
     pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
     tokens = loader.batching.world_size * len(x) * x.shape[1]
@@ -315,9 +316,9 @@ def train_step(
 
 
 def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Tell whether a step's loss and gradients are finite, or overflow only by the loss scale."""
-    overflows = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
-    return math.isfinite(loss) and (math.isfinite(grad_norm) or overflows)
+    """Tell whether loss and gradients are finite, or float16's loss scale can still fall."""
+    scale_can_fall = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
+    return math.isfinite(loss) and (math.isfinite(grad_norm) or scale_can_fall)
 
 
 def stop_diverged(run: Path, step: int, error: str) -> NoReturn:
@@ -350,7 +351,7 @@ def validate(
         batches_of_rank,
     )
     training.model.eval()
-    val_loss = validation_loss(training.model, batches, training.device, training.dtype)
+    val_loss = mean_loss(training.model, batches, training.device, training.dtype)
     training.model.train()
     log.validation(training.step, val_loss)
     if val_loss < training.best_val_loss:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from evaluation import layer_attention_weights, validation_loss
+from evaluation import layer_attention_weights, mean_loss
 from tests.helpers import ATTENTIONS, small_model
 
 CPU = torch.device("cpu")
@@ -25,12 +25,12 @@ def test_mean_loss_is_over_tokens_not_over_batches():
         losses += by_token.flatten().tolist()
     assert len(losses) == 16 * 8 + 27
     expected = math.fsum(losses) / len(losses)
-    loss = validation_loss(model, iter(batches), CPU, torch.float32)
+    loss = mean_loss(model, iter(batches), CPU, torch.float32)
     assert loss == pytest.approx(expected, rel=1e-7)  # float32 logits
 
     sum_over_batches = 0.0
     for batch in batches:
-        sum_over_batches += validation_loss(model, [batch], CPU, torch.float32)
+        sum_over_batches += mean_loss(model, [batch], CPU, torch.float32)
     assert loss != pytest.approx(sum_over_batches / len(batches), rel=1e-5)
 
 

@@ -13,7 +13,7 @@ from data.loader import Batching, TokenLoader
 from data.recall import Drawn, RecallLoader, draw, targets
 from data.tasks import open_loader
 from errors import UserError
-from evaluation import validation_loss
+from evaluation import mean_loss
 from layers.build import build_model
 from scripts import eval_length, recall
 from scripts.reproduce import kinds
@@ -129,7 +129,7 @@ def test_the_loss_is_of_answers_alone():
         expected = loss.mean().item()
         assert model(x, y).item() == pytest.approx(expected, rel=1e-5)
     assert list(map(len, losses)) == [128, 32]
-    mean = validation_loss(model, iter(batches), torch.device("cpu"), torch.float32)
+    mean = mean_loss(model, iter(batches), torch.device("cpu"), torch.float32)
     expected = torch.cat(losses).mean().item()
     assert mean == pytest.approx(expected, rel=1e-5)
 
