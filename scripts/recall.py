@@ -15,7 +15,8 @@ determines it. For sort a second line has the share of sequences whose answers a
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
 without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
 recall_by_distance_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
-twice.
+twice. The dashed line in recall.png is chance: the accuracy of a model that names the likeliest
+value in view without matching its key or, in sort, repeats its last answer.
 """
 
 import math
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
-from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, draw
+from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, chance, draw
 from errors import UserError
 from scripts.common.labels import title_of
 from scripts.common.options import option
@@ -150,6 +151,37 @@ def judge(sequences: Sequence[Drawn], answers: Sequence[NDArray[np.int64]]) -> d
 # ---- the table and the pictures ----
 
 
+def chance_label(task: str) -> str:
+    """What a model does that is right as often as `chance` says."""
+    if task == "sort":
+        return "repeating the last answer"
+    return "a value in view, without matching its key"
+
+
+def chances(result: dict, lengths: Sequence[int]) -> list[float]:
+    """The level of chance in a run's task at these lengths, in percent."""
+    percent = []
+    for length in lengths:
+        pairs = PAIRS
+        if result["proportional"]:
+            pairs = PAIRS * length // result["trained_length"]
+        percent.append(100 * chance(result["recall"], length, pairs))
+    return percent
+
+
+def chance_curves(results: Results) -> list[Curve]:
+    """The level of chance by length as a reference line, for each task of these runs."""
+    results_of_tasks = {result["recall"]: result for result in results.values()}
+    curves = []
+    for task, result in results_of_tasks.items():
+        label = chance_label(task)
+        if len(results_of_tasks) > 1:
+            label = f"{task}: {label}"
+        lengths = list(accuracies(result))
+        curves.append(Curve(label, lengths, chances(result, lengths), reference=True))
+    return curves
+
+
 def learned(result: dict) -> bool:
     """Whether the accuracy at the training length is high enough to ask what a length costs."""
     return accuracies(result)[result["trained_length"]] >= LEARNED
@@ -173,6 +205,7 @@ def show(options: RecallOptions, results: Results) -> dict[str, Figure]:
     print_table(table)
     if not by_length:
         return {}
+    by_length += chance_curves(results)
     x = f"distance at length {lengths[-1]:,}, up to,"
     return {
         "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),

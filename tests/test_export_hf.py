@@ -179,6 +179,64 @@ def test_padding_is_on_the_right_alone(tmp_path):
         model.generate(padded, attention_mask=mask, **GREEDY)
 
 
+@torch.no_grad()
+def test_a_mask_of_bools_is_one_of_integers(tmp_path):
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(8)
+    mask = torch.ones_like(x)
+    mask[1, 5:] = 0
+    logits = model(x, attention_mask=mask).logits
+    assert_close(model(x, attention_mask=mask.bool()).logits, logits, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model(x, attention_mask=mask.bool().flip(1))
+    with pytest.raises(ValueError, match="no padding on the left"):
+        model.generate(x, attention_mask=mask.bool(), **GREEDY)
+    expected = generate(run.model, x, 20, temperature=0)
+    generated = model.generate(x, attention_mask=torch.ones_like(x).bool(), **GREEDY)
+    assert torch.equal(generated, expected)
+
+
+@torch.no_grad()
+def test_a_row_is_one_document(tmp_path):
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(8)
+    positions = torch.arange(8)[None]
+    logits = run.model(x)
+    for accepted in (positions, positions.expand(2, 8), positions[0]):
+        assert_close(model(x, position_ids=accepted).logits, logits, rtol=0, atol=1e-6)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    for refused in (packed, packed.expand(2, 8), positions + 1, positions.flip(1)):
+        with pytest.raises(ValueError, match="position_ids must count from 0"):
+            model(x, position_ids=refused)
+    with pytest.raises(ValueError, match="position_ids must count from 0"):
+        model.generate(x, position_ids=packed, **GREEDY)
+    # positions of padding have no effect
+    mask = torch.ones_like(x)
+    mask[:, 5:] = 0
+    padded = model(x, attention_mask=mask, position_ids=packed).logits
+    assert_close(padded[:, :5], logits[:, :5], rtol=0, atol=1e-6)
+    # boundaries of documents in the words of DataCollatorWithFlattening
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        with pytest.raises(ValueError, match=f"{name} .* row of its own"):
+            model(x, **{name: torch.tensor([0, 5, 8])})
+
+
+@torch.no_grad()
+def test_positions_continue_the_cache(tmp_path):
+    # transformers is not installed everywhere
+    from scripts.common import hf_modeling
+
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
+    x = tokens(8)
+    positions = torch.arange(8)[None]
+    cache = hf_modeling.Cache(8)
+    model(x[:, :5], past_key_values=cache, position_ids=positions[:, :5])
+    with pytest.raises(ValueError, match="position_ids must count from 5"):
+        model(x[:, 5:], past_key_values=cache, position_ids=positions[:, :3])
+    last = model(x[:, 5:], past_key_values=cache, position_ids=positions[:, 5:]).logits
+    assert_close(last, run.model(x)[:, 5:], rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_accumulation_changes_no_loss(tmp_path):
     run, model = load_in_transformers(tmp_path, "lssar_p15.py")
     x = tokens(16)

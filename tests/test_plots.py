@@ -17,6 +17,23 @@ def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, cap
     assert not_blank(tmp_path / "a.png")
 
 
+def test_a_reference_takes_no_style_of_a_curve():
+    chance = Curve("chance", [1, 2], [5, 5], reference=True)
+    first = [chance, Curve("a", [1, 2], [3, 4])]
+    second = [Curve("b", [1, 2], [4, 3]), chance]
+    figure = draw_curves({"one": first, "two": second}, "x", "y")
+    styles = {}
+    for axes in figure.axes:
+        for line in axes.lines:
+            style = (line.get_color(), line.get_marker(), line.is_dashed())
+            assert styles.setdefault(line.get_label(), style) == style
+    assert styles == {
+        "chance": ("0.3", "None", True),
+        "a": ("C0", "o", False),
+        "b": ("C1", "s", False),
+    }
+
+
 @pytest.mark.parametrize("panels, count, label", [(1, 2, "a"), (1, 9, "b" * 40), (3, 43, "c" * 25)])
 def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, label):
     curves = []

@@ -1,7 +1,9 @@
 """Recall: an independent reading of the tasks, their batches, the loss, the evaluation."""
 
 import hashlib
+import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,13 +12,14 @@ import torch.nn.functional as F
 
 from config import choices
 from data.loader import Batching, TokenLoader
-from data.recall import Drawn, RecallLoader, draw, targets
+from data.recall import Drawn, RecallLoader, chance, draw, targets
 from data.tasks import open_loader
 from errors import UserError
 from evaluation import mean_loss
 from layers.build import build_model
 from scripts import eval_length, recall
-from scripts.reproduce import kinds
+from scripts.common.tables import paired, summarise
+from scripts.reproduce import kinds, pictures
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
 from tests.runs import assert_same_run, metrics
 
@@ -99,6 +102,62 @@ def test_every_answer_follows_from_the_sequence(task):
 def test_more_pairs_of_mqar():
     drawn = draw("mqar", 5, 0, 1024, pairs=64)
     assert targets(drawn).tolist() == read_mqar(drawn.tokens.tolist())
+
+
+def values_in_view(task, tokens):
+    """The values of a sequence in order, without their keys."""
+    if task == "mqar":
+        return tokens[1:8:2]
+    return [token % 16 for token in tokens if token < 192]
+
+
+def likeliest(values, weights):
+    """The value with the most weight."""
+    scores = Counter()
+    for value, weight in zip(values, weights, strict=True):
+        scores[value] += weight
+    return max(scores, key=scores.__getitem__)
+
+
+@pytest.mark.parametrize("length", [64, 1024])
+@pytest.mark.parametrize("task", ["lookup", "mqar", "latest", "latest_2"])
+def test_chance_is_the_best_guess_without_keys(task, length):
+    sequences = [draw(task, 5, index, length) for index in range(6000)]
+    # how often each value in view is asked for, by its place among them
+    asked = Counter()
+    for drawn in sequences[:2000]:
+        if task == "mqar":
+            places = np.array([1, 3, 5, 7])
+        else:
+            places = np.flatnonzero(drawn.tokens < 192)
+        asked.update(np.searchsorted(places, drawn.sources).tolist())
+    weights = [asked[i] for i in range(len(places))]
+    right = []
+    for drawn in sequences[2000:]:
+        guess = likeliest(values_in_view(task, drawn.tokens.tolist()), weights)
+        right += list(drawn.answers == guess)
+    assert np.mean(right) == pytest.approx(chance(task, length), abs=0.01)
+
+
+@pytest.mark.parametrize("length", [16, 17, 64, 65, 1024])
+def test_chance_of_sort_is_the_answer_before(length):
+    right = []
+    for index in range(1000):
+        answers = draw("sort", 5, index, length).answers
+        right += [False, *(answers[1:] == answers[:-1])]
+    assert np.mean(right) == pytest.approx(chance("sort", length), abs=0.01)
+
+
+def test_chance_is_exact_to_a_tenth_of_a_percent():
+    for task, count in {"lookup": 16, "mqar": 64}.items():
+        most = []
+        for values in itertools.product(range(count), repeat=3):  # the fourth is 0
+            most.append(max(Counter((0, *values)).values()))
+        assert chance(task, 64) == pytest.approx(np.mean(most) / 4, abs=5e-4)
+    # of 32 answers as many repeat none as there are different symbols: 32 (1 - (31 / 32)^32)
+    assert chance("sort", 64) == pytest.approx((31 / 32) ** 32)
+    assert chance("mqar", 64, pairs=1) == 1
+    assert chance("mqar", 1024, pairs=64) < 0.07
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -243,6 +302,7 @@ def test_whole_sequences_of_sort(capsys):
     longer = trained | {"accuracy": 0.5}
     run = {"recall": "sort", "variant": "lssa", "trained_length": 64, "step": 6}
     run |= dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
+    run["proportional"] = False
     run["parts"] = {"64": trained, "128": longer}
 
     def shown(**options):
@@ -254,6 +314,49 @@ def test_whole_sequences_of_sort(capsys):
     trained["accuracy"] = 0.3
     assert shown()[1] == ["6", "steps"]
     assert shown(window=8) == [["30.0", "50.0"], ["25.0", "25.0"]]
+
+
+def test_a_dashed_line_is_the_level_of_chance():
+    def measured(task, proportional=False):
+        run = {
+            "recall": task,
+            "variant": "lssa",
+            "trained_length": 64,
+            "proportional": proportional,
+        }
+        run |= dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
+        judged = {"accuracy": 1.0, "exact": 1.0, "answers": 800, "distances": {}}
+        return run | {"parts": {"64": judged, "1024": judged}}
+
+    def dashed(**results):
+        (axes,) = recall.show(recall.RecallOptions(), results)["recall"].axes
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        assert all(lines.pop(name) == [100, 100] for name in results)
+        lines = {label: y for label, y in lines.items() if not label.startswith("_")}
+        return {label: [round(percent, 1) for percent in y] for label, y in lines.items()}
+
+    in_view = "a value in view, without matching its key"
+    repeated = "repeating the last answer"
+    assert dashed(a=measured("lookup"), b=measured("lookup")) == {in_view: [33.7, 33.7]}
+    assert dashed(a=measured("mqar", proportional=True)) == {in_view: [27.3, 6.2]}
+    assert dashed(a=measured("sort"), b=measured("latest")) == {
+        f"sort: {repeated}": [36.2, 93.8],
+        f"latest: {in_view}": [31.5, 31.5],
+    }
+
+
+def test_the_picture_of_a_table_has_the_level_of_chance():
+    measured = {"recall": "sort", "trained_length": 64, "proportional": False}
+    run = {"seed": 1, "evaluation": measured}
+    softmax = summarise([run | {"values": [90.0, 50.0]}]) | {"paper": None}
+    ssmax = summarise([run | {"values": [95.0, 60.0]}]) | {"paper": None}
+    ssmax["difference"] = paired(ssmax, softmax)
+    table = {"scale": "tiny", "unit": "%", "multiples": [1, 16]}
+    figure = pictures.together(table | {"rows": {"softmax": softmax, "ssmax": ssmax}})
+    accuracies, differences = figure.axes
+    lines = {line.get_label(): line.get_ydata() for line in accuracies.lines}
+    assert lines["repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
+    assert [line.get_label() for line in differences.lines] == ["ssmax"]
 
 
 def test_pairs_in_proportion():
@@ -306,6 +409,8 @@ def test_no_lengths_of_what_is_not_learned(reproduced, scale, monkeypatch):
     for name, means in expected.items():
         assert table["rows"][name]["mean"] == means
     text = (folder / "table.md").read_text()
+    chance = "Chance (dashed) is 33.7 at every length: a value in view, without matching its key."
+    assert chance in text
     assert "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
     assert "Not learned in 6 steps, as a seed has less than 99 at 1x" in text
     assert "at 1x, by seed: `hybrid_lssa:plain_rope` 0.0." in text

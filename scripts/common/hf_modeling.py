@@ -6,6 +6,7 @@ into the exported folder; from there transformers loads it with trust_remote_cod
 
 from typing import Any
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +17,13 @@ from transformers.utils.generic import can_return_tuple
 from config import Config
 from layers.build import build_model
 from layers.cache import KVCache
+
+# Where documents begin in a row, in the words of transformers' DataCollatorWithFlattening.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+ONE_DOCUMENT = (
+    "this model reads a row as one document, and documents packed into a row would attend to each "
+    "other: give each document a row of its own, padded on the right"
+)
 
 
 class SharpAttentionConfig(PreTrainedConfig):
@@ -42,8 +50,8 @@ class Cache(KVCache):
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     """The transformers interface to this repository's GPT.
 
-    In `forward` a batch may be padded on the right, never on the left. In `generate` all prompts
-    must have the same length, without padding.
+    In `forward` each row is one document, and may be padded on the right, never on the left. In
+    `generate` all prompts must have the same length, without padding.
     """
 
     config_class = SharpAttentionConfig
@@ -76,6 +84,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -87,10 +96,17 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
-        Raises ValueError for padding on the left, and for any padding in generation.
+        `position_ids` change nothing: they may only count from 0, or on from the cache's last one.
+        Raises ValueError for padding on the left, for any padding in generation, and for several
+        documents in a row.
         """
         if attention_mask is not None:
             check_padding(attention_mask, past_key_values)
+        if position_ids is not None:
+            check_positions(position_ids, attention_mask, past_key_values)
+        for name in BOUNDARIES:
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name} is not supported: {ONE_DOCUMENT}")
         x = self.gpt.hidden(input_ids, past_key_values)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]  # all of them for 0
@@ -116,6 +132,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
 def check_padding(attention_mask: Tensor, cache: Cache | None) -> None:
     """Raise ValueError for padding, 0 in the mask, on the left, and for any in generation."""
+    if attention_mask.dtype == torch.bool:
+        attention_mask = attention_mask.int()  # the difference of bools has no sign
     if cache is None:
         wrong = attention_mask.diff() > 0
     elif cache.length == 0:
@@ -127,3 +145,20 @@ def check_padding(attention_mask: Tensor, cache: Cache | None) -> None:
             "no padding on the left, and none in generation: give it prompts of equal length "
             "(lm_eval: batch_size=1)"
         )
+
+
+def check_positions(
+    position_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
+) -> None:
+    """Raise ValueError unless the positions of all tokens but padding continue those of the cache.
+
+    Without a cache they count from 0.
+    """
+    length = position_ids.shape[-1]
+    first = 0 if cache is None else cache.length
+    expected = torch.arange(first, first + length, device=position_ids.device)
+    wrong = position_ids != expected
+    if attention_mask is not None:
+        wrong = wrong & (attention_mask[:, -length:] != 0)
+    if wrong.any():
+        raise ValueError(f"position_ids must count from {first} in steps of 1: {ONE_DOCUMENT}")

@@ -93,8 +93,11 @@ def heat_map(
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve with a band from low to high. A thin curve has the colour of its label and no entry
-    in the legend."""
+    """A curve with a band from low to high.
+
+    A thin curve has the colour of its label and no entry in the legend. A reference is a thin grey
+    dashed line with an entry, such as the level of chance.
+    """
 
     label: str
     x: Values
@@ -102,6 +105,7 @@ class Curve:
     low: Values | None = None
     high: Values | None = None
     thin: bool = field(default=False, kw_only=True)
+    reference: bool = field(default=False, kw_only=True)
 
 
 def draw_curves(
@@ -121,16 +125,21 @@ def draw_curves(
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels: list[str] = []
+    references: list[str] = []
     points: set[float] = set()
     for curve in itertools.chain(*panels_of.values()):
         points.update(curve.x)
-        if curve.label not in labels:
-            labels.append(curve.label)
+        known = references if curve.reference else labels
+        if curve.label not in known:
+            known.append(curve.label)
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            draw(axes, curve, labels.index(curve.label))
+            if curve.reference:
+                draw_reference(axes, curve, references.index(curve.label))
+            else:
+                draw(axes, curve, labels.index(curve.label))
         if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -162,6 +171,12 @@ def draw_by_length(
         thin=THIN,
         marks={measurement["trained_length"] for measurement in measurements},
     )
+
+
+def draw_reference(axes: Axes, curve: Curve, i: int) -> None:
+    """Draw a reference; the dashes of each are shorter than those of the one before."""
+    dashes = (0, (6 / (i + 1), 3))
+    axes.plot(curve.x, curve.y, color="0.3", linestyle=dashes, linewidth=1, label=curve.label)
 
 
 def draw(axes: Axes, curve: Curve, i: int) -> None:

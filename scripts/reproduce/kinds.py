@@ -208,7 +208,7 @@ def recall(
         options=lambda config: RecallOptions(lengths=lengths(multiples, config)),
         values=values,
         draw=draw,
-        remarks=accuracy_by_seed,
+        remarks=recall_remarks,
         task=task,
         **more,
     )
@@ -220,6 +220,22 @@ def accuracies_if_learned(measured: dict, config: Config) -> list[float | None]:
     trained = measured["trained_length"]
     shares = accuracies(measured).items()
     return [share if known or length == trained else None for length, share in shares]
+
+
+def recall_remarks(table: dict) -> list[str]:
+    """State the level of chance, and list the accuracies by seed."""
+    return [chance_sentence(table), *accuracy_by_seed(table)]
+
+
+def chance_sentence(table: dict) -> str:
+    """State how often a model is right that matches no key."""
+    chance = pictures.level_of_chance(table)
+    assert chance is not None  # of every table of recall
+    levels = [f"{level:.1f}" for level in chance.y]
+    if len(set(levels)) == 1:
+        return f"Chance (dashed) is {levels[0]} at every length: {chance.label}."
+    multiples = [f"{multiple:g}x" for multiple in chance.x]
+    return f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {chance.label}."
 
 
 def accuracy_by_seed(table: dict) -> list[str]:

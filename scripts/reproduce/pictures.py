@@ -11,6 +11,7 @@ from scripts.attention_maps import MapOptions, draw_run
 from scripts.common.plots import THIN, Curve, draw_curves, heat_map
 from scripts.common.tables import SIDES
 from scripts.physics import plot_forces
+from scripts.recall import chance_label, chances
 from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
@@ -26,8 +27,12 @@ Draw = Callable[[dict], Pictures]
 
 
 def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
-    """Draw loss over length in panels {title: {label: summary over seeds}}; controls are thin."""
+    """Draw values over length in panels {title: {label: summary over seeds}}; controls are thin.
+
+    In a table of recall the level of chance is a dashed line.
+    """
     x = table["multiples"]
+    chance = level_of_chance(table)
     curves: dict[str, list[Curve]] = {}
     for title, summaries in panels.items():
         curves[title] = []
@@ -37,6 +42,8 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
             control = control_losses(summary.get("runs", []))
             if control:
                 curves[title].append(Curve(label, x, control, thin=True))
+        if chance is not None and title != DIFFERENCE:
+            curves[title].append(chance)
     sharey = DIFFERENCE not in panels
     return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
 
@@ -54,6 +61,17 @@ def control_losses(runs: Sequence[dict]) -> list[float]:
         if "loss" in control:
             losses.append(control["loss"])
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
+
+
+def level_of_chance(table: dict) -> Curve | None:
+    """Return the accuracy of a model that matches no key, or None if the table is not of recall."""
+    measured = next(iter(first_seeds(table).values()))
+    if "recall" not in measured:
+        return None
+    multiples = table["multiples"]
+    lengths = [round(multiple * measured["trained_length"]) for multiple in multiples]
+    label = chance_label(measured["recall"])
+    return Curve(label, multiples, chances(measured, lengths), reference=True)
 
 
 def together(table: dict) -> Figure:

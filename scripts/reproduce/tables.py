@@ -426,10 +426,9 @@ EXPERIMENTS = {
         values=accuracies_if_learned,
         draw=pictures.recall(RECALL, OTHERS_IN_RECALL),
         note=(
-            "A guess has 6.2 in lookup and latest, 1.6 in mqar; in sort, repeating the last answer "
-            "has 36, 57, 75, 88, 94, 97, 98 at 1x to 64x. Of 512 answers, 50 has a standard error "
-            "of 2.2. `:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in "
-            "half of the heads; the others are softmax with RoPE over a quarter of 1x."
+            "Of 512 answers, 50 has a standard error of 2.2. `:plain_rope` has no dynamic NTK, "
+            "`_nope` no positions, `hybrid_` none in half of the heads; the others are softmax "
+            "with RoPE over a quarter of 1x."
         ),
     ),
     "text_and_recall": loss_and_gain(
