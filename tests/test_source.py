@@ -93,7 +93,7 @@ EDITED_FORMULAS = {
     ),
     "a flag in the table": (
         {"attention": "softmax_inverse"},
-        ("attention.py", "Variant(EXP, reweight=inverse)", "Variant(EXP, reweight=recentre)"),
+        ("attention.py", "Variant(EXP, reweight=negate)", "Variant(EXP, reweight=recentre)"),
     ),
     "a helper two calls deep": ({}, ("attention.py", "norm < 2.0**-32", "norm < 2.0**-30")),
     "a constant": ({}, ("attention.py", "DEAD = 1e-30", "DEAD = 1e-29")),
