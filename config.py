@@ -227,7 +227,9 @@ class Config:
     compile: bool | None = setting(
         None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
     )
-    batch_size: int = setting(64, "Sequences per micro-batch and process.", at_least=1)
+    batch_size: int = setting(
+        64, "Most sequences per micro-batch and process; a divisor is taken.", at_least=1
+    )
     attention_impl: str = setting(
         "auto",
         "How attention is computed. 'auto': the fastest way that works here.",
@@ -620,20 +622,28 @@ def check_training(config: Config) -> None:
             f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "
             f"{config.checkpoint_interval}: only what is saved can be kept"
         )
-    accumulation_steps(config, world_size=1)
+    micro_batch_size(config, world_size=1)
 
 
-def accumulation_steps(config: Config, world_size: int) -> int:
-    """Micro-batches per step on each rank.
+def micro_batch_size(config: Config, world_size: int) -> int:
+    """Return the sequences per micro-batch and process: the largest divisor within batch_size.
 
-    Raises UserError, naming a value that works, where no number of them makes up total_batch_size.
+    Raises UserError where the sequences of a step cannot be shared equally by this many processes.
     """
-    micro = config.batch_size * config.block_size * world_size
-    steps, rest = divmod(config.total_batch_size, micro)
+    sequences, rest = divmod(config.total_batch_size, config.block_size)
     if rest:
         raise UserError(
-            f"total_batch_size = {config.total_batch_size} is not a multiple of batch_size x "
-            f"block_size x processes = {config.batch_size} x {config.block_size} x {world_size} = "
-            f"{micro}; {(steps + 1) * micro} would work"
+            f"total_batch_size = {config.total_batch_size} is not a multiple of block_size = "
+            f"{config.block_size}: a step has whole sequences"
         )
-    return steps
+    if sequences % world_size:
+        works = largest_divisor(sequences, world_size)
+        raise UserError(
+            f"{world_size} processes cannot share the {sequences} sequences of a step "
+            f"(total_batch_size / block_size) equally; {works} would work"
+        )
+    return largest_divisor(sequences // world_size, config.batch_size)
+
+
+def largest_divisor(n: int, at_most: int) -> int:
+    return next(d for d in range(min(n, at_most), 0, -1) if n % d == 0)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import Config, accumulation_steps, command_line
+from config import Config, command_line, micro_batch_size
 from errors import UserError, command
 
 if __name__ == "__main__":
@@ -63,7 +63,11 @@ def main(config: Config | None = None) -> None:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_attention(config)
-    accumulation_steps(config, world_size)  # raises if the batch does not divide evenly
+    fitting = micro_batch_size(config, world_size)
+    if fitting < config.batch_size:
+        if rank == 0:
+            say(f"batch_size = {fitting}, the largest divisor of a process's step")
+        config = config.replace(batch_size=fitting)
     run = Path(config.out_dir)
     device = open_device(config.device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import Config, accumulation_steps
+from config import Config
 from data.loader import Loader
 from errors import first_line
 from runtime.checkpoint import Training
@@ -180,6 +180,7 @@ def describe(
 ) -> str:
     """Describe a run that is about to start or continue; without data there is no loader."""
     step_tokens = config.total_batch_size
+    micro_batches = step_tokens // (world_size * config.batch_size * config.block_size)
     run_tokens = config.max_iters * step_tokens
     tokens_left = run_tokens - training.step * step_tokens
     flops = tokens_left * training.model.flops_per_token()
@@ -189,7 +190,7 @@ def describe(
         f"{training.device.type} in {dtype}; run folder {config.out_dir}",
         describe_data(config, loader, run_tokens),
         f"{run_tokens:,} tokens in steps of {step_tokens:,} (processes x micro-batches x "
-        f"batch_size x block_size = {world_size} x {accumulation_steps(config, world_size)} x "
+        f"batch_size x block_size = {world_size} x {micro_batches} x "
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import Config, accumulation_steps, help_text, load_config
+from config import Config, help_text, load_config, micro_batch_size
 from errors import UserError
 from layers.heads import build_attention
 from runtime import checkpoint
@@ -90,8 +90,8 @@ def test_defaults_are_the_124m_recipe():
     )
     for key, value in recipe.items():
         assert getattr(config, key) == value, key
-    assert accumulation_steps(config, world_size=8) == 1
-    assert accumulation_steps(config, world_size=1) == 8
+    assert micro_batch_size(config, world_size=8) == 64
+    assert micro_batch_size(config, world_size=16) == 32
 
 
 @pytest.mark.parametrize("name", [*ROWS, *T6, *SCALES, *T6_SCALES])
@@ -337,20 +337,31 @@ def test_refused_files(text, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "total, batch, block",
+    "total, batch, block, processes, fitting",
     [
-        (524288, 48, 1024),
-        (1000, 3, 64),
-        (1, 1, 2),
+        (524288, 64, 1024, 8, 64),
+        (524288, 64, 1024, 16, 32),  # two nodes
+        (524288, 48, 1024, 1, 32),
+        (9 * 64, 4, 64, 1, 3),
+        (7 * 64, 5, 64, 7, 1),
+        (128, 64, 64, 1, 2),
     ],
 )
-def test_what_a_refused_batch_proposes_works(total, batch, block):
+def test_the_micro_batch_is_the_largest_divisor(total, batch, block, processes, fitting):
     sizes = SimpleNamespace(total_batch_size=total, batch_size=batch, block_size=block)
-    with pytest.raises(UserError, match=f"total_batch_size = {total} is not a mult") as caught:
-        accumulation_steps(sizes, world_size=3)
+    assert micro_batch_size(sizes, processes) == fitting
+
+
+def test_a_batch_that_processes_cannot_share_is_refused():
+    """The advice keeps the global batch, and works."""
+    sizes = SimpleNamespace(total_batch_size=512 * 1024, batch_size=64, block_size=1024)
+    with pytest.raises(UserError, match="12 processes cannot share the 512 sequences") as caught:
+        micro_batch_size(sizes, world_size=12)
     (proposed,) = re.findall(r"; (\d+) would work$", str(caught.value))
-    sizes.total_batch_size = int(proposed)
-    assert accumulation_steps(sizes, world_size=3) >= 1
+    assert micro_batch_size(sizes, int(proposed)) == 64
+    sizes.total_batch_size = 1000
+    with pytest.raises(UserError, match="total_batch_size = 1000 is not a multiple of block_size"):
+        micro_batch_size(sizes, world_size=1)
 
 
 def test_the_sweep_over_p_is_made_of_settings():

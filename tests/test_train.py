@@ -78,6 +78,13 @@ def test_accumulation_splits_agree(train):
         agree(split, whole)
 
 
+def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
+    run = train("run", "--batch_size=3", "--max_iters=2")
+    assert "batch_size = 2, the largest divisor" in capsys.readouterr().out
+    assert json.loads((run / "config.json").read_text())["batch_size"] == 2
+    agree(run, train("whole", "--batch_size=2", "--max_iters=2"))
+
+
 @pytest.mark.parametrize(
     "first, then",
     [

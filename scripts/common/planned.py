@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import ROOT, Config, accumulation_steps
+from config import ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.build import build_model
 from layers.heads import check_attention
@@ -139,7 +139,7 @@ def check(runs: Sequence[PlannedRun]) -> None:
         raise UserError(f"{sentences[0]}; move it away, or give another --out")
     for run in runs:
         check_attention(run.config)
-        accumulation_steps(run.config, processes_of(run.config))
+        micro_batch_size(run.config, processes_of(run.config))
 
 
 def changed(runs: Sequence[PlannedRun]) -> list[str]:
