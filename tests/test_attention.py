@@ -392,11 +392,16 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
         assert not x.grad.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+def bounds_gradients(case, dtype):
+    """Whether the bound of a zero query's gradient, 1e6 times the scale, is within the dtype."""
+    return dtype != torch.float16 or not ("lss" in case or "cosine" in case)
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, dtype) for case in CASES for dtype in DTYPES if bounds_gradients(case, dtype)],
+)
 def test_zero_queries_are_finite(case, dtype):
-    if dtype == torch.float16 and ("lss" in case or "cosine" in case):
-        pytest.skip("the bound of the gradient, 1e6 times the scale, is beyond float16")
     q, k, v = draw(9, 9, dtype=dtype)
     k[:, :, 3] = 0
     assert_finite_with_gradients(build(case), torch.zeros_like(q), k, v)

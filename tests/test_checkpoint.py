@@ -56,6 +56,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, r
         checkpoint.find(folder, "best")
 
 
+def test_a_resumed_run_knows_its_lowest_validation_loss(train):
+    """Weights with a higher loss do not replace the best ones."""
+    run = train("run", "--max_iters=3")
+    path = run / "step_000003.pt"
+    state = torch.load(path)
+    state["best_val_loss"] = 0.0
+    torch.save(state, path)
+    best = (run / "best.pt").read_bytes()
+    train("run", "--max_iters=6", "--resume")
+    assert (run / "best.pt").read_bytes() == best
+
+
 def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
     """Its settings are in the file."""
     run = train("run", "--max_iters=4")
