@@ -14,7 +14,7 @@ from config import Config
 from errors import UserError
 from layers.cache import KVCache
 from layers.heads import build_attention
-from layers.losses import chunked_loss, chunks, has_chunked_loss, losses_by_vocabulary
+from layers.losses import LinearCrossEntropy, softmax_gradient, token_losses
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
 # What some variants and gates add to an attention layer.
@@ -273,6 +273,7 @@ class GPT(nn.Module):
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
+        self.softmax_gradient = softmax_gradient  # compile_model compiles it
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise(layer_class.residual_std)
@@ -331,23 +332,17 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return self.loss(x.flatten(0, 1), targets.flatten())
+        return LinearCrossEntropy.apply(
+            x.flatten(0, 1),
+            self.lm_head.weight,
+            targets.flatten(0, 1),
+            self.n_vocab,
+            self.softmax_gradient,
+        )
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache."""
         return self.trunk(self.wte(idx), cache)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats of hidden states [n, n_embd] with targets [n]."""
-        if has_chunked_loss(x, self.n_vocab):
-            head = self.lm_head.weight[: self.n_vocab]
-            return chunked_loss(x, head, targets)
-        return self.loss_from_all_logits(x, targets)
-
-    def loss_from_all_logits(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return `loss`, from all logits at once."""
-        logits = self.logits(x).flatten(0, -2)
-        return F.cross_entropy(logits, targets)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [.., n_vocab] of hidden states [.., n_embd]."""
@@ -357,18 +352,8 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of every target, in their shape, without holding all logits."""
         x = self.hidden(idx).flatten(0, 1)
-        losses = []
-        for chunk_x, chunk_targets in chunks(x, targets.flatten(0, 1)):
-            losses.append(self.chunk_losses(chunk_x, chunk_targets))
-        return torch.cat(losses).view(targets.shape)
-
-    def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the float32 losses of targets [n], whose logits may be held at once."""
-        if x.is_cpu:
-            head = self.lm_head.weight[: self.n_vocab]
-            return losses_by_vocabulary(x, head, targets)
-        logits = self.logits(x).float()
-        return F.cross_entropy(logits, targets, reduction="none")
+        losses = token_losses(x, self.lm_head.weight, targets.flatten(0, 1), self.n_vocab)
+        return losses.view(targets.shape)
 
     def scale_rope(
         self,
@@ -443,5 +428,4 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)
-    compiled = torch.compile(model.loss_from_all_logits)
-    model.loss_from_all_logits = compiled  # type: ignore[method-assign]
+    model.softmax_gradient = torch.compile(softmax_gradient)

@@ -1,55 +1,127 @@
-"""The cross-entropy of a model's head, without holding the logits of all tokens."""
+"""The cross-entropy of a model's head, without the logits of all tokens at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows per chunk of logits, in training and in evaluation.
-TRAIN_CHUNK = 1024
-EVAL_CHUNK = 1024
-# Vocabulary entries per chunk in evaluation on a CPU. Times from 512 to 4096 differed by less than
-# two runs of the same size.
-EVAL_LOGITS_CPU = 4096
+# Tokens whose logits are in memory at once. A GPU needs more of them to be busy.
+CHUNK_CPU = 1024
+CHUNK_GPU = 4096
+# Rows of the weights' gradient that a product adds to at once, so that the product is small.
+VOCABULARY_PART = 4096
+# Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
+CACHED_LOGITS = 2**19
+
+# From logits [m, padded], targets [m] and n_vocab to losses [m]; changes the logits.
+SoftmaxGradient = Callable[[Tensor, Tensor, int], Tensor]
 
 
-def has_chunked_loss(x: Tensor, n_vocab: int) -> bool:
-    """Tell whether torch computes the mean loss of x [n, n_embd] in chunks: faster on a CPU."""
-    if not x.is_cpu or not hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13 has it
-        return False
-    is_large = len(x) >= TRAIN_CHUNK and n_vocab > x.shape[1]
-    is_exact = x.dtype.itemsize >= 4  # it would round each loss to a 16-bit dtype of x
-    return is_large and is_exact
+def softmax_gradient(logits: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
+    """Return the losses [m] of logits [m, padded], and turn these into the gradient of their sum.
 
-
-def chunked_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of x [n, n_embd] with the head's weights [n_vocab, n_embd]."""
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=TRAIN_CHUNK)
-    return F.linear_cross_entropy(x, head, targets, options=options)
-
-
-def chunks(hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split hidden states [n, n_embd] and targets [n, ..] into rows whose logits fit in memory."""
-    return zip(hidden.split(EVAL_CHUNK), targets.split(EVAL_CHUNK), strict=True)
-
-
-def losses_by_vocabulary(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of every target [n], from the logits of a chunk of the vocabulary at a time.
-
-    On a CPU this takes two thirds of the time of torch's linear_cross_entropy, whose chunks are of
-    tokens: each chunk reads all of the head's weights again.
+    The logits from n_vocab on are padding. A target below 0 has no loss.
     """
-    log_sums = []  # of each chunk
-    target_logits = x.new_zeros(len(x))
-    for start in range(0, len(head), EVAL_LOGITS_CPU):
-        chunk = head[start : start + EVAL_LOGITS_CPU]
-        logits = F.linear(x, chunk)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_sums.append(logits.logsumexp(-1))
-        column = (targets - start).clamp(0, len(chunk) - 1)
-        chunk_logits = logits.gather(1, column[:, None])[:, 0]
-        target_logits = torch.where(targets >= start, chunk_logits, target_logits)
-    losses = torch.stack(log_sums).logsumexp(0) - target_logits
-    return losses.float()
+    log_p = F.log_softmax(logits[:, :n_vocab], dim=1, dtype=full_precision(logits))
+    has_loss = (targets >= 0).to(log_p.dtype)[:, None]
+    index = targets.clamp_min(0)[:, None]
+    target_log_p = log_p.gather(1, index) * has_loss
+    logits[:, :n_vocab] = log_p.exp() * has_loss
+    logits[:, n_vocab:] = 0
+    # p - 1 before p is rounded to a 16-bit dtype, where it may be 1
+    logits.scatter_(1, index, target_log_p.expm1().to(logits.dtype))
+    return -target_log_p[:, 0]
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy in nats of logits x W^T, whose gradients the forward pass computes.
+
+    The logits of a chunk of tokens become the gradient of their losses, and the next chunk reuses
+    their memory. There are three matrix products, as many as with all logits in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        n_vocab: int,
+        gradient: SoftmaxGradient,
+    ) -> Tensor:
+        """Return the loss of x [n, n_embd] with weight [k * padded, n_embd] and targets.
+
+        Targets are [n] or, k of each token, [n, k]. `gradient` is softmax_gradient or the same
+        function compiled.
+        """
+        losses = []
+        x_gradients = []
+        weight_gradient = torch.zeros_like(weight)
+        for chunk in chunks(x, weight, targets):
+            for logits, part_targets in chunk.parts():
+                losses.append(gradient(logits, part_targets, n_vocab))
+            x_gradients.append(chunk.logits @ chunk.weight)
+            by_part = chunk.logits.split(VOCABULARY_PART, dim=1)
+            for total, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):
+                total += logits.T @ chunk.x
+        count = (targets >= 0).sum()
+        ctx.save_for_backward(torch.cat(x_gradients), weight_gradient, count)
+        ctx.dtype = x.dtype
+        return torch.cat(losses).sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_gradient, weight_gradient, count = ctx.saved_tensors
+        # not earlier: the loss scale is in loss_gradient, and float16 needs it
+        factor = loss_gradient / count
+        weight_gradient.mul_(factor)  # autograd refuses a second backward pass
+        return x_gradient.to(ctx.dtype) * factor, weight_gradient, None, None, None
+
+
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
+    """Return the float32 losses of all targets, in their shape; arguments as LinearCrossEntropy."""
+    losses = []
+    for chunk in chunks(x, weight, targets):
+        for logits, part_targets in chunk.parts():
+            logits = logits[:, :n_vocab].to(full_precision(logits))
+            losses.append(F.cross_entropy(logits, part_targets, reduction="none"))
+    return torch.cat(losses).view(targets.shape).float()
+
+
+class Chunk(NamedTuple):
+    """Some tokens, and the head's weights, in the dtype of their product, the logits."""
+
+    x: Tensor  # [m, n_embd]
+    weight: Tensor  # [k * padded, n_embd]
+    targets: Tensor  # [m] or [m, k]
+    logits: Tensor  # [m, k * padded]
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Split into logits [.., padded] and targets [..] whose softmax is computed at once."""
+        targets = self.targets.flatten()
+        logits = self.logits.view(len(targets), -1)
+        size = len(logits)
+        if logits.is_cpu:
+            size = max(1, CACHED_LOGITS // logits.shape[1])
+        return zip(logits.split(size), targets.split(size), strict=True)
+
+
+def chunks(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Chunk]:
+    """Compute logits a chunk of tokens at a time; each chunk overwrites the logits before."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+    size = CHUNK_CPU if x.is_cpu else CHUNK_GPU
+    buffer = x.new_empty(min(size, len(x)), len(weight))
+    for x_chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
+        logits = torch.mm(x_chunk, weight.T, out=buffer[: len(x_chunk)])
+        yield Chunk(x_chunk, weight, chunk_targets, logits)
+
+
+def full_precision(x: Tensor) -> torch.dtype:
+    """Return float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from model import GPT
@@ -46,12 +45,3 @@ class PairGPT(GPT):
 
     def padding_rows(self, weight: Tensor) -> Tensor:
         return weight.unflatten(0, (2, -1))[:, self.n_vocab :]
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats of hidden states [n, n_embd] with targets [2 n]."""
-        return self.loss_from_all_logits(x, targets)
-
-    def chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses of targets [n, 2] as [2 n]."""
-        logits = self.logits(x).float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), reduction="none")

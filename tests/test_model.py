@@ -13,7 +13,6 @@ from attention_paths.reference import Context
 from config import Config, load_config
 from errors import UserError
 from generation import generate, next_logits
-from layers import losses
 from layers.build import build_model
 from layers.cache import KVCache
 from layers.rope import Rope, Rotation
@@ -57,12 +56,6 @@ def assert_all_near(tensors, expected):
 
 def tokens(*shape, seed=0, n=257):
     return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(seed))
-
-
-class OnGPU(torch.Tensor):
-    """A tensor that says that it is not on a CPU."""
-
-    is_cpu = False
 
 
 def load_files(*files):
@@ -643,52 +636,8 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
 # ---- loss ----
 
 
-def test_token_losses_do_not_depend_on_how_many_logits_fit(monkeypatch):
-    model = small_model("lssa.py")
-    x = tokens(3, 20)
-    y = tokens(3, 20, seed=1)
-    y[0, :4] = torch.tensor([0, 99, 100, 256])
-    at_once = -model(x).log_softmax(-1).gather(-1, y[..., None])[..., 0]
-    assert_near(model(x, y), at_once.mean())
-    for chunk, logits in ((1024, 1024), (7, 100), (60, 64), (1, 1)):
-        monkeypatch.setattr(losses, "EVAL_CHUNK", chunk)
-        monkeypatch.setattr(losses, "EVAL_LOGITS_CPU", logits)
-        token_losses = model.token_losses(x, y)
-        assert token_losses.dtype == torch.float32
-        assert_near(token_losses, at_once.float(), 1e-6)
-    # the path of GPUs, from all logits of a chunk of tokens
-    hidden = model.hidden(x).flatten(0, 1).as_subclass(OnGPU)
-    assert_near(model.chunk_losses(hidden, y.flatten()), at_once.float().flatten(), 1e-6)
-
-
-def test_the_chunked_loss_equals_the_plain_one(monkeypatch):
-    rows_of_calls = []
-    linear_cross_entropy = F.linear_cross_entropy
-
-    def counting_loss(x, *arguments, **options):
-        rows_of_calls.append(len(x))
-        return linear_cross_entropy(x, *arguments, **options)
-
-    monkeypatch.setattr(F, "linear_cross_entropy", counting_loss)
-    x = tokens(5, 14)
-    y = tokens(5, 14, seed=1)
-
-    def loss_and_gradients():
-        model = small_model("lssar_p3.py")
-        loss = model(x, y)
-        loss.backward()
-        return [loss.detach()] + [parameter.grad for parameter in model.parameters()]
-
-    plain = loss_and_gradients()
-    assert not rows_of_calls
-    monkeypatch.setattr(losses, "TRAIN_CHUNK", 32)  # 70 rows: two chunks and a rest
-    assert_all_near(loss_and_gradients(), plain)
-    assert rows_of_calls == [70]
-
-
 @pytest.mark.parametrize("L", [8, 128])
 def test_loss_under_autocast_is_near_the_exact_one(L):
-    """With 8 x 128 tokens the loss is computed in chunks."""
     model = small_model("lssar_p3.py").float()
     x = tokens(8, L)
     y = tokens(8, L, seed=1)
