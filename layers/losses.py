@@ -58,14 +58,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         """
         losses = []
         x_gradients = []
-        weight_gradient = torch.zeros_like(weight)
-        for chunk in chunks(x, weight, targets):
+        weight_gradient = torch.empty_like(weight)
+        for i, chunk in enumerate(chunks(x, weight, targets)):
             for logits, part_targets in chunk.parts():
                 losses.append(gradient(logits, part_targets, n_vocab))
             x_gradients.append(chunk.logits @ chunk.weight)
             by_part = chunk.logits.split(VOCABULARY_PART, dim=1)
-            for total, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):
-                total += logits.T @ chunk.x
+            for rows, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):
+                product = logits.T @ chunk.x
+                if i == 0:
+                    rows.copy_(product)
+                else:
+                    rows += product  # in float32, also where the products are of 16 bits
         count = (targets >= 0).sum()
         ctx.save_for_backward(torch.cat(x_gradients), weight_gradient, count)
         ctx.dtype = x.dtype
