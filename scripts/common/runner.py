@@ -74,9 +74,11 @@ from tqdm import tqdm
 from config import Config
 from data.shards import hash_shards
 from errors import UserError, command
+from evaluation import check_windows
 from layers.build import build_model
 from layers.heads import check_attention, formulas_hash
 from layers.selfcheck import check_kernels
+from layers.windows import largest_window, limit_windows
 from model import GPT
 from runtime import checkpoint
 from runtime.device import autocast, environment, pick_device, pick_dtype
@@ -127,11 +129,14 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
-    model = build_model(config).to(device)
+    model = open_model(config, options).to(device)
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
-    facts = run_facts(trained, weights, options)
+    if options.window is not None and options.window <= config.block_size:
+        with autocast(device, options.torch_dtype):
+            check_windows(model, options.window)
+    facts = run_facts(trained, weights, options, model)
     folder = checkpoint.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
@@ -139,7 +144,23 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
 
 
-def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
+def open_model(config: Config, options: Options) -> GPT:
+    """A model with this config, and with windows of at most the options' window."""
+    model = build_model(config)
+    if options.window is not None:
+        limit_windows(model, options.window)
+    return model
+
+
+def outline(config: Config, options: Options) -> GPT:
+    """The model of `open_model` without weights."""
+    with torch.device("meta"):
+        return open_model(config, options)
+
+
+def run_facts(
+    trained: Config, weights: checkpoint.Checkpoint, options: Options, model: GPT
+) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
     config = options.applied(trained)
     variant = trained.variant_name
@@ -154,7 +175,7 @@ def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options)
         "rope": options.rope_for(config),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
-        "window": config.window,
+        "window": largest_window(model),
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
@@ -291,7 +312,8 @@ def stored(
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
-    facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
+    facts = run_facts(trained, weights, options, outline(config, options))
+    facts |= identity(evaluation, options, config)
     file = results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
