@@ -153,7 +153,7 @@ def identify(options: MapOptions, config: Config) -> dict:
     if not -config.n_layer <= options.layer < config.n_layer:
         raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
     options.ids(config)
-    model = outline(config, options)
+    model = outline(config, options.window)
     facts = {"layer": options.layer_of(config), "head_windows": head_windows(model)}
     if not (options.tokens or options.distances):
         return facts | NO_TEXT | {"tokens": 0}

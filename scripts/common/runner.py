@@ -58,6 +58,7 @@ and how it was opened, the formulas of its attention, its validation shards, and
 adds. Where other code has changed since, a sentence says so.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,38 +130,42 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
-    model = open_model(config, options).to(device)
+    model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
-    if options.window is not None and options.window <= config.block_size:
+    if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
-    facts = run_facts(trained, weights, options, model)
+    facts = run_facts(trained, weights, options)
     folder = checkpoint.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
+    return Run(folder, config, model, device, options.torch_dtype, facts)
 
 
-def open_model(config: Config, options: Options) -> GPT:
-    """A model with this config, and with windows of at most the options' window."""
+def open_model(config: Config, limit: int | None) -> GPT:
+    """A model with this config, and with windows of at most `limit` keys."""
     model = build_model(config)
-    if options.window is not None:
-        limit_windows(model, options.window)
+    if limit is not None:
+        limit_windows(model, limit)
     return model
 
 
-def outline(config: Config, options: Options) -> GPT:
+def outline(config: Config, limit: int | None) -> GPT:
     """The model of `open_model` without weights."""
     with torch.device("meta"):
-        return open_model(config, options)
+        return open_model(config, limit)
 
 
-def run_facts(
-    trained: Config, weights: checkpoint.Checkpoint, options: Options, model: GPT
-) -> dict:
+@functools.cache  # the runs of a table are looked up several times
+def window_of(config: Config, limit: int | None) -> int | None:
+    """The largest window of any layer of the model of `open_model`; None: its queries see all."""
+    return largest_window(outline(config, limit))
+
+
+def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened."""
     config = options.applied(trained)
     variant = trained.variant_name
@@ -175,7 +180,7 @@ def run_facts(
         "rope": options.rope_for(config),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
-        "window": largest_window(model),
+        "window": window_of(config, options.window),
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
@@ -312,8 +317,7 @@ def stored(
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
-    facts = run_facts(trained, weights, options, outline(config, options))
-    facts |= identity(evaluation, options, config)
+    facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
     file = results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
