@@ -6,11 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import layers.build
+from errors import UserError
+from evaluation import check_windows
 from layers.heads import build_attention
-from model import SelfAttention
+from layers.windows import largest_window, limit_windows
+from model import Block, SelfAttention, Trunk
 from scripts import eval_length
 from scripts.common.validation import checked_tokens
-from tests.helpers import measured_losses, saved_run, small_model
+from tests.helpers import ROWS, measured_losses, saved_run, small_model
 
 LENGTH = 64  # four times the training length
 LENGTHS = (f"--lengths=16,{LENGTH}", "--tokens=256")
@@ -148,6 +151,43 @@ def test_attention_that_ignores_the_window_has_no_control(
     (before,) = measured_losses(run)
     call(eval_length, run, *LENGTHS, "--no_control")
     assert measured_losses(run) == [before]
+
+
+@pytest.mark.usefixtures("pictures")
+def test_blocks_of_another_signature_have_a_control(monkeypatch, shards, call, tmp_path):
+    """As where each block adds the embeddings, and returns more than its output."""
+    forward = Block.forward
+
+    def block_forward(self, x, embeddings, rotation):
+        y = forward(self, x + embeddings, rotation, None)
+        return y, y.mean()
+
+    def trunk_forward(self, x, cache=None):
+        embeddings = x
+        rotation = self.rope(0, x.shape[1], x.shape[1])
+        for block in self.blocks:
+            x, _ = block(x, embeddings, rotation)
+        return self.ln_f(x)
+
+    monkeypatch.setattr(Block, "forward", block_forward)
+    monkeypatch.setattr(Trunk, "forward", trunk_forward)
+    model = small_model("softmax.py", f"--data_dir={shards}", "--val_tokens=256").float()
+    run = saved_run(tmp_path / "run", model)
+    call(eval_length, run, *LENGTHS, "--rope=none")
+    result, control = measured_losses(run)
+    assert abs(control["loss"][1] - result["loss"][1]) > 1e-3
+
+
+@pytest.mark.parametrize("case", [*ROWS, "t6.py"])
+def test_every_config_keeps_to_a_limit(case):
+    model = small_model(case).float()
+    # forget gates and stick-breaking prefer near keys too much for the check to see the others
+    if case not in ("fox.py", "stick_breaking.py"):
+        with pytest.raises(UserError, match="more than its last 16 positions"):
+            check_windows(model, 16)
+    limit_windows(model, 16)
+    assert largest_window(model) == 16
+    check_windows(model, 16)
 
 
 @torch.no_grad()
