@@ -30,7 +30,8 @@ Nakanishi 2025); an entry from another paper names it.
 To add a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. The package
 attention_paths computes the same weights fast. What does not fit an entry (scores mixed across
 heads, the two maps of differential attention) is a module that layers.heads.build_attention
-returns instead of attention_paths.module.Attention.
+returns instead of attention_paths.module.Attention. Where it has a `window`, or contains an
+Attention, evaluations may lower the window.
 """
 
 import math

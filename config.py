@@ -80,6 +80,11 @@ class Config:
     window: int | None = setting(
         None, "Number of last keys that a query sees. None: all up to its own.", at_least=1
     )
+    window_pattern: str = setting(
+        "",
+        "Layers with the window (S) and without (L), such as SSSL, repeated over the layers; the "
+        "last layer is always L (nanochat). Empty: all layers have the window.",
+    )
     positions: str = setting(
         "rope",
         "How positions enter. 'learned' positions are GPT-2's, and end at block_size.",
@@ -314,6 +319,14 @@ class Config:
         if self.nope_every and (layer + 1) % self.nope_every:
             return 0
         return round(self.n_head * (self.nope_share or bool(self.nope_every)))
+
+    def layer_window(self, layer: int) -> int | None:
+        """Return the window of a layer, or None; in a hybrid, of its heads without positions."""
+        if not self.window_pattern:
+            return self.window
+        letter = self.window_pattern[layer % len(self.window_pattern)]
+        is_last = layer == self.n_layer - 1
+        return self.window if letter == "S" and not is_last else None
 
     @property
     def variant_name(self) -> str:
@@ -604,6 +617,24 @@ def check_model(config: Config) -> None:
         )
     if config.local_window is not None and not (config.nope_share or config.nope_every):
         raise UserError("local_window needs heads without positions: set nope_share or nope_every")
+    check_window_pattern(config)
+
+
+def check_window_pattern(config: Config) -> None:
+    """Raise UserError for a pattern of other letters than S and L, and for one without effect."""
+    pattern = config.window_pattern
+    if not pattern:
+        return
+    if not set(pattern) <= {"S", "L"}:
+        raise UserError(f"window_pattern = {pattern!r} must be of S and L alone, such as SSSL")
+    if config.window is None:
+        raise UserError(f"window_pattern = {pattern!r} needs window, the keys that S layers see")
+    windows = [config.layer_window(layer) for layer in range(config.n_layer)]
+    if not any(windows):
+        raise UserError(
+            f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers the "
+            "window: the last layer is always L"
+        )
 
 
 def check_training(config: Config) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attention_paths.blocked import BLOCK_QUERIES
 from attention_paths.module import Attention
-from config import Config
-from model import GPT
+from errors import UserError
+from model import GPT, Block
 from runtime.device import autocast
 
 
@@ -82,11 +82,54 @@ def layer_attention_weights(
     return [torch.cat([reduced[a] for a in attentions], dim=1) for attentions in selected]
 
 
-def head_windows(config: Config) -> list[list[int | None]]:
+def head_windows(model: GPT) -> list[list[int | None]]:
     """Return by layer how many keys a row of each head sees at most; None: no window."""
-    local_window = config.window if config.local_window is None else config.local_window
     by_layer = []
-    for layer in range(config.n_layer):
-        n = config.nope_heads(layer)
-        by_layer.append([config.window] * n + [local_window] * (config.n_head - n))
+    for layer in model.attention_layers():
+        windows = []
+        for attention in layer.attentions():
+            windows += [attention.window] * attention.n_head
+        by_layer.append(windows)
     return by_layer
+
+
+@torch.no_grad()
+def check_windows(model: GPT, window: int) -> None:
+    """Raise UserError where a block's output depends on more than its last `window` inputs.
+
+    All blocks get the same random inputs. Changing the inputs that the window hides must have no
+    effect beside changing the others; sums over all positions, of forget gates, are rounded.
+    """
+    if model.trunk.wpe is not None:  # learned positions end before a control would hide any
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2 * window, model.config.n_embd, generator=generator)
+    x[1, window:] = x[0, window:]
+    x[2, :window] = x[0, :window]
+    x[2, -1] = x[0, -1]
+    x = x.to(model.wte.weight)
+    last_outputs = []
+
+    def replace_input(block: Block, arguments: tuple) -> tuple:
+        return (x, *arguments[1:])
+
+    def record(block: Block, arguments: tuple, output: Tensor | tuple) -> None:
+        y = output if isinstance(output, Tensor) else output[0]
+        last_outputs.append(y[:, -1].float())
+
+    hooks = []
+    for block in model.trunk.blocks:
+        hooks.append(block.register_forward_pre_hook(replace_input))
+        hooks.append(block.register_forward_hook(record))
+    try:
+        model.trunk(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for number, (y, y_hidden, y_visible) in enumerate(last_outputs):
+        if (y_hidden - y).norm() > 0.05 * (y_visible - y).norm():
+            raise UserError(
+                f"block {number} of this model sees more than its last {window} positions, to "
+                "which --window or the control limits it: its attention must have an attribute "
+                "`window` and keep to it (--no_control leaves the control out)"
+            )

@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
 
     def add_attention(self, config: Config, layer: int) -> None:
         """Build self.attention; a subclass may build two modules."""
-        self.attention = build_attention(config)
+        self.attention = build_attention(config, layer)
 
     def add_extra_projections(self, config: Config) -> None:
         """Add the projections that GPT-2 does not have: EXTRA_PROJECTIONS."""

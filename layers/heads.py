@@ -37,13 +37,13 @@ MODULES_WITHOUT_FORMULAS = (
 )
 
 
-def build_attention(config: Config) -> Attention:
+def build_attention(config: Config, layer: int) -> Attention:
     """Build the attention of all heads of a layer.
 
     Raises UserError where settings contradict the variant.
     """
     check_settings(config)
-    return build_heads(config, range(config.n_head))
+    return build_heads(config, range(config.n_head), config.layer_window(layer))
 
 
 def build_hybrid_attention(
@@ -56,21 +56,19 @@ def build_hybrid_attention(
     the heads without positions have. Raises UserError where settings contradict the variant.
     """
     if config.local_window is None:
-        return build_attention(config), None
+        return build_attention(config, layer), None
     check_settings(config)
-    local_config = config.replace(
-        attention="softmax",
-        p=None,
-        window=config.local_window,
-    )
+    local_config = config.replace(attention="softmax", p=None)
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
+    window = config.layer_window(layer)
     if nope_heads == 0:
-        return build_heads(local_config, all_heads), None
+        return build_heads(local_config, all_heads, config.local_window), None
     if nope_heads == config.n_head:
-        return build_heads(config, all_heads), None
-    return build_heads(config, all_heads[:nope_heads]), build_heads(
-        local_config, all_heads[nope_heads:]
+        return build_heads(config, all_heads, window), None
+    return (
+        build_heads(config, all_heads[:nope_heads], window),
+        build_heads(local_config, all_heads[nope_heads:], config.local_window),
     )
 
 
@@ -79,14 +77,14 @@ def check_attention(config: Config) -> None:
     build_hybrid_attention(config, layer=-1)  # which has heads without positions, if any layer has
 
 
-def build_heads(config: Config, heads: range) -> Attention:
+def build_heads(config: Config, heads: range, window: int | None) -> Attention:
     return Attention(
         VARIANTS[config.attention],
         len(heads),
         config.d_head,
         config.block_size,
         p=config.p,
-        window=config.window,
+        window=window,
         softcap=config.softcap,
         alibi_heads=alibi_heads(config, heads),
         sink=config.sink,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from config import Config
 from data.loader import Loader
 from errors import first_line
+from model import SelfAttention
 from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
 
@@ -194,6 +195,9 @@ def describe(
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]
+    by_layer = [windows_of(layer) for layer in training.model.attention_layers()]
+    if len(set(by_layer)) > 1:
+        lines.append(f"windows by layer: {', '.join(by_layer)}")
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
@@ -202,6 +206,11 @@ def describe(
         checks = "all checks passed" if loader else "all checks passed but those of the data"
         lines.append(f"dry run: {checks}; nothing was written")
     return "\n".join(lines)
+
+
+def windows_of(layer: SelfAttention) -> str:
+    """Return the windows of a layer's heads: "256", "all" without one, "all and 256" of both."""
+    return " and ".join(str(attention.window or "all") for attention in layer.attentions())
 
 
 def describe_data(config: Config, loader: Loader | None, run_tokens: int) -> str:

@@ -81,7 +81,15 @@ from evaluation import head_windows, layer_attention_weights
 from scripts.common.options import option
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
-from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, load_run
+from scripts.common.runner import (
+    NO_TEXT,
+    Evaluation,
+    Results,
+    Run,
+    as_command,
+    load_run,
+    outline,
+)
 from scripts.common.tables import print_table
 from scripts.common.validation import LengthOptions, TextOptions, stretches, windows
 
@@ -145,7 +153,8 @@ def identify(options: MapOptions, config: Config) -> dict:
     if not -config.n_layer <= options.layer < config.n_layer:
         raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
     options.ids(config)
-    facts = {"layer": options.layer_of(config), "head_windows": head_windows(config)}
+    model = outline(config, options.window)
+    facts = {"layer": options.layer_of(config), "head_windows": head_windows(model)}
     if not (options.tokens or options.distances):
         return facts | NO_TEXT | {"tokens": 0}
     if min(options.lengths_of(config), default=2) < 2:
@@ -224,7 +233,7 @@ def measure_rows(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
     for idx in windows:
         length = idx.shape[1]
         statistics = weights(run, layer, idx, row_statistics).double()
-        keys = visible_keys(run.config, layer, length)
+        keys = visible_keys(head_windows(run.model)[layer], length)
         for name, values in group_sums(statistics, keys).items():
             sums[name] = sums.get(name, 0) + values
     return summary(sums, length)
@@ -245,10 +254,10 @@ def weights(
     return A[0].cpu()
 
 
-def visible_keys(config: Config, layer: int, length: int) -> Tensor:
-    """The number of keys that each row of each head sees, [H, length]."""
+def visible_keys(windows: list[int | None], length: int) -> Tensor:
+    """The number of keys that each row of each head sees, [H, length], from the heads' windows."""
     causal = torch.arange(1, length + 1)
-    limits = torch.tensor([window or length for window in head_windows(config)[layer]])
+    limits = torch.tensor([window or length for window in windows])
     return causal.minimum(limits[:, None])
 
 
@@ -314,7 +323,7 @@ def mean_over_heads(chunk: dict, name: str) -> float:
 def measure_distances(options: MapOptions, run: Run) -> dict:
     """The shares of --distances, means over windows of the training length."""
     length = run.config.block_size
-    pairs = visible_pairs(length, head_windows(run.config))  # [layers, H, groups]
+    pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
     by_window = []
     for idx in single_windows(options, run, length):
         with run.autocast():
@@ -459,7 +468,7 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
         colours = "RdBu_r"
     position = torch.arange(length)
     distance = position[:, None] - position
-    keys = visible_keys(run.config, layer, length)
+    keys = visible_keys(head_windows(run.model)[layer], length)
     hidden = (distance < 0) | (distance >= keys[..., None])
     maps = A.masked_fill(hidden, math.nan).numpy()
     figure, all_axes = panels(heads)

@@ -353,9 +353,9 @@ def attention_step(config: Config, device: torch.device, training: bool, say: Sa
     if config.forget or config.local_window or config.n_kv_head:
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
-    model = build_model(config.replace(n_layer=1, tokenizer="bytes")).to(
-        device
-    )  # takes little memory
+    # takes little memory; of a window_pattern it is a layer with the window
+    layer_config = config.replace(n_layer=1, window_pattern="", tokenizer="bytes")
+    model = build_model(layer_config).to(device)
     check_kernels(model, config, dtype, say=say)
     attention: Any = model.attention_layers()[0].attention
     if pick_compile(config.compile, device):

@@ -7,7 +7,8 @@ python -m scripts.compare configs/softmax.py configs/ssmax.py --positions=rope,n
 python -m scripts.compare configs/softmax.py configs/hybrid_ssmax.py:plain_rope --scale tiny
 
 Each config file is an entry, and with --SETTING=VALUE,VALUE each combination of a file and a value.
-A setting of a config file overrides the scale's.
+A setting of a config file overrides the scale's. A window in a config file is for the file's
+block_size (1,024 unless it sets one) and is scaled to the scale's; one on the command line is not.
 
 Beyond the training length RoPE is scaled by Dynamic NTK. FILE.py:VIEW evaluates the same run in
 another way, such as yarn, or plain_rope, which is better for hybrids and sliding windows: their
@@ -31,6 +32,7 @@ import itertools
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,12 @@ from scripts.reproduce.entries import (
     NTK16,
     PLAIN_ROPE,
     ROPE_SCALINGS,
+    WINDOWS,
     Entry,
     Scale,
     config_entry,
     open_scale,
+    windows,
 )
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
@@ -87,6 +91,8 @@ def main() -> None:
     scale = open_scale(name, options.out, task, free)
     entries = entries_of(scale, configs, grid)
     experiment = compared(scale, entries, task, options.lengths)
+    for sentence in scaled_windows(scale, entries):
+        print(sentence)
     names = [entry.name for entry in entries]
     if task != "language":  # whose tables have names of their own
         names = [task, *names]
@@ -153,13 +159,27 @@ def parse_entry(text: str) -> Entry:
         view = VIEWS[name]
     if FILES.get(file.stem) == file.resolve():
         return replace(config_entry(file.stem), view=view)
-    return Entry(file.stem, file, view=view)
+    return Entry(file.stem, file, scaled=partial(windows, file), view=view)
 
 
 def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
     """Return the entry with these settings, and with a run that is called by them."""
     assignments = [f"{key}={shown(value)}" for key, value in settings.items()]
     return replace(entry, run=",".join([entry.run, *assignments]), settings=settings)
+
+
+def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
+    """Say which windows differ from the entries' files, for a sentence each."""
+    sentences = []
+    for entry in entries:
+        file = load_config([str(entry.file)])
+        for key, value in entry.scaled(scale.config).items():
+            if key in WINDOWS and key not in entry.settings and value != getattr(file, key):
+                sentences.append(
+                    f"{entry.run}: {key} = {value}, scaled from {getattr(file, key)} at "
+                    f"{file.block_size:,} tokens to the scale's {scale.config.block_size:,}."
+                )
+    return list(dict.fromkeys(sentences))  # once for all views of a run
 
 
 def compared(
@@ -181,6 +201,7 @@ def compared(
     else:
         multiples = kinds.MULTIPLES
     title = f"Compared with {entries[0].name}"
+    made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     if task == "orbits":
         experiment = last_validation(title, entries)
     elif task == "recall":
@@ -194,7 +215,7 @@ def compared(
         baseline=entries[0].name,
         better=None,
         draw=pictures.together,
-        note=f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`.",
+        note=" ".join([made_by, *scaled_windows(scale, entries)]),
     )
 
 

@@ -21,9 +21,9 @@ hurt        the loss on the second copy, with the first in view, is above the lo
             passage may sway the model as much. Such a worth is not drawn.
 
 Beside every run stands its control, the same weights with plain RoPE where each query sees the last
-T keys only. From a lag of T on it sees no token of the first copy directly, so that what it keeps
-there went through several layers. Passages are the same for all lags and all runs, and lie evenly
-in the validation text, whose beginning follows its end.
+T keys at most. From a lag of T on it sees no token of the first copy directly, so that what it
+keeps there went through several layers. Passages are the same for all lags and all runs, and lie
+evenly in the validation text, whose beginning follows its end.
 
 Writes RUN/copying.json and copying.png, for several runs as copying_RUN_RUN.png in the folder that
 contains them (or --out). Nothing is measured twice. In the JSON `parts` are by lag, "1024":

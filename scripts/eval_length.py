@@ -11,11 +11,12 @@ several runs loss_by_length_RUN_RUN.png in the folder that contains them. The la
 loss_by_position_RUN_RUN.png instead.
 
 What a longer context is worth: beside every run stands its control, the same weights with plain
-RoPE where each query sees the last T keys only, T being the training length. Such a window costs
-nothing and keeps most models near their loss at T (models without positions may be harmed by it).
-Reading T tokens at a time has the loss at T, whatever the model. The gain from context is the lower
-of these two losses minus the run's loss, at the longest length: above 0 the model uses what lies
-beyond T tokens, below 0 it is hurt by it. --no_control measures the run alone, in half of the time.
+RoPE where each query of any layer sees the last T keys at most, T being the training length. Such a
+window costs nothing and keeps most models near their loss at T (models without positions may be
+harmed by it). Reading T tokens at a time has the loss at T, whatever the model. The gain from
+context is the lower of these two losses minus the run's loss, at the longest length: above 0 the
+model uses what lies beyond T tokens, below 0 it is hurt by it. --no_control measures the run alone,
+in half of the time.
 
 With --whole_documents every window lies inside one document. Without, a long window holds several
 documents, which have nothing to do with each other.
@@ -26,7 +27,9 @@ settings. Lengths that it has are not measured again; new ones are added:
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
     rope, rope_factor, rope_theta                       the options; null: the default
-    window, p                                           of attention; null: none
+    window                                              the most keys that a query sees in any
+                                                        layer; null: all
+    p                                                   of attention; null: none
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     parts                                               {"1024 tokens": {"length": 1024, "loss":
                                                         mean in nats per token}}; of "1024 tokens by

@@ -50,7 +50,7 @@ SETTINGS = {
 def build(case, d, *more):
     """The attention of a config file, with settings behind it if any, and scalars of its own."""
     sizes = [f"--n_embd={2 * d}", f"--block_size={BLOCK_SIZE}", f"--total_batch_size={BLOCK_SIZE}"]
-    layer = build_attention(small_config(case, *sizes, *more))
+    layer = build_attention(small_config(case, *sizes, *more), layer=0)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():

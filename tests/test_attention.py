@@ -67,7 +67,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def build(case, *more):
     """An attention layer whose parameters are not at their initial values."""
-    attn = build_attention(small_config(case, *more))
+    attn = build_attention(small_config(case, *more), layer=0)
     values = {
         "s": torch.tensor([1.3, 0.4]),
         "b": torch.tensor([-0.5, 0.7]),
@@ -126,11 +126,13 @@ def test_equals_the_formula(case):
 
 
 def test_learnables_start_at_their_settings():
-    attn = build_attention(small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"))
+    attn = build_attention(
+        small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"), layer=0
+    )
     assert attn.s.tolist() == pytest.approx([0.2, 0.2])
     assert attn.b.tolist() == [3, 3]
     assert attn.p_n.tolist() == [1] * 16
-    assert build_attention(small_config("softmax_sink.py")).sink.tolist() == [0, 0]
+    assert build_attention(small_config("softmax_sink.py"), layer=0).sink.tolist() == [0, 0]
     rows_with_parameters = [row for row in ROWS if list(build(row).parameters())]
     assert sorted(rows_with_parameters) == [
         "ablations/ssmax_probe.py",
@@ -142,7 +144,7 @@ def test_learnables_start_at_their_settings():
 
 def test_a_training_length_of_1_is_finite():
     """There log L is 0."""
-    attn = build_attention(small_config("softmax_logn.py", "--block_size=1")).double()
+    attn = build_attention(small_config("softmax_logn.py", "--block_size=1"), layer=0).double()
     q, k, _ = draw(3, 5)
     assert_finite(attn.weights(q, k))
 
@@ -428,7 +430,7 @@ def assert_finite_with_gradients(attn, q, k, v):
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes(case, dtype):
     """Float32 at least inside, whatever autocast says."""
-    attn = build_attention(small_config(case))
+    attn = build_attention(small_config(case), layer=0)
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
     out = attn(q, k, v)
     A = attn.weights(q, k)
@@ -529,7 +531,7 @@ REFUSED = [
 def test_a_variant_that_sees_the_future_is_refused(variant, message, monkeypatch):
     monkeypatch.setitem(VARIANTS, "own", variant)
     with pytest.raises(UserError, match=message):
-        build_attention(small_config("softmax.py --attention=own"))
+        build_attention(small_config("softmax.py --attention=own"), layer=0)
 
 
 def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):

@@ -104,6 +104,18 @@ def test_counts_of_a_window():
     assert shares[1].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
 
 
+def test_windows_by_layer(shards, call, tmp_path, pictures):
+    """With a pattern, and a limit of --window."""
+    model = small_model("softmax.py --window=4 --window_pattern=SL", f"--data_dir={shards}")
+    run = saved_run(tmp_path / "run", model.float())
+    few = ("--lengths=16", "--tokens=32", f"--text={TEXT[:20]}", "--rope=none")
+    call(attention_maps, run, *few)
+    call(attention_maps, run, *few, "--window=9")
+    by_pattern, limited = read(run)
+    assert by_pattern["head_windows"] == [[4, 4], [None, None]]
+    assert limited["head_windows"] == [[4, 4], [9, 9]]
+
+
 @pytest.mark.parametrize(
     "settings, windows",
     [

@@ -5,6 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
+from attention_paths.module import Attention
 from config import load_config
 from model import GPT, Trunk
 from runtime.files import read_json
@@ -116,6 +117,18 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
         low, high = figures[f"{phase}_ms_spread"]
         assert 0 < low <= figures[f"{phase}_ms"] <= high
         assert figures[f"{phase}_mb"] > 50
+
+
+def test_one_layer_of_a_pattern_has_the_window(monkeypatch):
+    windows = []
+
+    def noting_forward(self, q, k, v):
+        windows.append(self.window)
+        return q + k + v
+
+    monkeypatch.setattr(Attention, "forward", noting_forward)
+    build_step("sssl", "attention", *SHORT, "--n_layer=4", "--window=3")()
+    assert windows == [3] * benchmark.CALLS
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])

@@ -42,7 +42,7 @@ def refusal(*arguments):
     """The sentence that refuses a command line, by its settings or by the table of variants."""
     with pytest.raises(UserError) as caught:
         config = load_config([*arguments])
-        build_attention(config)
+        build_attention(config, layer=0)
     return str(caught.value)
 
 
@@ -313,6 +313,9 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "q_rank = None has an effect with projections = 'tpa' only, not with 'linear'",
         ),
         ("--local_window=9", "needs heads without positions: set nope_share or nope_every"),
+        ("--window_pattern=SSSL", "'SSSL' needs window, the keys that S layers see"),
+        ("--window=9 --window_pattern=SSXL", "must be of S and L alone, such as SSSL"),
+        ("--window=9 --window_pattern=LS --n_layer=2", "gives none of n_layer = 2 layers"),
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),

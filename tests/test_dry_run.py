@@ -23,6 +23,17 @@ def test_a_dry_run_warns_of_repeated_data_and_of_a_window_without_effect(train, 
     assert "window = 16 hides nothing at block_size = 16" in printed
 
 
+def test_a_dry_run_lists_windows_that_differ_by_layer(train, capsys):
+    sizes = ("--n_layer=5", "--window=4")
+    train("run", "--dry_run", *sizes, "--window_pattern=SSL")
+    # the third by the pattern, and the last
+    assert "windows by layer: 4, 4, all, 4, all\n" in capsys.readouterr().out
+    train("run", "--dry_run", *sizes, "--window=4")
+    assert "windows by layer" not in capsys.readouterr().out
+    train("run", "--dry_run", "--nope_every=2", "--nope_share=0.5", "--local_window=4")
+    assert "windows by layer: 4, all and 4\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):
     refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
     train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")

@@ -203,18 +203,23 @@ def test_eval_length_by_position(module_run, call, shards):
 @pytest.mark.usefixtures("pictures")
 def test_other_attention_than_in_training(module_run, call, shards, capsys):
     run = module_run("lssa.py", "--window=4")
-    call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
-    result, control = measured_losses(run)
+    call(eval_length, run, "--lengths=16,64", "--p=15")
+    call(eval_length, run, "--lengths=16,64", "--window=3", "--p=15")
+    result, control, limited = measured_losses(run)
     assert result["variant"] == "lssa"
     assert result["p"] == 15
-    assert result["window"] == 8
+    assert result["window"] == 4
     # the control of a run that was trained with a shorter window has that window
     assert control["window"] == 4
     assert control["rope"] == "none"
-    for measurement, window in ((result, 8), (control, 4)):
-        changes = {"window": window, "p": 15.0}
+    assert limited["window"] == 3
+    for measurement in (result, control, limited):
+        changes = {"window": measurement["window"], "p": 15.0}
         expected = direct_loss(run, shards, 64, measurement["rope"], changes)
         assert measurement["loss"][1] == expected
+    # a window above the model's hides nothing: it is measured already
+    call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
+    assert len(measured_losses(run)) == 3
     # a run without RoPE has none to scale; another variant is another measurement
     run = module_run("softmax.py", "--positions=none")
     call(eval_length, run, "--lengths=16,64", "--attention=adaptive_temperature")

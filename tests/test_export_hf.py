@@ -30,6 +30,7 @@ CASES = {
         "rope_factor": 4.0,
     },
     "ablations/ssmax_probe.py --tie_embeddings=False": {"rope_theta": 5e5},
+    "softmax.py --n_layer=3 --window=4 --window_pattern=SL": {"rope": "none", "window": 12},
 }
 # What a user of an exported folder does; it knows nothing of this repository.
 USER = """

@@ -42,6 +42,9 @@ COMBINED = [
     "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
     "softmax.py --projections=tpa --positions=alibi",
     "lssar_p3.py --n_head=4 --n_kv_head=2 --head_size=6",
+    "lssar_p3.py --window=3 --window_pattern=SSSL",
+    "lssar_p3.py --window=5 --window_pattern=SL --nope_share=0.5 --local_window=3",
+    "t6.py --n_head=3 --head_size=6 --mlp_hidden=24 --window=3 --window_pattern=SL",
 ]
 
 
@@ -126,6 +129,10 @@ def test_flops():
     # rows 1 to 256 see 1 to 256 keys, the others 256
     windowed = 12 * 768 * 2 * (256 / 2 * 256 + 768 * 256) / 1024
     assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + windowed)
+    pattern = Config(window=256, window_pattern="SSSL", n_layer=10)  # L: the 4th, 8th and last
+    matrices_of_ten = 10 * 12 * 768**2 + 768 * 50257
+    by_pattern = (7 * windowed + 3 * causal) / 12
+    assert on_meta(pattern).flops_per_token() == 6 * (matrices_of_ten + by_pattern)
     for settings in ({}, {"window": 1024}, {"window": 4096}, {"tie_embeddings": False}):
         assert on_meta(Config(**settings)).flops_per_token() == 6 * (matrices + causal)
 
@@ -350,13 +357,18 @@ def layer_by_formula(config, number, layer, x, score_scale):
     return layer.c_proj(y.flatten(2))
 
 
+def window_of(config, number):
+    """The window of a layer; of two layers with a pattern only the first has one."""
+    return None if config.window_pattern and number == 1 else config.window
+
+
 def assert_attentions_have_their_settings(config, number, layer):
     nope = nope_heads(config, number)
     attentions = layer.attentions()
     if nope > 0 or not config.local_window:
         attention = attentions[0]
         assert attention.variant is VARIANTS[config.attention]
-        assert attention.window == config.window
+        assert attention.window == window_of(config, number)
         if config.positions == "alibi":
             assert attention.alibi_heads == config.n_head - nope
         else:
@@ -383,7 +395,7 @@ def test_a_layer_is_its_formula(case):
     if config.positions == "rope":
         cos, sin = angles_of(20, d=config.d_head)
         rotation = Rotation(cos, sin, yarn_factor)
-    for number in range(2 if config.nope_every else 1):
+    for number in range(2 if config.nope_every or config.window_pattern else 1):
         layer = model.trunk.blocks[number].attn
         for norm in (layer.q_norm, layer.k_norm):
             if norm is not None:
@@ -543,7 +555,10 @@ def test_learned_positions_are_added_and_end():
 @pytest.mark.parametrize("window", [None, 4, 18])
 @pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED])
 def test_a_cache_changes_nothing(case, window):
-    model = small_model(case, f"--window={window}")
+    settings = [f"--window={window}"]
+    if window is None:
+        settings.append("--window_pattern=")  # which needs a window
+    model = small_model(case, *settings)
     if model.config.positions == "rope" and not model.config.nope_share:
         model.scale_rope("yarn")
     idx = tokens(2, 24)  # beyond the training length
@@ -555,7 +570,7 @@ def test_a_cache_changes_nothing(case, window):
         assert cache.length == 24
         for number, layer in enumerate(model.attention_layers()):
             for group, attention in enumerate(layer.attentions()):
-                positions = window
+                positions = window_of(model.config, number)
                 if model.config.local_window and (group or not nope_heads(model.config, number)):
                     positions = model.config.local_window
                 key, value, *_ = cache.layers[attention]

@@ -326,6 +326,9 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
     assert labels({}, {"attention": "lssar", "p": 3.0}) == ["softmax", "lssar_p3"]
     assert labels({"seed": 1}, {"seed": 2}) == ["seed 1", "seed 2"]
     assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax, seed 7", "lssa, seed 2"]
+    windows = {"window": 9}
+    patterns = labels(windows, windows | {"window_pattern": "SSSL"})
+    assert patterns == ["window_pattern none", "window_pattern SSSL"]
     assert labels({}, {}) == ["0", "1"]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 

@@ -17,6 +17,7 @@ from transformers.utils.generic import can_return_tuple
 from config import Config
 from layers.build import build_model
 from layers.cache import KVCache
+from layers.windows import limit_windows
 
 # Where documents begin in a row, in the words of transformers' DataCollatorWithFlattening.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -27,11 +28,15 @@ ONE_DOCUMENT = (
 
 
 class SharpAttentionConfig(PreTrainedConfig):
-    """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope."""
+    """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope.
+
+    `window` is the most keys that a query sees in any layer, or None.
+    """
 
     model_type = "sharp_attention"
     settings: Any = None
     rope: Any = None
+    window: Any = None
 
 
 class Cache(KVCache):
@@ -62,6 +67,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
         self.gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
+        if config.window is not None:
+            limit_windows(self.gpt, config.window)
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)

@@ -39,7 +39,7 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
 
 def title_of(measurements: Collection[dict]) -> str:

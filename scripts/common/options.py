@@ -43,7 +43,7 @@ class Options:
     rope: str = option("dynamic_ntk", f"RoPE scaling: {', '.join(Rope.SCALINGS)}")
     rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base (SSMax: 500000)")
-    window: int | None = option(None, "each query sees so many last keys only", at_least=1)
+    window: int | None = option(None, "most last keys that a query sees, in any layer", at_least=1)
     attention: str | None = option(None, "another variant; it re-weights only with --p")
     p: float | None = option(None, "another power of the re-weighting")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
@@ -55,7 +55,7 @@ class Options:
         return pick_dtype(self.dtype, pick_device(self.device))
 
     def applied(self, config: Config) -> Config:
-        """A run's config with the attention path, the variant, the window and the p of the options.
+        """A run's config with the attention path, the variant and the p of the options.
 
         The path is always the options': the run's own was chosen for the machine that trained it.
         Another variant re-weights with --p, or with the run's p if it needs p. Raises UserError for
@@ -77,8 +77,6 @@ class Options:
                 changes |= {key: getattr(Config, key) for key in ("s_init", "b_init", "gamma")}
         if self.p is not None:
             changes["p"] = self.p
-        if self.window is not None:
-            changes["window"] = self.window
         return config.replace(**changes)
 
     def rope_for(self, config: Config) -> str:

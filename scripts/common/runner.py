@@ -58,6 +58,7 @@ and how it was opened, the formulas of its attention, its validation shards, and
 adds. Where other code has changed since, a sentence says so.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,9 +75,11 @@ from tqdm import tqdm
 from config import Config
 from data.shards import hash_shards
 from errors import UserError, command
+from evaluation import check_windows
 from layers.build import build_model
 from layers.heads import check_attention, formulas_hash
 from layers.selfcheck import check_kernels
+from layers.windows import largest_window, limit_windows
 from model import GPT
 from runtime import checkpoint
 from runtime.device import autocast, environment, pick_device, pick_dtype
@@ -127,16 +130,39 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
         torch.cuda.set_device(device)
     trained = checkpoint.read_config(path)
     config = options.applied(trained)
-    model = build_model(config).to(device)
+    model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
+    if options.window is not None and options.window <= config.block_size:  # as of a control
+        with autocast(device, options.torch_dtype):
+            check_windows(model, options.window)
     facts = run_facts(trained, weights, options)
     folder = checkpoint.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    return Run(folder, config, model.eval(), device, options.torch_dtype, facts)
+    return Run(folder, config, model, device, options.torch_dtype, facts)
+
+
+def open_model(config: Config, limit: int | None) -> GPT:
+    """A model with this config, and with windows of at most `limit` keys."""
+    model = build_model(config)
+    if limit is not None:
+        limit_windows(model, limit)
+    return model
+
+
+def outline(config: Config, limit: int | None) -> GPT:
+    """The model of `open_model` without weights."""
+    with torch.device("meta"):
+        return open_model(config, limit)
+
+
+@functools.cache  # the runs of a table are looked up several times
+def window_of(config: Config, limit: int | None) -> int | None:
+    """The largest window of any layer of the model of `open_model`; None: its queries see all."""
+    return largest_window(outline(config, limit))
 
 
 def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
@@ -154,7 +180,7 @@ def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options)
         "rope": options.rope_for(config),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
-        "window": config.window,
+        "window": window_of(config, options.window),
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,

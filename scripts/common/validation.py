@@ -60,17 +60,17 @@ def sliding_window(
     options: AnyControlOptions, config: Config, longest: int
 ) -> AnyControlOptions | None:
     """The control of a run: the same weights with plain RoPE, each query seeing the last T keys
-    only, T being the training length.
+    at most, T being the training length. Layers with a smaller window keep it.
 
     `longest` is the greatest number of tokens that the last token could attend to. None where the
-    window hides nothing, and where the run is its own control.
+    control hides nothing.
     """
-    window = min(config.block_size, config.window or config.block_size)
-    control = replace(options, window=window, rope="none", rope_factor=None, rope_theta=None)
     visible = min(longest, options.window or longest)
-    if options.no_control or control == options or visible <= window:
+    if options.no_control or visible <= config.block_size:
         return None
-    return control
+    return replace(
+        options, window=config.block_size, rope="none", rope_factor=None, rope_theta=None
+    )
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:

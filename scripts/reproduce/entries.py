@@ -19,6 +19,7 @@ from scripts.common.planned import PlannedRun
 CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
 FIRST_SEED = Config.seed
+WINDOWS = ("window", "local_window")  # settings for the training length of their config file
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*names("machine", "logs"), "timeout", "data_dir")
 
@@ -111,13 +112,13 @@ def plain_rope(config: str) -> Entry:
 
 
 def windows(file: Path, scale: Config) -> Settings:
-    """Scale the windows of a config file, which are for 1,024 tokens, to the scale's length."""
+    """Scale the windows of a config file from its training length to the scale's."""
     config = load_config([str(file)])
     settings = {}
-    for key in ("window", "local_window"):
+    for key in WINDOWS:
         window = getattr(config, key)
         if window is not None:
-            settings[key] = max(1, window * scale.block_size // Config.block_size)
+            settings[key] = max(1, window * scale.block_size // config.block_size)
     return settings
 
 

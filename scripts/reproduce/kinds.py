@@ -70,7 +70,21 @@ def loss_and_gain(
         columns=(f"{multiples[-1]:g}x, {SLIDING}", GAIN),
         better=(*lower, "higher"),
         values=values,
+        remarks=smaller_windows,
     )
+
+
+def smaller_windows(table: dict) -> list[str]:
+    """Name the entries whose control has a smaller window than the training length."""
+    entries = []
+    for name, row in table["rows"].items():
+        measured = row["runs"][0]["evaluation"]
+        window = measured["control"]["window"]
+        if window < measured["trained_length"]:
+            entries.append(f"`{name}` {window}")
+    if not entries:
+        return []
+    return [f"The sliding window is the model's own, in tokens, for {', '.join(entries)}."]
 
 
 def loss_by_position(

@@ -15,7 +15,7 @@ from scripts.recall import chance_label, chances
 from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
-SLIDING = "sliding window of 1x"
+SLIDING = "sliding window of at most 1x"
 PAPER = "the paper's"
 DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "tokens, in multiples of the training length"

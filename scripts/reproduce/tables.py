@@ -389,7 +389,7 @@ EXPERIMENTS = {
         entries=LEAGUE_ENTRIES,
         draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
         paper=TABLE1,
-        note="`:plain_rope` has no dynamic NTK. `swa` has its own window in the control too.",
+        note="`:plain_rope` has no dynamic NTK.",
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(

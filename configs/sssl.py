@@ -1,0 +1,5 @@
+# Three layers with a sliding window, then one that sees all keys; the last layer sees all keys too
+# (nanochat, Karpathy 2025: window_pattern "SSSL", S a quarter of the training length).
+attention = "softmax"
+window = 256
+window_pattern = "SSSL"
