@@ -355,8 +355,11 @@ def names(*groups: str) -> tuple[str, ...]:
     return tuple(selected)
 
 
-# What may change when a run is resumed.
+# What may change when a run is resumed: it stays the same run.
 MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
+# What may change too, from the step on at which the run is resumed; its folder records the change.
+SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
+RECORDED = (*SCHEDULE, "first_batch")
 
 
 def choices(name: str) -> Collection[Any]:

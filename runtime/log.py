@@ -194,6 +194,8 @@ def describe(
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]
+    for key, (before, now) in training.changes.items():
+        lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
