@@ -247,10 +247,15 @@ class Config:
     log_interval: int = setting(1, "Steps between printed lines.", at_least=1)
     wandb_mode: str = setting(
         "auto",
-        "'auto': online where you are logged in to wandb, else disabled.",
+        "'auto': what WANDB_MODE says, else online where you are logged in to wandb.",
         choices=("auto", "online", "offline", "disabled"),
     )
-    wandb_project: str = setting("sharp-attention", "Project in wandb.")
+    wandb_project: str = setting(
+        "", "Project in wandb. Empty: WANDB_PROJECT or, without it, sharp-attention."
+    )
+    wandb_entity: str = setting(
+        "", "Team or user in wandb. Empty: WANDB_ENTITY or, without it, your default."
+    )
     # ---- run: where and how it starts ----
     out_dir: str = setting(
         "", "The run's folder, which may name settings in braces. Empty: out/<config name>."

@@ -46,7 +46,7 @@ from runtime.distributed import (
     stop_signals,
 )
 from runtime.files import lock_folder, write_json
-from runtime.log import Log, describe, say
+from runtime.log import Log, describe, say, wandb_settings
 from runtime.pretrained import load_initial
 
 # GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
@@ -64,6 +64,8 @@ def main(config: Config | None = None) -> None:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_attention(config)
+    if rank == 0:
+        wandb_settings(config)  # raises before there is a folder
     fitting = micro_batch_size(config, world_size)
     if fitting < config.batch_size:
         if rank == 0:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config import Config
 from data.loader import Loader
-from errors import first_line
+from errors import UserError, first_line
 from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
 
@@ -133,42 +133,81 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def wandb_mode(config: Config) -> str:
+    """Return the setting or, where it is "auto", what the environment says, if it does."""
+    if config.wandb_mode != "auto":
+        return config.wandb_mode
+    # a variable of transformers and of earlier versions of wandb
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE", "auto")
+
+
+def wandb_settings(config: Config) -> Any:
+    """Return wandb's settings: ours and, where we have none, wandb's environment variables.
+
+    Returns None if wandb is disabled. Raises UserError for what wandb does not allow, such as a
+    project called "team/project".
+    """
+    mode = wandb_mode(config)
+    if mode == "disabled":
+        return None
+    import wandb  # takes a second
+
+    run = Path(config.out_dir)
+    settings = wandb.Settings(
+        project="sharp-attention",
+        run_name="/".join(run.parts[-2:]),
+        root_dir=str(run),
+        init_timeout=8,
+        silent=True,
+    )
+    wanted = {"project": config.wandb_project, "entity": config.wandb_entity}
+    if mode != "auto":
+        wanted["mode"] = mode
+    try:
+        settings.update_from_env_vars(dict(os.environ))
+        for name, value in wanted.items():
+            if value:
+                setattr(settings, name, value)
+    except (wandb.errors.Error, ValueError) as error:
+        reason = " ".join(str(error).splitlines()[:3])
+        raise UserError(f"wandb: {reason}; --wandb_entity=TEAM names a team") from error
+    if "/" in (settings.entity or ""):
+        raise UserError(f"wandb: the entity {settings.entity!r} must be the name of a team alone")
+    return settings
+
+
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     """Start a wandb run; returns None if wandb is disabled.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
-    mode: Any = config.wandb_mode
-    if mode == "disabled":
+    settings = wandb_settings(config)
+    if settings is None:
         return None
-    import wandb  # takes a second
+    import wandb
 
-    if mode == "auto":
-        if not wandb.login(prompt=False, verify=False):
-            say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
-            return None
-        mode = "online"
+    if wandb_mode(config) == "auto" and not wandb.login(prompt=False, verify=False):
+        say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
+        return None
     path = run / "wandb.json"
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(
         wandb.init,
-        project=config.wandb_project,
-        name="/".join(run.parts[-2:]),
-        dir=run,
         resume="allow",
         id=saved.get("id") if saved else None,
         config=config.as_dict(),
-        settings=wandb.Settings(init_timeout=8, silent=True),
+        settings=settings,
     )
     try:
-        started = init(mode=mode)
+        started = init()
     except wandb.errors.Error as error:
         say(f"wandb does not answer ({first_line(error)}): this run is logged offline")
-        mode = "offline"
-        started = init(mode=mode)
+        started = init(mode="offline")
     write_json(path, {"id": started.id})
-    if mode == "offline":
-        say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
+    if started.offline:
+        say(f"wandb logs this run offline; upload it with: wandb sync {started.sync_dir}")
     return started
 
 
