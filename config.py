@@ -365,6 +365,8 @@ MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs
 # What may change too, from the step on at which the run is resumed; its folder records the change.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
 RECORDED = (*SCHEDULE, "first_batch")
+# A file in a run's folder: the absolute path of the run's data_dir.
+DATA_DIR = "data_dir.txt"
 
 
 def choices(name: str) -> Collection[Any]:
@@ -419,7 +421,9 @@ def load_config(arguments: list[str]) -> Config:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    Names with a leading underscore and modules are the config file's own.
+    Other names are the file's own: modules, functions, names with a leading underscore, and values
+    that the file itself uses. Raises UserError for a name that a setting resembles, and for one
+    that is only assigned, as if it were a setting.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -435,12 +439,27 @@ def read_file(path: str) -> dict[str, Any]:
         assigned = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+    unused = names_only_assigned(Path(path))
     values = {}
     for key, value in assigned.items():
-        if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            require_known_setting(key, path)
+        if key in SETTINGS:
             values[key] = value
+        elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+            if key in unused or did_you_mean(key, SETTINGS, cutoff=0.8):
+                require_known_setting(key, path)
     return values
+
+
+def names_only_assigned(path: Path) -> set[str]:
+    """The names that a Python file assigns but never reads."""
+    assigned = set()
+    read = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Assign):
+            assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+    return assigned - read
 
 
 def read_run(folder: str) -> dict[str, Any]:
@@ -469,7 +488,10 @@ def saved_config(values: Any, source: str | Path) -> Config:
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
-    """The settings in a file of a run, with the run's own copy of its tokenizer."""
+    """The settings in a file of a run, with the run's own copy of its tokenizer.
+
+    A relative data_dir that is not here is the folder that the run read.
+    """
     if not isinstance(values, dict) or "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
     for key in values:
@@ -478,10 +500,15 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
                 f"{source} has {key!r}, which is not a setting here: the run's environment.json "
                 "names the commit that wrote it"
             )
-    copy = Path(source).parent / TOKENIZER
-    if values.get("tokenizer", "gpt2") in BUILT_IN or not copy.is_file():
-        return values
-    return values | {"tokenizer": str(copy)}
+    folder = Path(source).parent
+    copy = folder / TOKENIZER
+    if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
+        values = values | {"tokenizer": str(copy)}
+    path = folder / DATA_DIR
+    data_dir = values.get("data_dir")
+    if isinstance(data_dir, str) and path.is_file() and not os.path.exists(find_data(data_dir)):
+        values = values | {"data_dir": path.read_text(errors="replace").strip()}
+    return values
 
 
 def find_data(data_dir: str) -> str:

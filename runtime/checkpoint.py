@@ -2,6 +2,7 @@
 
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
+data_dir.txt       the absolute path of data_dir, which another working directory needs
 environment.json   versions, machine, commit; what changed at a step where the run was resumed
 uncommitted.patch  the repository's changes since its commit, untracked .py files included; of a
                    start that resumed at step 200 uncommitted_000200.patch
@@ -18,6 +19,7 @@ show whether a disk has damaged it since.
 
 import io
 import math
+import os
 import re
 import sys
 import zipfile
@@ -29,7 +31,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import MAY_CHANGE, RECORDED, SCHEDULE, Config, saved_config
+from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, saved_config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
@@ -194,6 +196,8 @@ def write_header(
     if first_settings:  # a resumed run starts from no other weights than its checkpoint's
         settings["init_from"] = first_settings.get("init_from", "")
     write_json(run / "config.json", settings)
+    with atomic_write(run / DATA_DIR, "w") as file:
+        file.write(os.path.abspath(config.data_dir) + "\n")
     record = environment(config.device) | facts
     if resumed_at is not None:
         edited = edited_formulas(run, config)

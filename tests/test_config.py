@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import Config, help_text, load_config, micro_batch_size
+from config import Config, help_text, load_config, micro_batch_size, read_file
 from errors import UserError
 from layers.heads import build_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
+from train import main as train_main
 
 
 def config_names(pattern):
@@ -228,6 +230,21 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
+def test_a_run_finds_its_relative_data_from_anywhere(train, shards, tmp_path, monkeypatch, refused):
+    """And where they are gone the message names the folder that the run read."""
+    home = tmp_path / "home"
+    data = shutil.copytree(shards, home / "bytes")
+    monkeypatch.chdir(home)
+    run = train("run", "--data_dir=bytes", "--max_iters=3")
+    monkeypatch.chdir(tmp_path)
+    for source in (run, run / "step_000003.pt"):
+        assert checkpoint.read_config(source).data_dir == str(data)
+    assert load_config(["--resume", str(run)]).data_dir == str(data)
+    shutil.rmtree(data)
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
+    refused(train_main, says=f"{data}: no *_train_*.bin there")
+
+
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])
 def test_help_and_refusals_do_not_wait_for_torch(argument):
     done = subprocess.run(
@@ -324,10 +341,42 @@ def test_refused(arguments, message):
     assert message in refusal(*arguments.split())
 
 
+def test_a_config_file_may_have_helpers(tmp_path):
+    """Modules, functions, loops, and names that it uses, also those of a file that it imports."""
+    write(tmp_path / "helpers_of_this_test.py", "depth = 3\nwidth = 16 * depth\nunread = 1\n")
+    text = """
+import math
+from math import pi, sqrt
+from helpers_of_this_test import *
+
+base = 32
+n, s = 2, 8
+
+def doubled(x):
+    return 2 * x
+
+class Sizes:
+    head = 4
+
+n_embd = doubled(base)
+max_iters = math.ceil(sqrt(pi))
+for i in range(3):
+    n_embd *= n
+n_head = Sizes.head * depth
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        values = read_file(write(tmp_path / "mine.py", text))
+    assert values == {"n_embd": 512, "max_iters": 2, "n_head": 12}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
         ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
+        ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
+        ("lr = 1e-3\nlearning_rate = lr", "did you mean learning_rate?"),
+        ("dropout = 0.1", "{path} sets 'dropout', which is not a setting;"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
     ],
 )
