@@ -13,7 +13,7 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -258,7 +258,12 @@ class Config:
     )
     # ---- run: where and how it starts ----
     out_dir: str = setting(
-        "", "The run's folder, which may name settings in braces. Empty: out/<config name>."
+        "",
+        "The run's folder, which may name settings in braces. Empty: out/ and the names of the "
+        "config files, with the settings of the command line.",
+    )
+    name: str = setting(
+        "", "What log, tables and pictures call the run. Empty: its config file's name."
     )
     resume: bool | str = setting(
         False,
@@ -325,6 +330,11 @@ class Config:
         """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")
 
+    @property
+    def label(self) -> str:
+        """What log, tables and pictures call the run."""
+        return self.name or self.variant_name
+
     def replace(self, **changes: Any) -> "Config":
         return replace(self, **changes)
 
@@ -360,6 +370,8 @@ def names(*groups: str) -> tuple[str, ...]:
     return tuple(selected)
 
 
+# The settings that decide what a run learns.
+LEARNED = names("attention", "model", "data", "optimisation")
 # What may change when a run is resumed: it stays the same run.
 MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
 # What may change too, from the step on at which the run is resumed; its folder records the change.
@@ -396,7 +408,8 @@ def load_config(arguments: list[str]) -> Config:
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
-    files: list[str] = []
+    files: list[Path] = []
+    names_given: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
@@ -405,8 +418,13 @@ def load_config(arguments: list[str]) -> Config:
                 raise UserError(f"--{key} needs a value: --{key}=VALUE")
             overrides[key] = parse(key, text if equals else "True")
         else:
-            values |= read_file(argument)
-            files.append(Path(argument).stem)
+            file = Path(argument)
+            settings = read_file(argument)
+            # scales say how large a run is, not what it is of
+            is_variant = file.suffix == ".py" and "scales" not in file.parts
+            names_given.append(str(settings.pop("name", "")) or (file.stem if is_variant else ""))
+            values |= settings
+            files.append(file)
     if overrides.get("resume") is True:
         run = overrides.get("out_dir", "")
         if not files and os.path.isfile(os.path.join(run, "config.json")):
@@ -414,8 +432,34 @@ def load_config(arguments: list[str]) -> Config:
         values.pop("init_from", None)  # the run has begun
     values |= overrides
     config = Config(**values | pretrained_settings(values))
-    out_dir = filled_out_dir(config) or "out/" + ("_".join(files) or config.variant_name)
-    return config.replace(out_dir=out_dir, data_dir=find_data(config.data_dir))
+    return config.replace(
+        name=config.name or named(filter(None, names_given), overrides, ["attention", "p"]),
+        out_dir=filled_out_dir(config) or default_out_dir(files, overrides, config),
+        data_dir=find_data(config.data_dir),
+    )
+
+
+def named(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -> str:
+    """The names of config files, and the settings with these keys; "" without a file."""
+    name = "_".join(files)
+    if not name:
+        return ""
+    assignments = [f"{key}={shown(settings[key])}" for key in keys if key in settings]
+    return ",".join([name, *assignments]).replace(os.sep, "-")
+
+
+def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Config) -> str:
+    """The folder of a run: its config files, and settings with which it would be another run."""
+    keys = [key for key in LEARNED if key not in MAY_CHANGE]
+    if not files:
+        keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
+    stems = [file.stem for file in files] or [config.variant_name]
+    return f"out/{named(stems, settings, keys)}"
+
+
+def shown(value: Any) -> str:
+    """A setting's value in a name: 7 for 7.0."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -544,7 +588,7 @@ def filled_out_dir(config: Config) -> str:
     values = config.as_dict()
     for key, value in values.items():
         if isinstance(value, float):
-            values[key] = f"{value:g}"
+            values[key] = shown(value)
     try:
         return config.out_dir.format(**values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:

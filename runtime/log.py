@@ -225,7 +225,7 @@ def describe(
     flops = tokens_left * training.model.flops_per_token()
     dtype = str(training.dtype).removeprefix("torch.")
     lines = [
-        f"{config.variant_name}: {training.model.count_parameters():,} parameters on "
+        f"{config.label}: {training.model.count_parameters():,} parameters on "
         f"{training.device.type} in {dtype}; run folder {config.out_dir}",
         describe_data(config, loader, run_tokens),
         f"{run_tokens:,} tokens in steps of {step_tokens:,} (processes x micro-batches x "

@@ -148,7 +148,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     checkpoint.write_header(out, config, kernels, training.resumed_at, training.changes)
     write_json(out / "squad.json", data)
     say(
-        f"{config.variant_name}: {len(examples):,} examples "
+        f"{config.label}: {len(examples):,} examples "
         f"({data['left_out']:,} questions left out), "
         f"{config.max_iters:,} steps on {device.type}, in {out}"
     )

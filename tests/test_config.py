@@ -163,6 +163,14 @@ def test_command_line_values(arguments, key, value):
     [
         ([], "out/softmax"),
         ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
+        ([at("lssar_p15.py"), at("scales/tiny.py"), "--p=7"], "out/lssar_p15_tiny,p=7"),
+        (
+            ["--seed=2", at("softmax.py"), "--learning_rate=1e-3"],
+            "out/softmax,learning_rate=0.001,seed=2",
+        ),
+        (["--attention=lssar", "--p=3", "--window=8"], "out/lssar_p3,window=8"),
+        # a longer run, or one on another machine, is the same run
+        ([at("softmax.py"), "--max_iters=9", "--data_dir=x", "--batch_size=1"], "out/softmax"),
         (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
         ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{learning_rate}"], "out/p7_0.0006"),
         (["--out_dir=out/{{p}}"], "out/{p}"),
@@ -170,6 +178,25 @@ def test_command_line_values(arguments, key, value):
 )
 def test_out_dir(arguments, out_dir):
     assert load_config(arguments).out_dir == out_dir
+
+
+def test_a_run_is_called_by_its_config_file(tmp_path):
+    mine = write(tmp_path / "mine.py", "rope_theta = 5e5\n")
+    assert load_config([mine, at("scales/tiny.py")]).label == "mine"
+    assert load_config([at("lssar_p15.py"), mine]).label == "lssar_p15_mine"
+    assert load_config([mine, "--p=3", "--n_layer=2"]).label == "mine,p=3"
+    assert load_config([mine, "--name=theta"]).label == "theta"
+    assert load_config([write(tmp_path / "other.py", "name = 'mine'")]).label == "mine"
+    # without such a file, by its variant
+    assert load_config([at("scales/tiny.py"), "--attention=lssar", "--p=3"]).label == "lssar_p3"
+    # a run keeps its name
+    run = tmp_path / "run"
+    saved(run, name="mine")
+    assert load_config(["--resume", str(run)]).label == "mine"
+    assert load_config(["--resume", f"--out_dir={run}"]).label == "mine"
+    assert load_config([str(run), "--p=5"]).label == "mine,p=5"
+    saved(run, name="")
+    assert load_config([str(run)]).label == "lssar_p3"
 
 
 def saved(folder, **changes):

@@ -326,6 +326,10 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
     assert labels({}, {"attention": "lssar", "p": 3.0}) == ["softmax", "lssar_p3"]
     assert labels({"seed": 1}, {"seed": 2}) == ["seed 1", "seed 2"]
     assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax, seed 7", "lssa, seed 2"]
+    assert labels({}, {"name": "prope", "rope_theta": 5e5}) == [
+        "softmax, rope_theta 10000",
+        "prope, rope_theta 500000",
+    ]
     assert labels({}, {}) == ["0", "1"]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 

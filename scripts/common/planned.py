@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import MAY_CHANGE, ROOT, Config, micro_batch_size
+from config import LEARNED, MAY_CHANGE, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.build import build_model
 from layers.heads import check_attention
@@ -19,7 +19,6 @@ from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
-from scripts.common.labels import LEARNED
 
 POLL_SECONDS = 0.5
 
