@@ -241,8 +241,8 @@ def describe(
             lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
     if 0 < config.max_iters <= config.warmup_iters:
         lines.append(
-            f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} steps: "
-            "the learning rate only rises"
+            f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} "
+            "steps: the learning rate only rises"
         )
     if config.dry_run:
         checks = "all checks passed" if loader else "all checks passed but those of the data"
