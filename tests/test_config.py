@@ -444,7 +444,7 @@ def test_the_sweep_over_p_is_made_of_settings():
     sweep = yaml.safe_load((CONFIGS / "sweeps/p.yaml").read_text())
     fixed = []
     for argument in sweep["command"]:
-        if argument.startswith("--") and "=" in argument and not argument.startswith("--nproc"):
+        if argument.startswith("--"):
             fixed.append(argument)
     choices = []
     for key, parameter in sweep["parameters"].items():
@@ -453,3 +453,6 @@ def test_the_sweep_over_p_is_made_of_settings():
     folders = {load_config([*combination, *fixed]).out_dir for combination in combinations}
     assert len(folders) == len(combinations)
     assert sweep["parameters"].keys() == {"p", "attention"}
+    # on any machine, and a second agent continues what a first one left
+    assert sweep["command"][:4] == ["${env}", "${interpreter}", "${program}", "${args}"]
+    assert load_config(fixed).resume == "auto"
