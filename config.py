@@ -13,7 +13,7 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -252,13 +252,23 @@ class Config:
     log_interval: int = setting(1, "Steps between printed lines.", at_least=1)
     wandb_mode: str = setting(
         "auto",
-        "'auto': online where you are logged in to wandb, else disabled.",
+        "'auto': what WANDB_MODE says, else online where you are logged in to wandb.",
         choices=("auto", "online", "offline", "disabled"),
     )
-    wandb_project: str = setting("sharp-attention", "Project in wandb.")
+    wandb_project: str = setting(
+        "", "Project in wandb. Empty: WANDB_PROJECT or, without it, sharp-attention."
+    )
+    wandb_entity: str = setting(
+        "", "Team or user in wandb. Empty: WANDB_ENTITY or, without it, your default."
+    )
     # ---- run: where and how it starts ----
     out_dir: str = setting(
-        "", "The run's folder, which may name settings in braces. Empty: out/<config name>."
+        "",
+        "The run's folder, which may name settings in braces. Empty: out/ and the names of the "
+        "config files, with the settings of the command line.",
+    )
+    name: str = setting(
+        "", "What log, tables and pictures call the run. Empty: its config file's name."
     )
     resume: bool | str = setting(
         False,
@@ -333,6 +343,11 @@ class Config:
         """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")
 
+    @property
+    def label(self) -> str:
+        """What log, tables and pictures call the run."""
+        return self.name or self.variant_name
+
     def replace(self, **changes: Any) -> "Config":
         return replace(self, **changes)
 
@@ -368,8 +383,15 @@ def names(*groups: str) -> tuple[str, ...]:
     return tuple(selected)
 
 
-# What may change when a run is resumed.
+# The settings that decide what a run learns.
+LEARNED = names("attention", "model", "data", "optimisation")
+# What may change when a run is resumed: it stays the same run.
 MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
+# What may change too, from the step on at which the run is resumed; its folder records the change.
+SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
+RECORDED = (*SCHEDULE, "first_batch")
+# A file in a run's folder: the absolute path of the run's data_dir.
+DATA_DIR = "data_dir.txt"
 
 
 def choices(name: str) -> Collection[Any]:
@@ -399,7 +421,8 @@ def load_config(arguments: list[str]) -> Config:
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
-    files: list[str] = []
+    files: list[Path] = []
+    names_given: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, text = argument[2:].partition("=")
@@ -408,8 +431,13 @@ def load_config(arguments: list[str]) -> Config:
                 raise UserError(f"--{key} needs a value: --{key}=VALUE")
             overrides[key] = parse(key, text if equals else "True")
         else:
-            values |= read_file(argument)
-            files.append(Path(argument).stem)
+            file = Path(argument)
+            settings = read_file(argument)
+            # scales say how large a run is, not what it is of
+            is_variant = file.suffix == ".py" and "scales" not in file.parts
+            names_given.append(str(settings.pop("name", "")) or (file.stem if is_variant else ""))
+            values |= settings
+            files.append(file)
     if overrides.get("resume") is True:
         run = overrides.get("out_dir", "")
         if not files and os.path.isfile(os.path.join(run, "config.json")):
@@ -417,14 +445,42 @@ def load_config(arguments: list[str]) -> Config:
         values.pop("init_from", None)  # the run has begun
     values |= overrides
     config = Config(**values | pretrained_settings(values))
-    out_dir = filled_out_dir(config) or "out/" + ("_".join(files) or config.variant_name)
-    return config.replace(out_dir=out_dir, data_dir=find_data(config.data_dir))
+    return config.replace(
+        name=config.name or named(filter(None, names_given), overrides, ["attention", "p"]),
+        out_dir=filled_out_dir(config) or default_out_dir(files, overrides, config),
+        data_dir=find_data(config.data_dir),
+    )
+
+
+def named(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -> str:
+    """The names of config files, and the settings with these keys; "" without a file."""
+    name = "_".join(files)
+    if not name:
+        return ""
+    assignments = [f"{key}={shown(settings[key])}" for key in keys if key in settings]
+    return ",".join([name, *assignments]).replace(os.sep, "-")
+
+
+def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Config) -> str:
+    """The folder of a run: its config files, and settings with which it would be another run."""
+    keys = [key for key in LEARNED if key not in MAY_CHANGE]
+    if not files:
+        keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
+    stems = [file.stem for file in files] or [config.variant_name]
+    return f"out/{named(stems, settings, keys)}"
+
+
+def shown(value: Any) -> str:
+    """A setting's value in a name: 7 for 7.0."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    Names with a leading underscore and modules are the config file's own.
+    Other names are the file's own: modules, functions, names with a leading underscore, and values
+    that the file itself uses. Raises UserError for a name that a setting resembles, and for one
+    that is only assigned, as if it were a setting.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -440,12 +496,27 @@ def read_file(path: str) -> dict[str, Any]:
         assigned = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+    unused = names_only_assigned(Path(path))
     values = {}
     for key, value in assigned.items():
-        if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            require_known_setting(key, path)
+        if key in SETTINGS:
             values[key] = value
+        elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+            if key in unused or did_you_mean(key, SETTINGS, cutoff=0.8):
+                require_known_setting(key, path)
     return values
+
+
+def names_only_assigned(path: Path) -> set[str]:
+    """The names that a Python file assigns but never reads."""
+    assigned = set()
+    read = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Assign):
+            assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+    return assigned - read
 
 
 def read_run(folder: str) -> dict[str, Any]:
@@ -474,7 +545,10 @@ def saved_config(values: Any, source: str | Path) -> Config:
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
-    """The settings in a file of a run, with the run's own copy of its tokenizer."""
+    """The settings in a file of a run, with the run's own copy of its tokenizer.
+
+    A relative data_dir that is not here is the folder that the run read.
+    """
     if not isinstance(values, dict) or "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
     for key in values:
@@ -483,10 +557,15 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
                 f"{source} has {key!r}, which is not a setting here: the run's environment.json "
                 "names the commit that wrote it"
             )
-    copy = Path(source).parent / TOKENIZER
-    if values.get("tokenizer", "gpt2") in BUILT_IN or not copy.is_file():
-        return values
-    return values | {"tokenizer": str(copy)}
+    folder = Path(source).parent
+    copy = folder / TOKENIZER
+    if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
+        values = values | {"tokenizer": str(copy)}
+    path = folder / DATA_DIR
+    data_dir = values.get("data_dir")
+    if isinstance(data_dir, str) and path.is_file() and not os.path.exists(find_data(data_dir)):
+        values = values | {"data_dir": path.read_text(errors="replace").strip()}
+    return values
 
 
 def find_data(data_dir: str) -> str:
@@ -522,7 +601,7 @@ def filled_out_dir(config: Config) -> str:
     values = config.as_dict()
     for key, value in values.items():
         if isinstance(value, float):
-            values[key] = f"{value:g}"
+            values[key] = shown(value)
     try:
         return config.out_dir.format(**values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:

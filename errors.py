@@ -25,16 +25,18 @@ def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
         raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(names)}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return a question with the known name nearest to `name`, and a space; "" if none is near.
 
-    The nearest name is one with the initials `name` (lr: learning_rate), or else a similar one.
+    The nearest name is one with the initials `name` (lr: learning_rate), or else the most similar
+    one whose similarity in difflib's measure, from 0 to 1, is at least `cutoff`.
     """
     names = list(known)
     for candidate in names:
-        if name == "".join(word[:1] for word in candidate.split("_")):
+        initials = "".join(word[:1] for word in candidate.split("_"))
+        if name == initials and len(initials) > 1:
             return f"did you mean {candidate}? "
-    for candidate in difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+    for candidate in difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
         return f"did you mean {candidate}? "
     return ""
 

@@ -7,6 +7,7 @@ is stopped and resumed. docs/resuming.md lists the exit codes.
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ from runtime.distributed import (
     stop_signals,
 )
 from runtime.files import lock_folder, write_json
-from runtime.log import Log, describe, say
+from runtime.log import Log, describe, say, wandb_settings
 from runtime.pretrained import load_initial
 
 # GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
@@ -63,6 +64,8 @@ def main(config: Config | None = None) -> None:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_attention(config)
+    if rank == 0:
+        wandb_settings(config)  # raises before there is a folder
     fitting = micro_batch_size(config, world_size)
     if fitting < config.batch_size:
         if rank == 0:
@@ -122,7 +125,7 @@ def set_up(
     optimizers = build_optimizers(model, config)
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
     if state is not None:
-        training.restore(state)
+        training.restore(state, config)
     if loader is not None:
         training.tokens = loader.tokens
         training.data = identity
@@ -136,7 +139,7 @@ def set_up(
         say(describe(config, training, loader, world_size))
     if is_main and loader is not None and not config.dry_run:
         facts = kernels | {"data": identity}
-        checkpoint.write_header(run, config, facts, training.resumed_at)
+        checkpoint.write_header(run, config, facts, training.resumed_at, training.changes)
         if initial is not None:  # never on resume: the file stays as it is
             write_json(run / "began_with.json", initial.id)
     return training, loader, loss_fn
@@ -185,7 +188,7 @@ def train(
             training.step += 1
             if not is_finite_step(loss, grad_norm, training.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(run, training.step, error)
+                stop_diverged(config, training.step, error)
             seconds = time.perf_counter() - started
             tokens_per_s = batch.tokens / seconds
             log.step(
@@ -325,12 +328,17 @@ def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) 
     return math.isfinite(loss) and (math.isfinite(grad_norm) or scale_can_fall)
 
 
-def stop_diverged(run: Path, step: int, error: str) -> NoReturn:
+def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
     """End the run without saving, so that the newest checkpoint is a good one."""
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
+        saved = checkpoint.step(config.out_dir) or 0
+        next_batch = config.first_batch + step - saved
+        rate = f"{config.learning_rate / 2:g}"
+        settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
         print(
-            f"error: step {step}: {error}. The last checkpoint in {run} is good. Try a lower "
-            "learning_rate, a longer warmup_iters or dtype = float32.",
+            f"error: step {step}: {error}. The checkpoint of step {saved} is good; this continues "
+            f"it at half the rate: python {shlex.join([*sys.argv, *settings])}; "
+            f"--first_batch={next_batch} skips the batches up to this step",
             file=sys.stderr,
         )
     sys.exit(1)
@@ -371,7 +379,7 @@ def save(
 ) -> None:
     """Save a checkpoint. Ends the run if weights are not finite."""
     if not all(p.isfinite().all() for p in training.model.parameters()):
-        stop_diverged(Path(config.out_dir), training.step, "its update left non-finite weights")
+        stop_diverged(config, training.step, "its update left non-finite weights")
     log.sync()
     saver.save("step", training.state(config))
     if training.step == 0:

@@ -2,7 +2,8 @@
 
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
-environment.json   versions, machine, commit
+data_dir.txt       the absolute path of data_dir, which another working directory needs
+environment.json   versions, machine, commit; what changed at a step where the run was resumed
 uncommitted.patch  the repository's changes since its commit, untracked .py files included; of a
                    start that resumed at step 200 uncommitted_000200.patch
 began_with.json    step and sha256 of the checkpoint that init_from took its weights from
@@ -18,6 +19,7 @@ show whether a disk has damaged it since.
 
 import io
 import math
+import os
 import re
 import sys
 import zipfile
@@ -29,7 +31,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import MAY_CHANGE, Config, saved_config
+from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, saved_config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, did_you_mean, first_line
@@ -74,6 +76,8 @@ class Training:
     tokens: int = 0  # of an epoch of the data
     data: Identity = field(default_factory=dict)  # what tells the data from others
     resumed_at: int | None = None
+    # settings of the schedule and of the data that a resumed run changes, with those before
+    changes: dict[str, tuple] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -94,8 +98,8 @@ class Training:
             state.scaler = self.scaler.state_dict()
         return state
 
-    def restore(self, state: State) -> None:
-        """Copy a state into the model, its optimizers and the loss scaler.
+    def restore(self, state: State, config: Config) -> None:
+        """Copy a state into the model, its optimizers and the loss scaler, to train with a config.
 
         Raises UserError where it does not fit them.
         """
@@ -117,6 +121,7 @@ class Training:
         self.resumed_at = state.step
         self.best_val_loss = state.best_val_loss
         self.tokens = state.tokens
+        self.changes = changes_since(state, config)
 
 
 def check_shapes(optimizer: torch.optim.Optimizer) -> None:
@@ -139,6 +144,11 @@ def began_in(run: Path) -> dict[str, Any]:
 def identity_of_run(run: Path) -> Identity:
     """Return what tells the data that a run began with from others; empty if not recorded."""
     return began_in(run).get("data", {})
+
+
+def changes_in(run: Path) -> list[dict[str, Any]]:
+    """Return what was changed where a run was resumed: steps, and values before and after."""
+    return began_in(run).get("changes", [])
 
 
 def edited_formulas(run: Path, config: Config) -> str | None:
@@ -172,12 +182,13 @@ def write_header(
     config: Config,
     facts: dict,
     resumed_at: int | None,
+    changes: dict[str, tuple] | None = None,
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
     `facts` are recorded too: what layers.selfcheck found, and the identity of the data. A resumed
-    run keeps the hash of the formulas and the identity that it began with, and says where the
-    formulas have changed since; each start has a patch.
+    run keeps the hash of the formulas and the identity that it began with, says where the formulas
+    have changed since, and adds its changes to those of earlier steps; each start has a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -185,6 +196,8 @@ def write_header(
     if first_settings:  # a resumed run starts from no other weights than its checkpoint's
         settings["init_from"] = first_settings.get("init_from", "")
     write_json(run / "config.json", settings)
+    with atomic_write(run / DATA_DIR, "w") as file:
+        file.write(os.path.abspath(config.data_dir) + "\n")
     record = environment(config.device) | facts
     if resumed_at is not None:
         edited = edited_formulas(run, config)
@@ -192,6 +205,9 @@ def write_header(
             print(f"warning: {run} began with {edited}", file=sys.stderr)
         record["formulas"] = began_in(run).get("formulas")
         record["data"] = identity_of_run(run)
+        record["changes"] = [change for change in changes_in(run) if change["step"] < resumed_at]
+        if changes:
+            record["changes"].append({"step": resumed_at, **changes})
     write_json(run / "environment.json", record)
     patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
     with atomic_write(run / patch) as file:
@@ -394,25 +410,62 @@ def load(path: Path) -> State:
 def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
     """Load the latest checkpoint of a run that this config continues.
 
-    Raises UserError where the run was trained with settings that a resumed one may not change, or
-    another schedule: the learning rate of its last step would not have been the same.
+    Raises UserError where the run was trained with settings that a resumed one may not change, and
+    where a longer or shorter run would have had another learning rate, but none is set.
     """
     state = load(find(run, quiet=quiet).path)
-    before = Config().as_dict() | state.config  # with defaults of settings that came later
     now = settings_of(config)
-    schedule = {key: before[key] for key in ("max_iters", "cooldown_iters")}
-    last_step = max(0, state.step - 1)
-    rate_before = learning_rate(last_step, config.replace(**schedule))
-    other_rates = state.step > 0 and learning_rate(last_step, config) != rate_before
-    for key, saved in before.items():
-        is_fixed = key not in MAY_CHANGE or (key in schedule and other_rates)
-        if is_fixed and now.get(key) != saved:
+    for key, saved in settings_before(state).items():
+        if key not in MAY_CHANGE and key not in RECORDED and now.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
                 f"--init_from={run} --out_dir=NEW"
             )
+    check_rate(run, config, state)
     return state
+
+
+def settings_before(state: State) -> Settings:
+    """Return all settings of a checkpoint, with the defaults of settings that came later."""
+    return Config().as_dict() | state.config
+
+
+def changes_since(state: State, config: Config) -> dict[str, tuple]:
+    """Return what a resumed run changes and its folder records: the values before and now."""
+    before = settings_before(state)
+    now = config.as_dict()
+    return {key: (before[key], now[key]) for key in RECORDED if before[key] != now[key]}
+
+
+def check_rate(run: Path, config: Config, state: State) -> None:
+    """Raise UserError where a schedule would jump to another rate only because its end moves.
+
+    The message has two commands that continue the run, at the rate of its last step or, after a
+    schedule that ended near 0, at a tenth of its peak.
+    """
+    before = settings_before(state)
+    schedule = config.replace(**{key: before[key] for key in SCHEDULE})
+    step = max(0, state.step - 1)
+    rate = learning_rate(step, schedule)
+    moves_its_end = changes_since(state, config).keys() & SCHEDULE <= MAY_CHANGE
+    if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
+        return
+    rate = max(rate, schedule.learning_rate / 10)
+    constant = {"schedule": "constant", "learning_rate": rate, "min_lr": 0.0, "cooldown_iters": 0}
+    cosine = constant | {"schedule": "cosine", "warmup_iters": state.step}
+    commands = []
+    for settings in (constant, cosine):
+        words = [f"python train.py --resume {run} --max_iters={config.max_iters}"]
+        for key, value in settings.items():
+            if value != before[key]:
+                words.append(f"--{key}={value:g}" if key != "schedule" else f"--{key}={value}")
+        commands.append(" ".join(words))
+    raise UserError(
+        f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
+        f"{state.step}: of {config.max_iters} steps it would have had other learning rates so far. "
+        f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
+    )
 
 
 def read_config(run: str | Path) -> Config:

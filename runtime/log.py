@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config import Config
 from data.loader import Loader
-from errors import first_line
+from errors import UserError, first_line
 from model import SelfAttention
 from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
@@ -134,42 +134,81 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def wandb_mode(config: Config) -> str:
+    """Return the setting or, where it is "auto", what the environment says, if it does."""
+    if config.wandb_mode != "auto":
+        return config.wandb_mode
+    # a variable of transformers and of earlier versions of wandb
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE", "auto")
+
+
+def wandb_settings(config: Config) -> Any:
+    """Return wandb's settings: ours and, where we have none, wandb's environment variables.
+
+    Returns None if wandb is disabled. Raises UserError for what wandb does not allow, such as a
+    project called "team/project".
+    """
+    mode = wandb_mode(config)
+    if mode == "disabled":
+        return None
+    import wandb  # takes a second
+
+    run = Path(config.out_dir)
+    settings = wandb.Settings(
+        project="sharp-attention",
+        run_name="/".join(run.parts[-2:]),
+        root_dir=str(run),
+        init_timeout=8,
+        silent=True,
+    )
+    wanted = {"project": config.wandb_project, "entity": config.wandb_entity}
+    if mode != "auto":
+        wanted["mode"] = mode
+    try:
+        settings.update_from_env_vars(dict(os.environ))
+        for name, value in wanted.items():
+            if value:
+                setattr(settings, name, value)
+    except (wandb.errors.Error, ValueError) as error:
+        reason = " ".join(str(error).splitlines()[:3])
+        raise UserError(f"wandb: {reason}; --wandb_entity=TEAM names a team") from error
+    if "/" in (settings.entity or ""):
+        raise UserError(f"wandb: the entity {settings.entity!r} must be the name of a team alone")
+    return settings
+
+
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     """Start a wandb run; returns None if wandb is disabled.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
-    mode: Any = config.wandb_mode
-    if mode == "disabled":
+    settings = wandb_settings(config)
+    if settings is None:
         return None
-    import wandb  # takes a second
+    import wandb
 
-    if mode == "auto":
-        if not wandb.login(prompt=False, verify=False):
-            say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
-            return None
-        mode = "online"
+    if wandb_mode(config) == "auto" and not wandb.login(prompt=False, verify=False):
+        say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
+        return None
     path = run / "wandb.json"
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(
         wandb.init,
-        project=config.wandb_project,
-        name="/".join(run.parts[-2:]),
-        dir=run,
         resume="allow",
         id=saved.get("id") if saved else None,
         config=config.as_dict(),
-        settings=wandb.Settings(init_timeout=8, silent=True),
+        settings=settings,
     )
     try:
-        started = init(mode=mode)
+        started = init()
     except wandb.errors.Error as error:
         say(f"wandb does not answer ({first_line(error)}): this run is logged offline")
-        mode = "offline"
-        started = init(mode=mode)
+        started = init(mode="offline")
     write_json(path, {"id": started.id})
-    if mode == "offline":
-        say(f"wandb logs this run offline; upload it with: wandb sync {Path(started.dir).parent}")
+    if started.offline:
+        say(f"wandb logs this run offline; upload it with: wandb sync {started.sync_dir}")
     return started
 
 
@@ -187,7 +226,7 @@ def describe(
     flops = tokens_left * training.model.flops_per_token()
     dtype = str(training.dtype).removeprefix("torch.")
     lines = [
-        f"{config.variant_name}: {training.model.count_parameters():,} parameters on "
+        f"{config.label}: {training.model.count_parameters():,} parameters on "
         f"{training.device.type} in {dtype}; run folder {config.out_dir}",
         describe_data(config, loader, run_tokens),
         f"{run_tokens:,} tokens in steps of {step_tokens:,} (processes x micro-batches x "
@@ -198,10 +237,17 @@ def describe(
     by_layer = [windows_of(layer) for layer in training.model.attention_layers()]
     if len(set(by_layer)) > 1:
         lines.append(f"windows by layer: {', '.join(by_layer)}")
+    for key, (before, now) in training.changes.items():
+        lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
             lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
+    if 0 < config.max_iters <= config.warmup_iters:
+        lines.append(
+            f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} "
+            "steps: the learning rate only rises"
+        )
     if config.dry_run:
         checks = "all checks passed" if loader else "all checks passed but those of the data"
         lines.append(f"dry run: {checks}; nothing was written")

@@ -480,7 +480,7 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
             axes.set_xticks(range(length), words, rotation=90, fontsize=5)
             axes.set_yticks(range(length), words, fontsize=5)
     clamped = f"weights clamped to [{low:g}, {CLAMP:g}]; rows are queries"
-    figure.suptitle(f"{run.config.variant_name}, layer {layer}: {clamped}", fontsize="medium")
+    figure.suptitle(f"{run.config.label}, layer {layer}: {clamped}", fontsize="medium")
     figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
 

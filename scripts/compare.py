@@ -39,10 +39,10 @@ from typing import Any
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import Config, choices, load_config, names, parse, require_known_setting
+from config import Config, choices, load_config, names, parse, require_known_setting, shown
 from errors import UserError, command
 from layers.heads import check_attention
-from scripts.common.labels import shortened, shown
+from scripts.common.labels import shortened
 from scripts.common.options import lengths_of
 from scripts.recall import RecallOptions
 from scripts.reproduce import kinds, metrics, pictures

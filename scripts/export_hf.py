@@ -69,7 +69,7 @@ def main() -> None:
             os.replace(whole, folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
-    print(f"{arguments.dir}: {run.config.variant_name}, step {run.facts['step']}")
+    print(f"{arguments.dir}: {run.config.label}, step {run.facts['step']}")
 
 
 def transformers_model(run: Run) -> Any:

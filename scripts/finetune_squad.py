@@ -142,13 +142,13 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     optimizers = build_optimizers(model, config)
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
     if state is not None:
-        training.restore(state)
+        training.restore(state, config)
 
     # ---- loop ----
-    checkpoint.write_header(out, config, kernels, training.resumed_at)
+    checkpoint.write_header(out, config, kernels, training.resumed_at, training.changes)
     write_json(out / "squad.json", data)
     say(
-        f"{config.variant_name}: {len(examples):,} examples "
+        f"{config.label}: {len(examples):,} examples "
         f"({data['left_out']:,} questions left out), "
         f"{config.max_iters:,} steps on {device.type}, in {out}"
     )
@@ -208,7 +208,7 @@ def train(training: Training, config: Config, examples: list[Example], options: 
             training.step += 1
             if not is_finite_step(loss, grad_norm, training.scaler):
                 error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(out, training.step, error)
+                stop_diverged(config, training.step, error)
             seconds = time.perf_counter() - started
             log.step(
                 training.step,

@@ -10,6 +10,8 @@ if [ "$GPUS" = 0 ]; then
     echo "error: no GPU on this machine; python train.py trains without one" >&2
     exit 2
 fi
+# a mistake is said once, not by every process
+python train.py --resume=auto "$@" --dry_run >/dev/null
 # torchrun, but where a signal has stopped the run, without a traceback of its own
 TORCHRUN="
 import sys

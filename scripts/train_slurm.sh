@@ -6,18 +6,25 @@
 #SBATCH --job-name=train
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=64
 #SBATCH --exclusive
+#SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
+# What your cluster asks for, without one of the two # signs:
+##SBATCH --partition=PARTITION
+##SBATCH --account=ACCOUNT
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
+# module load cuda                       # where the driver or Python come from a module
+# export NCCL_SOCKET_IFNAME=ib0          # where NCCL takes the wrong network: see `ip address`
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
+# a mistake is said once, not by every process
+python train.py --resume=auto "$@" --dry_run >/dev/null
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-64} # since Slurm 22.05 srun does not inherit it
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_ON_NODE:-8} # otherwise srun binds a task to one CPU
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Only this script receives Slurm's signal. It forwards it to srun, srun to torchrun, and torchrun to

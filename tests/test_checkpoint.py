@@ -178,9 +178,11 @@ COSINE = ("--schedule=cosine", "--warmup_iters=1")
 def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, refused):
     train("run", *COSINE)
     resume = ("run", *COSINE, "--resume")
-    says = ("max_iters = 6, so it", "with 12", "init_from")
+    says = ("followed a cosine schedule of 6 steps up to step 6", "of 12 steps it would")
     refused(train, *resume, "--max_iters=12", says=says)
-    refused(train, *resume, "--learning_rate=1", says="learning_rate = 0.01, so it cannot")
+    refused(train, *resume, "--max_iters=12", "--first_batch=6", says=says)
+    says = ("weight_decay = 0.1, so it cannot", "init_from")
+    refused(train, *resume, "--weight_decay=1", says=says)
     train(*resume)
 
 
@@ -201,4 +203,4 @@ def test_a_trapezoidal_schedule_may_be_prolonged_until_its_cooldown(train, refus
     train(*resume, "--max_iters=9", "--cooldown_iters=3")
     rates = list(metrics(run, "lr").values())
     assert rates[5:] == pytest.approx([1e-2, 1e-2, 2e-2 / 3, 1e-2 / 3])
-    refused(train, *resume, "--max_iters=20", says="max_iters = 9, so it")
+    refused(train, *resume, "--max_iters=20", says="a trapezoidal schedule of 9 steps up to")

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from runtime import checkpoint
 from scripts import compare
 from scripts.common import planned
 from tests.helpers import (
@@ -152,6 +153,20 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
     # without the data, the plan alone can be made
     shutil.rmtree(data)
     compared(SOFTMAX, ssmax, *arguments, "--plan")
+
+
+def test_a_run_with_another_rate_in_between_is_not_paired(train):
+    """In the end its settings are those of the plan again."""
+    run = train("run", "--max_iters=3")
+    resume = ("run", "--resume")
+    train(*resume, "--max_iters=6")
+    config = checkpoint.read_config(run)
+    assert planned.PlannedRun("run", config, []).difference() is None
+    plan = planned.PlannedRun("run", config.replace(max_iters=9), [])
+    train(*resume, "--max_iters=9", "--learning_rate=1e-3")
+    assert plan.difference() == "learning_rate = 0.001, not 0.01"
+    train(*resume, "--max_iters=9", "--learning_rate=1e-2")
+    assert plan.difference() == "learning_rate = 0.001 from step 6 on"
 
 
 def test_data_that_change_between_two_runs_are_said(

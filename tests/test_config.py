@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import Config, help_text, load_config, micro_batch_size
+from config import Config, help_text, load_config, micro_batch_size, read_file
 from errors import UserError
 from layers.heads import build_attention
 from runtime import checkpoint
 from tests.helpers import CONFIGS, ROWS
+from train import main as train_main
 
 
 def config_names(pattern):
@@ -161,6 +163,14 @@ def test_command_line_values(arguments, key, value):
     [
         ([], "out/softmax"),
         ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
+        ([at("lssar_p15.py"), at("scales/tiny.py"), "--p=7"], "out/lssar_p15_tiny,p=7"),
+        (
+            ["--seed=2", at("softmax.py"), "--learning_rate=1e-3"],
+            "out/softmax,learning_rate=0.001,seed=2",
+        ),
+        (["--attention=lssar", "--p=3", "--window=8"], "out/lssar_p3,window=8"),
+        # a longer run, or one on another machine, is the same run
+        ([at("softmax.py"), "--max_iters=9", "--data_dir=x", "--batch_size=1"], "out/softmax"),
         (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
         ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{learning_rate}"], "out/p7_0.0006"),
         (["--out_dir=out/{{p}}"], "out/{p}"),
@@ -168,6 +178,25 @@ def test_command_line_values(arguments, key, value):
 )
 def test_out_dir(arguments, out_dir):
     assert load_config(arguments).out_dir == out_dir
+
+
+def test_a_run_is_called_by_its_config_file(tmp_path):
+    mine = write(tmp_path / "mine.py", "rope_theta = 5e5\n")
+    assert load_config([mine, at("scales/tiny.py")]).label == "mine"
+    assert load_config([at("lssar_p15.py"), mine]).label == "lssar_p15_mine"
+    assert load_config([mine, "--p=3", "--n_layer=2"]).label == "mine,p=3"
+    assert load_config([mine, "--name=theta"]).label == "theta"
+    assert load_config([write(tmp_path / "other.py", "name = 'mine'")]).label == "mine"
+    # without such a file, by its variant
+    assert load_config([at("scales/tiny.py"), "--attention=lssar", "--p=3"]).label == "lssar_p3"
+    # a run keeps its name
+    run = tmp_path / "run"
+    saved(run, name="mine")
+    assert load_config(["--resume", str(run)]).label == "mine"
+    assert load_config(["--resume", f"--out_dir={run}"]).label == "mine"
+    assert load_config([str(run), "--p=5"]).label == "mine,p=5"
+    saved(run, name="")
+    assert load_config([str(run)]).label == "lssar_p3"
 
 
 def saved(folder, **changes):
@@ -226,6 +255,21 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
     assert load_config(["--data_dir=tests"]).data_dir == "tests"
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
+
+
+def test_a_run_finds_its_relative_data_from_anywhere(train, shards, tmp_path, monkeypatch, refused):
+    """And where they are gone the message names the folder that the run read."""
+    home = tmp_path / "home"
+    data = shutil.copytree(shards, home / "bytes")
+    monkeypatch.chdir(home)
+    run = train("run", "--data_dir=bytes", "--max_iters=3")
+    monkeypatch.chdir(tmp_path)
+    for source in (run, run / "step_000003.pt"):
+        assert checkpoint.read_config(source).data_dir == str(data)
+    assert load_config(["--resume", str(run)]).data_dir == str(data)
+    shutil.rmtree(data)
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
+    refused(train_main, says=f"{data}: no *_train_*.bin there")
 
 
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])
@@ -327,10 +371,42 @@ def test_refused(arguments, message):
     assert message in refusal(*arguments.split())
 
 
+def test_a_config_file_may_have_helpers(tmp_path):
+    """Modules, functions, loops, and names that it uses, also those of a file that it imports."""
+    write(tmp_path / "helpers_of_this_test.py", "depth = 3\nwidth = 16 * depth\nunread = 1\n")
+    text = """
+import math
+from math import pi, sqrt
+from helpers_of_this_test import *
+
+base = 32
+n, s = 2, 8
+
+def doubled(x):
+    return 2 * x
+
+class Sizes:
+    head = 4
+
+n_embd = doubled(base)
+max_iters = math.ceil(sqrt(pi))
+for i in range(3):
+    n_embd *= n
+n_head = Sizes.head * depth
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        values = read_file(write(tmp_path / "mine.py", text))
+    assert values == {"n_embd": 512, "max_iters": 2, "n_head": 12}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
         ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
+        ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
+        ("lr = 1e-3\nlearning_rate = lr", "did you mean learning_rate?"),
+        ("dropout = 0.1", "{path} sets 'dropout', which is not a setting;"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
     ],
 )
@@ -371,7 +447,7 @@ def test_the_sweep_over_p_is_made_of_settings():
     sweep = yaml.safe_load((CONFIGS / "sweeps/p.yaml").read_text())
     fixed = []
     for argument in sweep["command"]:
-        if argument.startswith("--") and "=" in argument and not argument.startswith("--nproc"):
+        if argument.startswith("--"):
             fixed.append(argument)
     choices = []
     for key, parameter in sweep["parameters"].items():
@@ -380,3 +456,6 @@ def test_the_sweep_over_p_is_made_of_settings():
     folders = {load_config([*combination, *fixed]).out_dir for combination in combinations}
     assert len(folders) == len(combinations)
     assert sweep["parameters"].keys() == {"p", "attention"}
+    # on any machine, and a second agent continues what a first one left
+    assert sweep["command"][:4] == ["${env}", "${interpreter}", "${program}", "${args}"]
+    assert load_config(fixed).resume == "auto"

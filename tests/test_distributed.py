@@ -196,6 +196,19 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     assert list(metrics(folder)) == list(range(1, step + 1))
 
 
+def test_a_mistake_is_said_once_before_torchrun_starts():
+    done = subprocess.run(
+        ["bash", "scripts/train_8gpu.sh", "--task=orbits"],
+        cwd=ROOT,
+        env=os.environ | {"GPUS": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: task = 'orbits' has no head to tie")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def write_command(path, body):
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)
@@ -210,8 +223,10 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     write_command(bin / "scontrol", f'echo "scontrol $*" >>{notes}; echo node1')
     job = "sleep 30 & wait" if signalled else "exit 3"
     trap = f'trap "echo signalled >>{notes}; exit 1" USR1'
-    write_command(bin / "srun", f'echo "srun $*" >>{notes}; {trap}\n{job}')
+    write_command(bin / "srun", f'echo "srun $SRUN_CPUS_PER_TASK $*" >>{notes}; {trap}\n{job}')
+    write_command(bin / "python", f'echo "python $*" >>{notes}')
     environment = os.environ | {
+        "SLURM_CPUS_ON_NODE": "96",
         "PATH": f"{bin}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": "17",
@@ -226,6 +241,8 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
         process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == (1 if signalled else 3)
     text = notes.read_text()
+    assert text.startswith("python train.py --resume=auto configs/softmax.py --dry_run\n")
+    assert "srun 96 torchrun" in text
     assert "--nnodes=2" in text
     assert "train.py --resume=auto configs/softmax.py" in text
     assert ("signalled" in text) == signalled

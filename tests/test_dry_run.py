@@ -16,11 +16,15 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys):
         assert sentence in printed
 
 
-def test_a_dry_run_warns_of_repeated_data_and_of_a_window_without_effect(train, capsys):
+def test_a_dry_run_warns_of_settings_that_a_user_may_not_mean(train, capsys):
     train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes", "--window=16")
     printed = capsys.readouterr().out
     assert "them 225 times" in printed
     assert "window = 16 hides nothing at block_size = 16" in printed
+    assert "warning" not in printed
+    train("run", "--dry_run", "--max_iters=8", "--warmup_iters=9")
+    words = "warning: warmup_iters = 9 of max_iters = 8 steps: the learning rate only rises"
+    assert words in capsys.readouterr().out
 
 
 def test_a_dry_run_lists_windows_that_differ_by_layer(train, capsys):

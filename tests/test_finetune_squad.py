@@ -155,7 +155,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
     other.write_text(squad.read_text().replace("What", "Who"))
     for more, message in (
         (("--out_dir", run), "holds a run"),
-        (("--resume", "--learning_rate", "1e-3"), "learning_rate"),
+        (("--resume", "--sequences", "8"), "total_batch_size"),
         (("--resume", "--squad", other), "was fine-tuned on {'examples': 40, "),
         (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
     ):

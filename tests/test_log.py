@@ -1,12 +1,15 @@
 """metrics.jsonl, printed lines and wandb, with wandb's own client."""
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from config import Config
-from runtime.log import Log
+from runtime.log import Log, wandb_settings
 from tests.faults import arguments, run
 from tests.runs import metrics
 
@@ -20,6 +23,66 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
     identity = json.loads((folder / "wandb.json").read_text())["id"]
     (path,) = re.findall("wandb sync (.*)", output.read_text())
     assert Path(path) in folder.glob(f"wandb/offline-run-*-{identity}")
+
+
+@pytest.mark.parametrize(
+    "settings, environment, expected",
+    [
+        ({}, {"WANDB_MODE": "offline"}, {"mode": "offline", "project": "sharp-attention"}),
+        (
+            {},
+            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_NAME": "n", "WANDB_DIR": "d"},
+            {"project": "p", "entity": "team", "run_name": "n", "root_dir": "d"},
+        ),
+        ({}, {"WANDB_SILENT": "false", "WANDB_INIT_TIMEOUT": "90"}, {"silent": False}),
+        (
+            {"wandb_project": "mine", "wandb_entity": "us", "wandb_mode": "online"},
+            {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_MODE": "offline"},
+            {"project": "mine", "entity": "us", "mode": "online"},
+        ),
+        ({"wandb_mode": "offline"}, {"WANDB_DISABLED": "true"}, {"mode": "offline"}),
+        ({}, {"WANDB_DISABLED": "true"}, None),
+        ({}, {"WANDB_MODE": "disabled"}, None),
+        ({"wandb_mode": "disabled"}, {"WANDB_MODE": "online"}, None),
+    ],
+)
+def test_wandbs_environment_counts_where_no_setting_does(
+    monkeypatch, settings, environment, expected
+):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = wandb_settings(Config(out_dir="out/run", **settings))
+    if expected is None:
+        assert result is None
+        return
+    for name, value in expected.items():
+        assert getattr(result, name) == value
+    if not environment.keys() & {"WANDB_NAME", "WANDB_DIR"}:
+        assert result.run_name == result.root_dir == "out/run"
+
+
+@pytest.mark.parametrize(
+    "setting, says",
+    [
+        ("--wandb_project=team/name", "Invalid project name 'team/name'"),
+        ("--wandb_entity=team/name", "the entity 'team/name' must be"),
+        ("WANDB_PROJECT=a:b", "Invalid project name 'a:b'"),
+        ("WANDB_MODE=on", "mode   Input should be 'online', 'offline'"),
+    ],
+)
+def test_wandbs_names_are_checked_before_there_is_a_folder(
+    train, tmp_path, monkeypatch, refused, setting, says
+):
+    arguments = ["--wandb_mode=auto"]
+    if setting.startswith("--"):
+        arguments.append(setting)
+    else:
+        monkeypatch.setenv(*setting.split("="))
+    refused(train, "run", *arguments, "--dry_run", says=says)
+    refused(train, "run", *arguments, says=says)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_under_the_output_does_not_end_a_run(shards, tmp_path):
@@ -52,7 +115,7 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
 
     def init(**settings):
         at = 3 if settings["id"] else 0  # it has steps 0 to 2
-        return SimpleNamespace(id="x1", starting_step=at, log=send)
+        return SimpleNamespace(id="x1", starting_step=at, offline=False, log=send)
 
     monkeypatch.setattr("wandb.init", init)
     log = Log(tmp_path, config, None, quiet=False)

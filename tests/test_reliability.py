@@ -14,8 +14,8 @@ def test_killed_and_resumed(shards, tmp_path):
     folder = tmp_path / "killed"
     killed = 0
     command = arguments(shards, folder, "--checkpoint_interval=2", "--max_iters=8")
-    # in a first start 18 is the rename of the first checkpoint, 21 the sync of the second
-    for point in (18, 21, 15, 19, 0.6):
+    # in a first start 21 is the rename of the first checkpoint, 24 the sync of the second
+    for point in (21, 24, 18, 22, 0.6):
         if isinstance(point, int):
             code = run([*command, *go_on(folder)], kill_at=point)
             assert code in (0, -signal.SIGKILL)

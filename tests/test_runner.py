@@ -329,6 +329,10 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
     windows = {"window": 9}
     patterns = labels(windows, windows | {"window_pattern": "SSSL"})
     assert patterns == ["window_pattern none", "window_pattern SSSL"]
+    assert labels({}, {"name": "prope", "rope_theta": 5e5}) == [
+        "softmax, rope_theta 10000",
+        "prope, rope_theta 500000",
+    ]
     assert labels({}, {}) == ["0", "1"]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 

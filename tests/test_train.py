@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 
@@ -448,6 +449,85 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkey
         assert error in message
         assert "is good" in message
         assert checkpoint_bytes(folder) == before
+
+
+def command_in(message):
+    """The command in a message, as a user copies it: what follows `python`."""
+    (command,) = re.findall("python (train.py [^,;]+)", message)
+    return command.split()
+
+
+def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeypatch):
+    """With the command of its last message, at a lower rate and past the batch that broke it."""
+    settings = ("--learning_rate=0.02", "--max_iters=8", "--checkpoint_interval=2")
+    real = train_module.train_step
+    batches = []
+
+    def diverges(training, loss_fn, batch, grad_clip):
+        batches.append(batch.micro_batches[0][0])
+        loss, norm = real(training, loss_fn, batch, grad_clip)
+        return (math.nan if len(batches) == 6 else loss), norm
+
+    monkeypatch.setattr(train_module, "train_step", diverges)
+    with pytest.raises(SystemExit) as stop:
+        train("run", *settings)
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert "step 6: loss = nan" in message
+    (skip,) = re.findall("--first_batch=2", message)
+    monkeypatch.setattr("sys.argv", [*command_in(message), skip])
+    train_module.main()
+    printed = capsys.readouterr().out
+    assert "from step 4 on learning_rate = 0.01, before 0.02" in printed
+
+    run = tmp_path / "run"
+    rates = metrics(run, "lr")
+    assert rates[4] == 0.02
+    assert rates[5] == rates[8] == 0.01
+    seen = batches[:6]
+    for batch in batches[6:]:  # those of steps 4 and 5 are not repeated
+        assert not any(torch.equal(batch, other) for other in seen)
+        seen.append(batch)
+    assert len(seen) == 10
+
+    expected = [{"step": 4, "learning_rate": [0.02, 0.01], "first_batch": [0, 2]}]
+    assert changes_of(run) == expected
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=9"])
+    train_module.main()
+    assert changes_of(run) == [*expected, {"step": 8, "max_iters": [8, 9]}]
+
+
+def changes_of(run):
+    return json.loads((run / "environment.json").read_text())["changes"]
+
+
+def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys):
+    """Of the two commands in it each does what was asked, from the last rate or a tenth."""
+    schedule = ("--schedule=cosine", "--max_iters=6", "--min_lr=1e-3")
+    run = train("run", *schedule)
+    copy = shutil.copytree(run, run.with_name("copy"))
+    for folder in (run, copy):
+        with pytest.raises(SystemExit) as stop:
+            train(folder.name, *schedule, "--resume", "--max_iters=12")
+        assert stop.value.code == 2
+        message = capsys.readouterr().err
+        assert "followed a cosine schedule of 6 steps up to step 6" in message
+        words = " constant rate, " if folder == run else " cosine from here, "
+        command = command_in(message.partition(words)[2].partition(", or")[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", command)
+            train_module.main()
+    constant = metrics(run, "lr")
+    cosine = metrics(copy, "lr")
+    last = constant[6]
+    assert 1e-3 < last < 5e-3
+    for step in range(7, 13):
+        assert constant[step] == pytest.approx(last, rel=1e-5)
+        coeff = 0.5 * (1 + math.cos(math.pi * (step - 7) / 6))
+        assert cosine[step] == pytest.approx(coeff * last, rel=1e-5)
+    # a rate that is set is taken as it is
+    train("run", *schedule, "--resume", "--max_iters=14", "--learning_rate=2e-3")
+    assert metrics(run, "lr")[13] < 2e-3
 
 
 def checkpoint_bytes(folder):

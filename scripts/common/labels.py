@@ -4,29 +4,26 @@ import hashlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from config import names
+from config import LEARNED, shown
 from runtime import checkpoint
 
 # The longest label of a run, and the longest file name of a picture, in characters.
 LONGEST_LABEL = 40
 LONGEST_NAME = 59
-# The settings that decide what a run learns.
-LEARNED = names("attention", "model", "data", "optimisation")
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
-    """Labels for tables and pictures: the settings in which the runs differ, or their paths."""
+    """Labels for tables and pictures: names, and settings in which the runs differ, or paths."""
     configs = [checkpoint.read_config(path) for path in paths]
     differing = []
     for key in LEARNED:
         if any(getattr(config, key) != getattr(configs[0], key) for config in configs):
             differing.append(key)
-    name_variant = not differing or "attention" in differing or "p" in differing
+    show_names = not differing or len({config.label for config in configs}) > 1
     labels = []
     for config in configs:
-        words = [config.variant_name] if name_variant else []
+        words = [config.label] if show_names else []
         for key in differing:
             if key not in ("attention", "p"):
                 words.append(f"{key} {shown(getattr(config, key))}")
@@ -36,10 +33,6 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
     folders = [Path(path).resolve() for path in paths]
     common = os.path.commonpath(folders)
     return [os.path.relpath(folder, common) for folder in folders]
-
-
-def shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
 
 def title_of(measurements: Collection[dict]) -> str:

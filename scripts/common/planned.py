@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import ROOT, Config, micro_batch_size
+from config import LEARNED, MAY_CHANGE, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.build import build_model
 from layers.heads import check_attention
@@ -19,7 +19,6 @@ from runtime import checkpoint
 from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
-from scripts.common.labels import LEARNED
 
 POLL_SECONDS = 0.5
 
@@ -94,6 +93,9 @@ class PlannedRun:
         for key in LEARNED:
             if saved[key] != planned[key]:
                 return f"{key} = {saved[key]!r}, not {planned[key]!r}"
+        for change in checkpoint.changes_in(self.folder):
+            for key in change.keys() - {"step"} - MAY_CHANGE:
+                return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:
             began_with = read_json(self.folder / "began_with.json")
             if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:

@@ -251,6 +251,7 @@ class Scale:
                 files.append(str(sizes))
         settings = entry.scaled(self.config) | dict(entry.settings)
         settings["seed"] = seed
+        settings["name"] = entry.run
         settings["out_dir"] = self.out / self.name / entry.run / f"seed{seed}"
         base = None
         if entry.base is not None:
