@@ -19,6 +19,9 @@ from errors import UserError, command
 
 if __name__ == "__main__":
     CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds
+    # Segments of GPU memory that can grow leave fewer gaps. A user's own setting stays as it is.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
