@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from config import Config
 from model import GPT
@@ -55,6 +56,20 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
     Small gradients underflow in float16: the loss is scaled up, the gradients are scaled down.
     """
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
+def step_unless(overflow: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
+    """Step unless `overflow`, a float32 tensor, is 1; None: gradients do not overflow.
+
+    GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
+    the tensor on the device, as GradScaler has it do; for another one, as Muon, the host waits.
+    """
+    if overflow is not None:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        elif overflow.item():
+            return
+    optimizer.step()
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
