@@ -471,8 +471,8 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
 
 
 def shown(value: Any) -> str:
-    """A setting's value in a name: 7 for 7.0."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A setting's value in a name: 7 for 7.0, none for an empty one."""
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import math
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from config import Config
 from model import GPT
@@ -29,7 +31,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     optimizers: list[torch.optim.Optimizer] = []
     if muon_matrices:
         # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both
-        muon = torch.optim.Muon(
+        muon = ShardedMuon(
             muon_matrices,
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
@@ -49,12 +51,62 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+class ShardedMuon(torch.optim.Muon):
+    """torch's Muon, with the matrices shared among the ranks, as in modded-nanogpt and nanochat.
+
+    A rank orthogonalises its share of the updates, and sends these matrices to the others. Each has
+    the momentum of all, so that checkpoints do not depend on the number of ranks.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if not dist.is_initialized():
+            super().step()
+            return
+        owners: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            # by size, so that all shares take about as long
+            by_size = sorted(group["params"], key=torch.numel, reverse=True)
+            for i, p in enumerate(by_size):
+                owners[p] = i % dist.get_world_size()
+                if owners[p] != dist.get_rank():
+                    self.update_momentum(p, group["momentum"])
+                    p.grad = None  # torch's step passes over it
+        super().step()
+        sent = []
+        for p, owner in owners.items():
+            sent.append(dist.broadcast(p.detach(), owner, async_op=True))
+        for work in sent:
+            work.wait()
+
+    def update_momentum(self, p: Tensor, momentum: float) -> None:
+        """Update the momentum of a matrix as torch's step does."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+
+
 def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """Build the scaler of the loss, which does nothing but in float16.
 
     Small gradients underflow in float16: the loss is scaled up, the gradients are scaled down.
     """
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
+def step_unless(overflow: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
+    """Step unless `overflow`, a float32 tensor, is 1; None: gradients do not overflow.
+
+    GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
+    the tensor on the device, as GradScaler has it do; for another one, as Muon, the host waits.
+    """
+    if overflow is not None:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        elif overflow.item():
+            return
+    optimizer.step()
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:

@@ -20,6 +20,9 @@ from errors import UserError, command
 
 if __name__ == "__main__":
     CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds
+    # Segments of GPU memory that can grow leave fewer gaps. A user's own setting stays as it is.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -34,7 +37,13 @@ from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
+from optim import (
+    build_optimizers,
+    build_scaler,
+    learning_rate,
+    set_learning_rate,
+    step_unless,
+)
 from runtime import checkpoint
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
@@ -116,7 +125,7 @@ def set_up(
         model,
         config,
         dtype,
-        any_rank=lambda failed: all_reduce_max(failed, device) > 0,
+        any_rank=lambda failed: all_reduce_max(failed) > 0,
         say=say if is_main else None,
     )
     initial = load_initial(model, config.init_from) if config.init_from else None
@@ -129,7 +138,7 @@ def set_up(
     if loader is not None:
         training.tokens = loader.tokens
         training.data = identity
-    newest_step = all_reduce_max(training.step, device)
+    newest_step = all_reduce_max(training.step)
     if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
         raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
 
@@ -153,32 +162,31 @@ def train(
 ) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it."""
     run = Path(config.out_dir)
-    device = training.device
     rank = loader.batching.rank
-    world_size = loader.batching.world_size
-    flops_per_token = training.model.flops_per_token()
     quiet = rank > 0
+    rank_flops_per_token = training.model.flops_per_token() / loader.batching.world_size
     with (
         stop_signals() as signals,
         checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
     ):
         log = Log(run, config, training.resumed_at, quiet)
+        monitor = Monitor(config, training, log, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
             # before it is saved, so that a run resumed from here need not validate again
             if not just_resumed and (finished or training.step % config.eval_interval == 0):
+                monitor.read()
                 validate(training, config, loader, log, saver)
-            started = time.perf_counter()
-            # waits for the previous optimizer step, so that this step's time includes it
-            stopped = all_reduce_max(len(signals), device) > 0
+            stopped = all_reduce_max(len(signals)) > 0
             is_last = finished or stopped
             if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
+                monitor.read()
                 save(training, config, log, saver)
-                started = time.perf_counter()
             if is_last:
                 break
 
+            monitor.begin()
             batch = fetch_batch(loader, config, training.step)
             # for a variant that draws random numbers: a resumed run draws the same
             torch.manual_seed(hash((config.seed, training.step, rank)))
@@ -186,20 +194,7 @@ def train(
             set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
-            if not is_finite_step(loss, grad_norm, training.scaler):
-                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, training.step, error)
-            seconds = time.perf_counter() - started
-            tokens_per_s = batch.tokens / seconds
-            log.step(
-                training.step,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                ms=1000 * seconds,
-                tokens_per_s=tokens_per_s,
-                **usage(device, flops_per_token * tokens_per_s / world_size),
-            )
+            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm))
         saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
@@ -289,11 +284,12 @@ def train_step(
     loss_fn: LossFn,
     batch: StepBatch,
     grad_clip: float,
-) -> tuple[float, float]:
-    """Update the model once, by the gradient of the batch's loss.
+) -> tuple[Tensor, Tensor]:
+    """Update the model once, by the gradient of the batch's loss; the host waits for nothing.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
-    clipping). Both are the same on all ranks; if one is not finite, the weights do not change.
+    clipping), on the device. Both are the same on all ranks. In float16 gradients overflow now and
+    then: such a step changes the loss scale alone.
     """
     scaler = training.scaler
     total = torch.zeros((), device=training.device)
@@ -308,24 +304,25 @@ def train_step(
     for optimizer in training.optimizers:
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), grad_clip or math.inf)
-    world_size = 1
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
-        dist.all_reduce(total, dist.ReduceOp.SUM)
-    loss = total.item() / world_size
-    grad_norm = norm.item()
+    overflow = None
+    if scaler.is_enabled():
+        overflow = (~norm.isfinite()).float()
     for optimizer in training.optimizers:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            scaler.step(optimizer)
+        step_unless(overflow, optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    return loss, grad_norm
+    if dist.is_initialized():
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+        total /= dist.get_world_size()
+    return total, norm
 
 
 def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Tell whether loss and gradients are finite, or float16's loss scale can still fall."""
+    if math.isfinite(grad_norm):  # else get_scale would wait for the device in every step
+        return math.isfinite(loss)
     scale_can_fall = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
-    return math.isfinite(loss) and (math.isfinite(grad_norm) or scale_can_fall)
+    return math.isfinite(loss) and scale_can_fall
 
 
 def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
@@ -345,6 +342,75 @@ def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
 
 
 # ---- between steps ----
+
+
+class Update(NamedTuple):
+    """A step that has been launched, with its loss and gradient norm on the device."""
+
+    step: int
+    lr: float
+    tokens: int  # that all ranks together process
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Monitor:
+    """Logs every step, and ends the run at a loss or gradient norm that is not finite.
+
+    On CUDA it reads a step's numbers after the next step has been launched, so that the GPU does
+    not wait for the host. `read` must come before whatever a diverged run must not do.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        training: Training,
+        log: Log,
+        flops_per_token: float,
+    ) -> None:
+        self.config = config
+        self.training = training
+        self.log = log
+        self.flops_per_token = flops_per_token  # of this rank; 0: not known
+        self.is_late = training.device.type == "cuda"
+        self.unread: Update | None = None
+        self.started = time.perf_counter()
+
+    def begin(self) -> None:
+        """Start the clock of a step, unless it runs on from a step that has not been read."""
+        if self.unread is None:
+            self.started = time.perf_counter()
+
+    def add(self, update: Update) -> None:
+        """Log the update before, or where it costs nothing this one."""
+        self.read()
+        self.unread = update
+        if not self.is_late:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the update that has not been read, if there is one, and log it."""
+        if self.unread is None:
+            return
+        step, lr, tokens, loss, grad_norm = self.unread
+        self.unread = None
+        loss_value = float(loss)
+        norm_value = float(grad_norm)
+        if not is_finite_step(loss_value, norm_value, self.training.scaler):
+            error = f"loss = {loss_value}, gradient norm = {norm_value} is not finite"
+            stop_diverged(self.config, step, error)
+        now = time.perf_counter()
+        seconds = now - self.started
+        self.started = now
+        self.log.step(
+            step,
+            loss=loss_value,
+            lr=lr,
+            grad_norm=norm_value,
+            ms=1000 * seconds,
+            tokens_per_s=tokens / seconds,
+            **usage(self.training.device, self.flops_per_token * tokens / seconds),
+        )
 
 
 def validate(

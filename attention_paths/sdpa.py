@@ -25,6 +25,9 @@ def sdpa(
     if isinstance(scale, Tensor):  # one for each row: torch takes a single number
         q, scale = q * scale, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)
+    if q.shape[1] != k.shape[1] and not takes_groups(q):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if layer.window is not None and layer.window < Lk:
         return windowed(layer, q, k, v, scale)
     mask = None
@@ -45,6 +48,16 @@ def sdpa(
         scale=scale,
         enable_gqa=is_grouped,
     )
+
+
+def takes_groups(q: Tensor) -> bool:
+    """Tell whether SDPA takes grouped keys for queries like q without holding all scores.
+
+    On CUDA its FlashAttention alone does, which needs sm_80 and 16 bits: not a T4.
+    """
+    if not q.is_cuda:
+        return True
+    return q.dtype.itemsize == 2 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def windowed(

@@ -4,8 +4,10 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 
 from config import ROOT
-from errors import UserError
+from errors import UserError, first_line
 
-# Dense bfloat16 (V100: float16) peaks in FLOP/s, from NVIDIA's data sheets; first match wins.
+# Dense bfloat16 (T4: float16) peaks in FLOP/s, accumulated in float32, from NVIDIA's data sheets
+# and, of GeForce, white papers ("NVIDIA RTX Blackwell GPU Architecture"); first match wins.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -33,18 +36,24 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "A10": 125e12,
     "L4": 121e12,
-    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+# Values of CUDA_VISIBLE_DEVICES that hide every GPU; Slurm sets the last.
+NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 def pick_device(name: str = "auto") -> torch.device:
     """Return the device that a setting names; 'auto' is cuda, else mps, else cpu.
 
-    Raises UserError for a device that this machine does not have.
+    Raises UserError for a device that this machine does not have, and for a GPU that torch cannot
+    use; 'auto' does not take the CPU instead.
     """
     available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not available and name.startswith(("auto", "cuda")):
+        check_unseen_gpu()
     if torch.backends.mps.is_available():
         available.append("mps")
     available.append("cpu")
@@ -52,7 +61,48 @@ def pick_device(name: str = "auto") -> torch.device:
     device = aliases.get(name, name)
     if device not in available:
         raise UserError(f"device = {name!r}; this machine has {', '.join(available)}, or 'auto'")
+    if device.startswith("cuda"):
+        check_gpu(device)
     return torch.device(device)
+
+
+def check_gpu(device: str) -> None:
+    """Raise UserError if a GPU fails at a first operation, as with an old driver or an old GPU."""
+    try:
+        torch.ones(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UserError(unusable(device, error)) from error
+
+
+def check_unseen_gpu() -> None:
+    """Raise UserError if this machine has an NVIDIA GPU, not hidden on purpose, unseen by torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in NO_DEVICES:
+        return
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        # a container may have the driver and no nvidia-smi
+        if "driver on your system is too old" in str(error) or nvidia_smi_works():
+            raise UserError(unusable("this machine's GPU", error)) from error
+
+
+def unusable(gpu: str, error: Exception) -> str:
+    """Return a sentence on a GPU that torch cannot use."""
+    reason = first_line(error).partition(". ")[0]
+    return (
+        f"torch {torch.__version__} cannot use {gpu}: {reason}. The README's Quickstart says which "
+        "drivers and GPUs it works with; --device=cpu needs none"
+    )
+
+
+def nvidia_smi_works() -> bool:
+    try:
+        listing = subprocess.run(("nvidia-smi", "-L"), capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0  # 6: there is a driver, but no GPU
 
 
 def open_device(name: str) -> torch.device:
@@ -89,10 +139,36 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 def pick_compile(setting: bool | None, device: torch.device, slow: bool = False) -> bool:
-    """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow."""
-    if setting is not None:
-        return setting
-    return device.type == "cuda" and not slow
+    """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow.
+
+    Raises UserError where torch.compile would fail, without a compiler or Python's headers.
+    """
+    compiles = setting
+    if setting is None:
+        compiles = device.type == "cuda" and not slow
+    if compiles:
+        check_compiler(device)
+    return bool(compiles)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError without what Triton, or on a CPU Inductor, compiles C or C++ with."""
+    if device.type == "cuda":
+        candidates = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    else:
+        candidates = [os.environ.get("CXX", "g++")]
+    missing = []
+    if not any(map(shutil.which, candidates)):
+        missing.append(f"a compiler ({' or '.join(candidates)})")
+    # where Triton looks for it; Debian's default scheme has another folder
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    if not (headers / "Python.h").is_file():
+        missing.append(f"Python's headers ({headers}/Python.h; python3-dev in Debian)")
+    if missing:
+        raise UserError(
+            f"torch.compile needs {' and '.join(missing)}: install what is missing, or add "
+            "--compile=False"
+        )
 
 
 def memory_mb(device: torch.device) -> float:

@@ -28,7 +28,7 @@ def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -
         return
     use_nccl = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if use_nccl else "gloo",
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout),
@@ -49,11 +49,11 @@ def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -
             dist.destroy_process_group()
 
 
-def all_reduce_max(value: int, device: torch.device) -> int:
-    """The largest value over all ranks."""
+def all_reduce_max(value: int) -> int:
+    """The largest value over all ranks. Does not wait for a GPU."""
     if not dist.is_initialized():
         return value
-    largest = torch.tensor(value, device=device)
+    largest = torch.tensor(value)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 

@@ -23,7 +23,6 @@ under a causal mask, and only up to the longest example of a micro-batch.
 import hashlib
 import math
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,13 +48,13 @@ from model import GPT
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
 from runtime import checkpoint
 from runtime.checkpoint import Training
-from runtime.device import open_device, pick_dtype, usage
+from runtime.device import open_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, stop_signals
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
 from scripts.common.options import RUN, Options, option, parse
 from scripts.common.retrieval import ASK
-from train import StepBatch, is_finite_step, save, stop_diverged, train_step
+from train import Monitor, StepBatch, Update, save, train_step
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -189,16 +188,18 @@ def train(training: Training, config: Config, examples: list[Example], options: 
         checkpoint.Saver(out, config, training.resumed_at) as saver,
     ):
         log = Log(out, config, training.resumed_at, quiet=False)
+        monitor = Monitor(config, training, log, flops_per_token=0.0)  # not known
         while True:
             finished = training.step >= config.max_iters
             stopping = finished or len(received) > 0
             is_saved = training.step == training.resumed_at
             if not is_saved and (stopping or training.step % config.checkpoint_interval == 0):
+                monitor.read()
                 save(training, config, log, saver)
             if stopping:
                 break
 
-            started = time.perf_counter()
+            monitor.begin()
             batch = batch_of_step(training.step, examples, options, config.seed, device)
             # a variant that draws random numbers draws the same ones in a resumed run
             torch.manual_seed(hash((config.seed, training.step, 0)))
@@ -206,19 +207,7 @@ def train(training: Training, config: Config, examples: list[Example], options: 
             set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
-            if not is_finite_step(loss, grad_norm, training.scaler):
-                error = f"loss = {loss}, gradient norm = {grad_norm} is not finite"
-                stop_diverged(config, training.step, error)
-            seconds = time.perf_counter() - started
-            log.step(
-                training.step,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                ms=1000 * seconds,
-                tokens_per_s=batch.tokens / seconds,
-                **usage(device, flops_per_s=0.0),  # not known
-            )
+            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm))
         saver.wait()
         done = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {done}")

@@ -259,7 +259,7 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         )
         batch = StepBatch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
-        if not is_finite_step(loss, norm, training.scaler):
+        if not is_finite_step(loss.item(), norm.item(), training.scaler):
             raise RuntimeError(
                 f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
             )

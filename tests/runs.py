@@ -68,10 +68,10 @@ def assert_same_run(one, other):
     assert lines(one) == lines(other)
 
 
-def agree(one, other):
+def agree(one, other, rel=1e-5):
     """The same run up to the order of sums."""
     for key in ("loss", "val_loss", "grad_norm"):
-        expected = pytest.approx(metrics(other, key), rel=1e-5)
+        expected = pytest.approx(metrics(other, key), rel=rel)
         assert metrics(one, key) == expected, key
     a = weights(one)
     b = weights(other)
@@ -80,7 +80,7 @@ def agree(one, other):
             # the keys' biases have no gradient but rounding, of which Adam makes whole steps
             a[name].view(3, -1)[1] = 0
             b[name].view(3, -1)[1] = 0
-        assert torch.allclose(a[name], b[name], atol=1e-4), name
+        assert torch.allclose(a[name], b[name], atol=10 * rel), name
 
 
 def go_on(folder):

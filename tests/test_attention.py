@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -301,6 +302,38 @@ def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypa
     attn = build(case, "--window=6")
     attn(*draw(20, 50, B=1, H=1))
     assert lengths == [(4, 9)] * 5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_grouped_keys_are_repeated_where_sdpa_would_hold_all_scores(window, monkeypatch):
+    def noting_sdpa(q, k, *rest, **options):
+        groups.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return real(q, k, *rest, **options)
+
+    groups = []
+    real = F.scaled_dot_product_attention
+    attn = build("softmax.py", "--n_head=4", "--n_kv_head=2", f"--window={window}").double()
+    q, k, v = draw(11, 11, B=2, H=4)
+    inputs = leaves(q, k[:, :2], v[:, :2])
+    expected = with_gradients(attn, attn, inputs)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
+    monkeypatch.setattr(sdpa, "takes_groups", lambda q: False)
+    assert_all_near(with_gradients(attn, attn, inputs), expected)
+    assert set(groups) == {(4, 4, False)}
+
+
+def test_only_flashattention_takes_grouped_keys_on_cuda(monkeypatch):
+    assert sdpa.takes_groups(torch.empty(1))
+    for capability, dtype, takes in (
+        ((7, 5), torch.float16, False),  # T4
+        ((8, 0), torch.bfloat16, True),
+        ((8, 0), torch.float32, False),
+        ((12, 0), torch.float16, True),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with FakeTensorMode():
+            q = torch.empty(1, device="cuda", dtype=dtype)
+        assert sdpa.takes_groups(q) == takes
 
 
 # ---- edge cases ----

@@ -1,7 +1,10 @@
 """The device: refusals, and what is recorded of it."""
 
 import json
+import os
+import runpy
 import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from config import Config
 from errors import UserError
 from runtime import checkpoint, device
+from tests.helpers import SMALL
 
 
 def test_devices_are_refused_by_name(train, refused):
@@ -43,6 +47,113 @@ def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch)
     assert device.pick_dtype("auto", torch.device("cuda", 0)) == torch.float16
     assert device.pick_dtype("auto", torch.device("cuda", 1)) == torch.bfloat16
     assert not device.pick_compile(None, torch.device("cuda"), slow=True)
+
+
+# ---- a GPU that torch cannot use ----
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine on which torch sees no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_that_nvidia_smi_lists_and_torch_does_not_see_is_named(
+    no_gpu, monkeypatch, tmp_path, name
+):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU 0: Tesla T4\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(UserError, match=r"cannot use this machine's GPU: .*; --device=cpu"):
+        device.pick_device(name)
+    assert device.pick_device("cpu").type == "cpu"
+    smi.write_text("#!/bin/sh\nexit 6\n")  # a driver without a GPU
+    assert device.pick_device().type == "cpu"
+
+
+@pytest.mark.parametrize("hidden", device.NO_DEVICES)
+def test_a_gpu_that_is_hidden_on_purpose_leaves_the_cpu(no_gpu, monkeypatch, hidden):
+    monkeypatch.setattr(device, "nvidia_smi_works", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert device.pick_device().type == "cpu"
+
+
+def old_driver(*arguments, **options):
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please")
+
+
+def test_a_driver_that_is_too_old_is_named_without_nvidia_smi(no_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", old_driver)
+    monkeypatch.setattr(device, "nvidia_smi_works", lambda: False)
+    with pytest.raises(UserError, match=r"GPU: The NVIDIA driver .* \(found version 12040\)\."):
+        device.pick_device()
+
+
+def test_a_gpu_that_fails_at_a_first_operation_is_named(monkeypatch):
+    """As a V100, for which the wheel has no code; with an old driver NVML still lists GPUs."""
+
+    def no_kernel(*arguments, **options):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available\nSearch for `cuda`")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for failure, words in ((no_kernel, "no kernel image is available"), (old_driver, "too old")):
+        monkeypatch.setattr(torch, "ones", failure)
+        with pytest.raises(UserError, match=f"cannot use cuda:1: .*{words}"):
+            device.pick_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    "kind, variable, compiler",
+    [
+        ("cuda", "CC", "gcc or clang"),
+        ("cpu", "CXX", "g\\+\\+"),
+    ],
+)
+def test_a_machine_without_a_compiler_is_told_what_compiling_needs(
+    monkeypatch, tmp_path, kind, variable, compiler
+):
+    place = torch.device(kind)
+    monkeypatch.delenv(variable, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(UserError, match=rf"needs a compiler \({compiler}\).* --compile=False"):
+            device.pick_compile(True, place)
+        assert not device.pick_compile(False, place)
+        patch.setenv(variable, sys.executable)  # by its path, it is there
+        device.pick_compile(True, place)
+    monkeypatch.setenv(variable, sys.executable)
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda *names: str(tmp_path))
+    with pytest.raises(UserError, match=r"needs Python's headers \(.*Python\.h"):
+        device.pick_compile(True, place)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_the_allocators_segments_can_grow_unless_the_user_sets_it(
+    monkeypatch, shards, tmp_path, settings, expected
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    arguments = [*SMALL, "--dry_run", f"--data_dir={shards}", f"--out_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    runpy.run_path("train.py", run_name="__main__")
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+# ---- what is recorded ----
 
 
 def git(folder, *command):

@@ -1,11 +1,15 @@
 """The optimizers' parameters, and the learning rate over a run."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import Config, load_config
 from layers.build import build_model
-from optim import build_optimizers, learning_rate, set_learning_rate
+from optim import ShardedMuon, build_optimizers, learning_rate, set_learning_rate
 from tests.helpers import SMALL
 
 BASE = {"learning_rate": 1.0, "warmup_iters": 10, "max_iters": 110}
@@ -60,3 +64,49 @@ def test_muon_takes_the_trunks_matrices_only(projections):
     decayed, not_decayed = adamw.param_groups
     assert decayed["weight_decay"] == config.weight_decay
     assert not_decayed["weight_decay"] == 0.0
+
+
+def test_ranks_share_muons_matrices_and_have_the_whole_state(monkeypatch):
+    """Against torch's Muon, bit for bit, with three ranks that take turns."""
+
+    def broadcast(tensor, owner, async_op):
+        if owner == rank:
+            matrices[owner].append(tensor.clone())
+        owners.append(owner)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    torch.manual_seed(0)
+    shapes = [(4, 4), (8, 4), (4, 8), (12, 4), (4, 4)]
+    before = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(2)]
+    expected = copy.deepcopy(before)
+    whole = torch.optim.Muon(expected, lr=0.1)
+    ranks = [copy.deepcopy(before) for _ in range(3)]
+    optimizers = [ShardedMuon(parameters, lr=0.1) for parameters in ranks]
+    for step_gradients in gradients:
+        for p, gradient in zip(expected, step_gradients, strict=True):
+            p.grad = gradient
+        whole.step()
+        matrices = [[], [], []]
+        for rank in range(3):
+            owners = []
+            for p, gradient in zip(ranks[rank], step_gradients, strict=True):
+                p.grad = gradient
+            optimizers[rank].step()
+            changed = [p for p in ranks[rank] if p.grad is not None]
+            assert len(changed) == owners.count(rank) == [2, 2, 1][rank]
+        # what the broadcasts do
+        by_size = sorted(range(5), key=lambda i: -expected[i].numel())
+        for parameters in ranks:
+            for place, i in enumerate(by_size):
+                parameters[i].data.copy_(matrices[place % 3][place // 3])
+        for parameters, optimizer in zip(ranks, optimizers, strict=True):
+            for p, q in zip(parameters, expected, strict=True):
+                assert torch.equal(p, q)
+                momentum = optimizer.state[p]["momentum_buffer"]
+                assert torch.equal(momentum, whole.state[q]["momentum_buffer"])
+        assert whole.state_dict().keys() == optimizers[0].state_dict().keys()

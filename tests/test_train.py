@@ -24,7 +24,7 @@ from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import reverse_shard
 from tests.runs import agree, assert_same_run, identical, lines, metrics, saved, weights
-from train import StepBatch, is_finite_step, train_step
+from train import Monitor, StepBatch, is_finite_step, train_step
 
 
 def test_a_run_learns_and_its_folder_says_everything(train, shards):
@@ -389,55 +389,96 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_leaves_the_weights(bad):
-    model = nn.Sequential(nn.Linear(2, 1))
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_float16_step_that_overflows_only_lowers_the_scale(fused):
+    """In one layer alone; the optimizer of the other one is skipped, too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     before = copy_of_parameters(model)
+    first_weight = model[0].weight
+    first_weight.register_hook(lambda gradient: gradient * (math.inf if overflows else 1.0))
 
     def loss_fn(x, y):
         return model(x).square().sum()
 
-    y = torch.zeros(1)
-    good_pair = (torch.ones(1, 2), y)
-    bad_pair = (torch.full((1, 2), bad), y)
-    batch = StepBatch([good_pair, bad_pair], divisor=1, tokens=0)
-    training = training_of(model, lr=1.0, optimizer=torch.optim.AdamW)
-    loss, norm = train_step(training, loss_fn, batch, grad_clip=1.0)
-    assert not math.isfinite(loss)
-    assert not math.isfinite(norm)
-    assert identical(copy_of_parameters(model), before)
-    assert not training.optimizers[0].state
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_float16_step_that_overflows_only_lowers_the_scale():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    before = copy_of_parameters(model)
-
-    def loss_fn(x, y):
-        return 1e4 * model(x).square().sum()
-
     x = torch.ones(1, 2)
     batch = StepBatch([(x, x)], divisor=1, tokens=0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=0.5)
-    training = training_of(model, 1e-3, torch.optim.AdamW, scaler)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, backoff_factor=0.5)
+    adamw = functools.partial(torch.optim.AdamW, fused=fused)
+    training = training_of(model, 1e-3, adamw, scaler)
     step = functools.partial(train_step, training, loss_fn, batch, grad_clip=1.0)
+    overflows = True
     loss, norm = step()
     assert math.isfinite(loss)
     assert not math.isfinite(norm)
     assert identical(copy_of_parameters(model), before)
-    assert scaler.get_scale() == 2.0**119
-    assert not any(optimizer.state for optimizer in training.optimizers)
-    while not math.isfinite(norm):
-        loss, norm = step()
+    assert all(p.grad is None for p in model.parameters())
+    assert scaler.get_scale() == 2.0**11
+    for optimizer in training.optimizers:
+        for state in optimizer.state.values():
+            assert not any(value.any() for value in state.values())
+    overflows = False
+    loss, norm = step()
+    assert math.isfinite(norm)
     for p, old in zip(model.parameters(), before, strict=True):
         assert not torch.equal(p, old)
+    for optimizer in training.optimizers:
+        for state in optimizer.state.values():
+            assert state["step"] == 1
+
+
+class ReadLate(Monitor):
+    """As on CUDA."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.is_late = True
+
+
+def test_steps_that_are_read_late_are_logged_alike(train, monkeypatch):
+    """Also where a run stops, and where a step begins after a validation or a checkpoint."""
+    arguments = ("--max_iters=8", "--eval_interval=3", "--checkpoint_interval=4", "--keep_last=9")
+    expected = train("expected", *arguments)
+    monkeypatch.setattr(train_module, "Monitor", ReadLate)
+    late = train("late", *arguments)
+    assert_same_run(late, expected)
+    assert (metrics(late, "grad_norm"), metrics(late, "lr")) == (
+        metrics(expected, "grad_norm"),
+        metrics(expected, "lr"),
+    )
+    assert all(ms > 0 for ms in metrics(late, "ms").values())
+    train("stopped", *arguments, "--max_iters=3")
+    stopped = train("stopped", *arguments, "--resume")
+    assert_same_run(stopped, expected)
+
+
+def test_a_step_that_is_read_late_is_not_waited_for(train, monkeypatch):
+    """The next step is launched first, but for what a diverged run must not do."""
+    events = []
+    real_step = train_module.train_step
+    real_read = Monitor.read
+
+    def step(training, *arguments):
+        events.append(f"launch {training.step + 1}")
+        return real_step(training, *arguments)
+
+    class Noting(ReadLate):
+        def read(self):
+            if self.unread is not None:
+                events.append(f"read {self.unread.step}")
+            real_read(self)
+
+    monkeypatch.setattr(train_module, "train_step", step)
+    monkeypatch.setattr(train_module, "Monitor", Noting)
+    train("run", "--max_iters=3", "--eval_interval=2", "--checkpoint_interval=100")
+    assert events == ["launch 1", "launch 2", "read 1", "read 2", "launch 3", "read 3"]
 
 
 # ---- divergence ----
 
 
-def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkeypatch):
+@pytest.mark.parametrize("monitor", [Monitor, ReadLate])
+def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkeypatch, monitor):
+    monkeypatch.setattr(train_module, "Monitor", monitor)
     folder = train("run", "--max_iters=3")
     before = checkpoint_bytes(folder)
     monkeypatch.setattr(train_module, "learning_rate", lambda step, config: 1e300)
