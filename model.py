@@ -226,7 +226,12 @@ class Trunk(nn.Module):
         self.ln_f = build_norm(config)
         self.rope: RopeTable | None = None
         if config.positions == "rope":
-            rope = Rope(config.d_head, config.block_size, config.rope_theta)
+            rope = Rope(
+                config.d_head,
+                config.block_size,
+                config.rope_theta,
+                share=config.rope_share,
+            )
             self.rope = RopeTable(rope, config.block_size)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:

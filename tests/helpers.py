@@ -28,7 +28,7 @@ ROWS = [
 ATTENTIONS = [
     row
     for row in ROWS
-    if row not in ("softmax_nope.py", "swa.py", "qk_norm.py", "gated.py", "fox.py")
+    if row not in ("softmax_nope.py", "swa.py", "qk_norm.py", "prope.py", "gated.py", "fox.py")
     and not row.startswith("hybrid")
 ]
 # A run of a second.

@@ -27,6 +27,7 @@ TPA = [
     "lssar_p3.py --projections=tpa",
     "t6.py --n_head=3 --head_size=6 --mlp_hidden=24",
     "softmax.py --projections=tpa --q_rank=None --kv_rank=3",
+    "lssar_p3.py --projections=tpa --rope_share=0.25",
 ]
 # Settings of a layer together.
 COMBINED = [
@@ -43,6 +44,7 @@ COMBINED = [
     "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
     "softmax.py --projections=tpa --positions=alibi",
     "lssar_p3.py --n_head=4 --n_kv_head=2 --head_size=6",
+    "ssmax.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --rope_share=0.5",
 ]
 
 
@@ -228,12 +230,14 @@ def test_every_parameter_is_trained(case):
 # ---- layers ----
 
 
-def rotated(x, theta=10000.0):
+def rotated(x, share, theta=10000.0):
     """RoPE as a product of complex numbers; x [.., L, d], its pairs (m, m + d/2)."""
     L, d = x.shape[-2:]
+    first_still = round(share * d / 2)
     position = torch.arange(L, dtype=torch.float64)[:, None]
     frequency = torch.tensor([theta ** (-2 * m / d) for m in range(d // 2)], dtype=torch.float64)
     angles = position * frequency  # [L, d/2]
+    angles[:, first_still:] = 0
     real, imaginary = x.chunk(2, dim=-1)
     pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
@@ -251,13 +255,13 @@ def tensor_products(config, u):
         a = columns.pop(0).unflatten(-1, (rank, H))  # [B, L, R, H]
         b = columns.pop(0).unflatten(-1, (rank, d)).transpose(1, 2)  # [B, R, L, d]
         if has_rope:
-            b = rotated(b)
+            b = rotated(b, config.rope_share)
         return torch.einsum("blrh,brld->bhld", a, b) / rank
 
     if config.q_rank is None:
         q = columns.pop(0).unflatten(-1, (H, d)).transpose(1, 2)
         if has_rope:
-            q = rotated(q)
+            q = rotated(q, config.rope_share)
     else:
         q = product(config.q_rank, has_rope)
     k = product(config.kv_rank, has_rope)
@@ -300,8 +304,9 @@ def linear_projections(config, number, layer, u):
     if config.positions == "rope":
         nope = nope_heads(config, number)
         nope_k = nope // (H // Hk)
-        q = torch.cat((q[:, :nope], rotated(q[:, nope:])), dim=1)
-        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:])), dim=1)
+        share = config.rope_share
+        q = torch.cat((q[:, :nope], rotated(q[:, nope:], share)), dim=1)
+        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:], share)), dim=1)
     return q, k, v
 
 
@@ -388,7 +393,7 @@ def test_a_layer_is_its_formula(case):
         yarn_factor = 1.0
     rotation = None
     if config.positions == "rope":
-        cos, sin = angles_of(20, d=config.d_head)
+        cos, sin = angles_of(20, d=config.d_head, share=config.rope_share)
         rotation = Rotation(cos, sin, yarn_factor)
     for number in range(2 if config.nope_every else 1):
         layer = model.trunk.blocks[number].attn
@@ -502,6 +507,24 @@ def test_yarn_is_its_authors_formula(d, theta, trained, length, factor):
     expected, on_cos_and_sin = yarn(d, theta, trained, factor or length / trained)
     assert_near(frequencies, expected)
     assert on_scores == pytest.approx(on_cos_and_sin**2)
+
+
+@pytest.mark.parametrize("scaling", Rope.SCALINGS)
+def test_slow_pairs_do_not_turn_and_fast_pairs_turn_as_without_a_share(scaling):
+    all_turn, on_scores = Rope(64, 1024, scaling=scaling).frequencies(4096)
+    half_turn, on_scores_of_half = Rope(64, 1024, scaling=scaling, share=0.5).frequencies(4096)
+    assert torch.equal(half_turn[:16], all_turn[:16])
+    assert not half_turn[16:].any()
+    assert on_scores_of_half == on_scores
+
+
+def test_a_scaled_model_keeps_its_share():
+    model = small_model("prope.py")
+    assert model.scale_rope("dynamic_ntk", theta=500.0).trunk.rope.rope.share == 0.5
+    x = tokens(2, 40)
+    everywhere = small_model("softmax.py").scale_rope("dynamic_ntk", theta=500.0)
+    everywhere.load_state_dict(model.state_dict())
+    assert not torch.equal(model(x), everywhere(x))
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "dynamic_ntk", "yarn"])
