@@ -401,6 +401,18 @@ class GPT(nn.Module):
         table.set(rope, table.length)
         return self
 
+    def scale_scores(self, log_base: float | None) -> "GPT":
+        """Multiply scores by log_a(a + n) for evaluation, a = log_base, and return self.
+
+        n is the number of keys that a query sees (SWAN-GPT, arXiv 2504.08719). The local heads of
+        a hybrid have no such factor.
+        """
+        for layer in self.attention_layers():
+            for attention in layer.attentions():
+                if attention.window == self.config.window:
+                    attention.log_base = log_base
+        return self
+
     def count_parameters(self) -> int:
         """Count parameters without the embedding's padding; tied weights count once."""
         count = sum(p.numel() for p in self.parameters())

@@ -25,7 +25,7 @@ settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
-    rope, rope_factor, rope_theta                       the options; null: the default
+    rope, rope_factor, rope_theta, log_base             the options; null: the default
     window, p                                           of attention; null: none
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     parts                                               {"1024 tokens": {"length": 1024, "loss":

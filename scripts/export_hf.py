@@ -90,6 +90,7 @@ def transformers_model(run: Run) -> Any:
             "factor": run.facts["rope_factor"],
             "theta": run.facts["rope_theta"],
         },
+        "log_base": run.facts["log_base"],
         "run": run.facts | {"environment": environment(str(run.device))},
         "auto_map": {
             "AutoConfig": f"{CODE}Config",

@@ -407,6 +407,41 @@ def test_a_layer_is_its_formula(case):
         assert_near(layer(x, rotation, None), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case, seen",
+    [
+        ("softmax.py --positions=none", 20),
+        ("lssar_p3.py --window=6 --positions=none", 6),
+        ("asentmax.py", 20),
+        ("lssar_p3.py --projections=tpa --positions=none", 20),
+    ],
+)
+def test_scores_grow_with_the_keys_that_a_query_sees(case, seen):
+    model = small_model(case).scale_scores(5.0)
+    layer = model.trunk.blocks[0].attn
+    x = torch.randn(2, 20, 16, dtype=torch.float64)
+    n = torch.arange(1, 21, dtype=torch.float64).clamp_max(seen)[:, None]
+    growth = (5 + n).log() / math.log(5)
+    assert_near(layer(x, None, None), layer_by_formula(model.config, 0, layer, x, growth))
+    # after a cache n counts the cached keys
+    idx = tokens(2, 20)
+    cache = KVCache(20)
+    chunks = [model.hidden(chunk, cache) for chunk in idx.split([7, 1, 12], dim=1)]
+    assert_near(torch.cat(chunks, dim=1), model.hidden(idx), 1e-12)
+    # and None takes the factor away
+    unscaled = layer_by_formula(model.config, 0, layer, x, 1.0)
+    model.scale_scores(None)
+    assert_near(layer(x, None, None), unscaled)
+
+
+@pytest.mark.parametrize("case", ["hybrid.py", "softmax.py --nope_every=2 --local_window=3"])
+def test_local_heads_of_a_hybrid_do_not_grow(case):
+    for layer in small_model(case).scale_scores(5.0).attention_layers():
+        for attention in layer.attentions():
+            assert attention.log_base == (5.0 if attention.window is None else None)
+
+
 def test_a_block_is_gpt2s():
     """Pre-norm, and two residuals."""
     model = small_model("softmax.py", "--n_layer=1")

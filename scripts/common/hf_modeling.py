@@ -27,11 +27,15 @@ ONE_DOCUMENT = (
 
 
 class SharpAttentionConfig(PreTrainedConfig):
-    """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope."""
+    """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope.
+
+    `log_base` is the argument of GPT.scale_scores.
+    """
 
     model_type = "sharp_attention"
     settings: Any = None
     rope: Any = None
+    log_base: Any = None
 
 
 class Cache(KVCache):
@@ -61,7 +65,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
-        self.gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
+        gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
+        self.gpt = gpt.scale_scores(config.log_base)
         # No positions yet: the first call computes them on the weights' device.
         if (table := self.gpt.trunk.rope) is not None:
             table.set(table.rope, 0)

@@ -66,7 +66,14 @@ def sliding_window(
     window hides nothing, and where the run is its own control.
     """
     window = min(config.block_size, config.window or config.block_size)
-    control = replace(options, window=window, rope="none", rope_factor=None, rope_theta=None)
+    control = replace(
+        options,
+        window=window,
+        rope="none",
+        rope_factor=None,
+        rope_theta=None,
+        log_base=None,
+    )
     visible = min(longest, options.window or longest)
     if options.no_control or control == options or visible <= window:
         return None
