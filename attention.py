@@ -399,7 +399,7 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
     """Compute softmax(a_t z + m_t), t the distance of a key, a_t^2 = 2 log(t / tau + 1) + 1.
 
     With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
-    with unit variance: the keys from t to 2 t get as much in all as the keys from 2 t to 4 t.
+    with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
     """
     distance = (rows.last - rows.keys).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
     log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
