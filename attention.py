@@ -51,6 +51,8 @@ TIED = 16 * torch.finfo(torch.float32).eps
 # Steps of Newton's method for sparsemax, half as many for 1.5-entmax. Rows of up to 16,384 keys,
 # drawn from twelve distributions at seven scales, took at most 11 and 7.
 NEWTON_STEPS = 16
+# tau of scale-invariant attention in tokens: the best of 0.01 to 100 in its paper.
+LOCAL_TOKENS = 10.0
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,18 @@ def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
     return z.masked_fill(hidden, -math.inf).softmax(-1)
 
 
+def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
+    """Compute softmax(a_t z + m_t), t the distance of a key, a_t^2 = 2 log(t / tau + 1) + 1.
+
+    With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
+    with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
+    """
+    distance = (rows.last - rows.keys).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
+    log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
+    factor = (2 * log_distance + 1).sqrt()
+    return (factor * z - 2 * log_distance).softmax(-1)
+
+
 VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1.
     "softmax": Variant(EXP),
@@ -456,6 +470,8 @@ VARIANTS: dict[str, Variant] = {
     "stick_breaking": Variant(EXP, row_weights=stick_breaking),
     # Velickovic et al. 2024 (arXiv 2410.01104): for the weights of a softmax model, at evaluation
     "adaptive_temperature": Variant(EXP, row_weights=adaptive_temperature),
+    # Anson, Wang and Aitchison 2025 (arXiv 2505.17083)
+    "scale_invariant": Variant(EXP, row_weights=scale_invariant),
     # Ours: LSSAR taken apart. LSSAR differs from softmax in phi, in the scale (log d log n, with q
     # and k at unit length) and in stage 2; with
     # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The

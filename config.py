@@ -91,6 +91,11 @@ class Config:
         choices=("rope", "alibi", "none", "learned"),
     )
     rope_theta: float = setting(10000.0, "Base of RoPE.", at_least=1, needs=ROPE)
+    rope_share: float = setting(
+        1.0,
+        "Share of a head's pairs, the fastest ones, that RoPE turns (p-RoPE).",
+        needs=ROPE,
+    )
     nope_every: int = setting(
         0,
         "Every Nth layer has no RoPE, or with nope_share only that share of its heads has none "
@@ -681,6 +686,14 @@ def check_model(config: Config) -> None:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.d_head % 2 and config.positions == "rope":
         raise UserError(f"heads of width {config.d_head} must be even: RoPE rotates pairs")
+    pairs = config.d_head / 2
+    turning = config.rope_share * pairs
+    is_whole = math.isclose(turning, round(turning))
+    if config.positions == "rope" and not (is_whole and 1 <= round(turning) <= pairs):
+        raise UserError(
+            f"rope_share = {config.rope_share:g} of the {pairs:g} pairs of a head is {turning:g} "
+            f"pairs; it must be a whole number from 1 to {pairs:g}"
+        )
     if config.n_head % config.kv_heads:
         raise UserError(f"n_head = {config.n_head} is no multiple of n_kv_head = {config.kv_heads}")
     if config.nope_every and not 2 <= config.nope_every <= config.n_layer:

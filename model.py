@@ -226,7 +226,12 @@ class Trunk(nn.Module):
         self.ln_f = build_norm(config)
         self.rope: RopeTable | None = None
         if config.positions == "rope":
-            rope = Rope(config.d_head, config.block_size, config.rope_theta)
+            rope = Rope(
+                config.d_head,
+                config.block_size,
+                config.rope_theta,
+                share=config.rope_share,
+            )
             self.rope = RopeTable(rope, config.block_size)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -379,6 +384,18 @@ class GPT(nn.Module):
             theta=theta,
         )
         table.set(rope, table.length)
+        return self
+
+    def scale_scores(self, log_base: float | None) -> "GPT":
+        """Multiply scores by log_a(a + n) for evaluation, a = log_base, and return self.
+
+        n is the number of keys that a query sees (SWAN-GPT, arXiv 2504.08719). The local heads of
+        a hybrid have no such factor.
+        """
+        for layer in self.attention_layers():
+            for attention in layer.attentions():
+                if attention.window == self.config.window:
+                    attention.log_base = log_base
         return self
 
     def count_parameters(self) -> int:

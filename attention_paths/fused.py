@@ -63,7 +63,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
             x = rows.n.new_full((), x)
         return x.to(rows.n.dtype).expand(*q.shape[:3], 1)[..., 0]
 
-    scale = entry.argument * context.score_scale * variant.scale(rows)
+    scale = entry.argument * rows.score_scale * variant.scale(rows)
     if variant.l2_normalise:
         q = l2_normalise(q)
         if not decodes:

@@ -1,16 +1,17 @@
 """A layer's attention by the fastest way that its variant, device and dtype allow."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import Variant
+from attention import Rows, Variant
 from attention_paths.blocked import blocked, first_key
 from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
 from attention_paths.fused import fused, obstacle, variant_obstacle
-from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
+from attention_paths.reference import ALL, NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from errors import UserError
 
@@ -21,6 +22,8 @@ class Attention(ReferenceAttention):
     For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
     refuses, for a missing p, and for a path that cannot compute the variant.
     """
+
+    log_base: float | None = None  # set for evaluation: GPT.scale_scores
 
     def __init__(
         self,
@@ -59,6 +62,20 @@ class Attention(ReferenceAttention):
         compute = {"triton": fused, "sdpa": sdpa, "blocked": blocked}[path]
         with torch.autocast(q.device.type, enabled=False):
             return compute(self, q, k, v, context)
+
+    def rows(
+        self,
+        q: Tensor,
+        Lk: int,
+        context: Context,
+        heads: slice = ALL,
+    ) -> Rows:
+        """Return the rows, whose scores have the factor log_a(a + n), a = log_base."""
+        rows = super().rows(q, Lk, context, heads)
+        if self.log_base is not None:
+            growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # [Lq, 1]
+            rows.score_scale = rows.score_scale * growth  # type: ignore[assignment]
+        return rows
 
     def path(self, q: Tensor, Lk: int, context: Context = NO_CONTEXT) -> str:
         """Return the path to take: 'sdpa', 'triton', 'blocked' or 'reference'.

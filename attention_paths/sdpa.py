@@ -21,7 +21,7 @@ def sdpa(
     if layer.variant.l2_normalise:
         q, k = l2_normalise(q), l2_normalise(k)
     rows = layer.rows(q, Lk, context)
-    scale = context.score_scale * layer.variant.scale(rows)
+    scale = rows.score_scale * layer.variant.scale(rows)
     if isinstance(scale, Tensor):  # one for each row: torch takes a single number
         q, scale = q * scale, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)

@@ -21,6 +21,8 @@ class Rope:
     scaling: str = "none"
     # s in 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha in 'dynamic_ntk' (None: 1)
     factor: float | None = None
+    # of the pairs, the fastest, that turn at all: p-RoPE (Barbero et al. 2024, arXiv 2410.06205)
+    share: float = 1.0
 
     SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 
@@ -35,7 +37,16 @@ class Rope:
             raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Angles per position [d/2] in float64, and the factor on every score, at this length."""
+        """Angles per position [d/2] in float64, and the factor on every score, at this length.
+
+        Pairs that turn are scaled as they are where all turn.
+        """
+        frequencies, score_scale = self._of_all_pairs(length)
+        turning = round(self.share * len(frequencies))
+        frequencies[turning:] = 0
+        return frequencies, score_scale
+
+    def _of_all_pairs(self, length: int) -> tuple[Tensor, float]:
         d = self.head_size
         s = max(1.0, length / self.trained_length)
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d

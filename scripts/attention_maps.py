@@ -39,7 +39,8 @@ weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 
 RUN/attention_maps.json is a list of measurements; what it has is not measured again. A measurement:
 
-    variant, seed, checkpoint, step, sha256, trained_length, rope, rope_factor, rope_theta, dtype
+    variant, seed, checkpoint, step, sha256, trained_length, dtype
+    rope, rope_factor, rope_theta, log_base
     layer               from 0
     head_windows        by layer, the most keys that each head sees in a row; null: all
     data_dir, tokens    of the validation tokens; null and 0 for a text alone

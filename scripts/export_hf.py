@@ -91,6 +91,7 @@ def transformers_model(run: Run) -> Any:
             "theta": run.facts["rope_theta"],
         },
         "window": run.facts["window"],
+        "log_base": run.facts["log_base"],
         "run": run.facts | {"environment": environment(str(run.device))},
         "auto_map": {
             "AutoConfig": f"{CODE}Config",

@@ -8,9 +8,10 @@ among more noise; with --proportional, which is for mqar, the pairs grow with th
 has more symbols. An answer is right if it is the likeliest of all token ids.
 
 A run with less than 99% right answers at its training length has not learned the task: the table
-says so instead of its accuracies at other lengths, unless --window, --p, --attention, --rope_factor
-or --rope_theta is set. The distance of an answer is the number of tokens from the token that
-determines it. For sort a second line has the share of sequences whose answers are all right.
+says so instead of its accuracies at other lengths, unless --window, --p, --attention, --log_base,
+--rope_factor or --rope_theta is set. The distance of an answer is the number of tokens from the
+token that determines it. For sort a second line has the share of sequences whose answers are all
+right.
 
 Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
 without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
@@ -221,6 +222,7 @@ def is_shown(result: dict, options: RecallOptions) -> bool:
         options.attention,
         options.rope_factor,
         options.rope_theta,
+        options.log_base,
     )
     return learned(result) or any(opened)
 

@@ -24,13 +24,17 @@ ROWS = [
     for path in sorted(folder.glob("*.py"))
     if not path.name.startswith("t6")
 ]
-# Those whose attention is not another row's: the others differ from one in the rest of the model.
-ATTENTIONS = [
-    row
-    for row in ROWS
-    if row not in ("softmax_nope.py", "swa.py", "sssl.py", "qk_norm.py", "gated.py", "fox.py")
-    and not row.startswith("hybrid")
-]
+# Files whose attention is another file's: they differ in the rest of the model.
+SAME_ATTENTION = (
+    "softmax_nope.py",
+    "swa.py",
+    "sssl.py",
+    "qk_norm.py",
+    "prope.py",
+    "gated.py",
+    "fox.py",
+)
+ATTENTIONS = [row for row in ROWS if row not in SAME_ATTENTION and not row.startswith("hybrid")]
 # A run of a second.
 SMALL = [
     "--n_layer=2",

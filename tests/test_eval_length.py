@@ -232,6 +232,32 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
 
 
 @pytest.mark.usefixtures("pictures")
+def test_scores_that_grow_are_another_measurement(module_run, call, shards, measured, capsys):
+    run = module_run("softmax.py", "--positions=none")
+    call(eval_length, run, "--lengths=16,64", "--no_control")
+    # as measurements were before the option
+    file = run / "eval_length.json"
+    (before,) = json.loads(file.read_text())
+    del before["log_base"]
+    file.write_text(json.dumps([before]))
+    call(eval_length, run, "--lengths=16,64", "--log_base=5")
+    assert measured == [16, 64] * 3
+    assert "rope none, log_base 5.0\n" in capsys.readouterr().out
+    call(eval_length, run, "--lengths=16,64", "--no_control")
+    assert len(measured) == 6
+    plain, scaled, control = measured_losses(run)
+    model = build_model(checkpoint.read_config(run)).eval().scale_scores(5.0)
+    checkpoint.load_weights(model, run)
+    shard = read_shard(shards / "text_val_000000.bin")
+    rows = torch.from_numpy(shard[:257].astype(np.int64)).unfold(0, 65, 64)
+    loss = model(rows[:, :-1], rows[:, 1:].contiguous()).item()
+    assert scaled["loss"][1] == pytest.approx(loss, rel=1e-5)
+    assert scaled["loss"][1] != plain["loss"][1]
+    assert control["log_base"] is None
+    assert control["loss"][1] == direct_loss(run, shards, 64, changes={"window": 16})
+
+
+@pytest.mark.usefixtures("pictures")
 def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, refused):
     run = module_run("softmax.py")
     longer = module_run("lssa.py", "--block_size=32", "--total_batch_size=32", "--val_tokens=128")
@@ -266,6 +292,8 @@ def test_refusals_before_anything_is_measured(module_run, call, refused):
     bad = module_run("softmax.py")
     for option in ("--rope=yarn", "--rope_factor=2"):
         refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
+    for base in ("1", "nan", "inf"):
+        refused(call, eval_length, run, f"--log_base={base}", says="must be above 1 and finite")
     # what is wrong with any of the runs, before the first of them is measured
     (bad / "eval_length.json").write_text('{"loss": 1}')
     refused(call, eval_length, run, bad, "--lengths=16", says="eval_length.json: damaged")

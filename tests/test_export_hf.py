@@ -24,7 +24,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
 # Exported by the command: all that layers share, or not, and a scaled RoPE.
 CASES = {
     "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": {},
-    "softmax.py --tokenizer=gpt2 --vocab_size=50300": {"rope": "none"},
+    "softmax.py --tokenizer=gpt2 --vocab_size=50300": {"rope": "none", "log_base": 50.0},
     "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": {
         "rope": "yarn",
         "rope_factor": 4.0,

@@ -26,6 +26,7 @@ TPA = [
     "lssar_p3.py --projections=tpa",
     "t6.py --n_head=3 --head_size=6 --mlp_hidden=24",
     "softmax.py --projections=tpa --q_rank=None --kv_rank=3",
+    "lssar_p3.py --projections=tpa --rope_share=0.25",
 ]
 # Settings of a layer together.
 COMBINED = [
@@ -45,6 +46,7 @@ COMBINED = [
     "lssar_p3.py --window=3 --window_pattern=SSSL",
     "lssar_p3.py --window=5 --window_pattern=SL --nope_share=0.5 --local_window=3",
     "t6.py --n_head=3 --head_size=6 --mlp_hidden=24 --window=3 --window_pattern=SL",
+    "ssmax.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --local_window=3 --rope_share=0.5",
 ]
 
 
@@ -228,12 +230,14 @@ def test_every_parameter_is_trained(case):
 # ---- layers ----
 
 
-def rotated(x, theta=10000.0):
+def rotated(x, share, theta=10000.0):
     """RoPE as a product of complex numbers; x [.., L, d], its pairs (m, m + d/2)."""
     L, d = x.shape[-2:]
+    first_still = round(share * d / 2)
     position = torch.arange(L, dtype=torch.float64)[:, None]
     frequency = torch.tensor([theta ** (-2 * m / d) for m in range(d // 2)], dtype=torch.float64)
     angles = position * frequency  # [L, d/2]
+    angles[:, first_still:] = 0
     real, imaginary = x.chunk(2, dim=-1)
     pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
@@ -251,13 +255,13 @@ def tensor_products(config, u):
         a = columns.pop(0).unflatten(-1, (rank, H))  # [B, L, R, H]
         b = columns.pop(0).unflatten(-1, (rank, d)).transpose(1, 2)  # [B, R, L, d]
         if has_rope:
-            b = rotated(b)
+            b = rotated(b, config.rope_share)
         return torch.einsum("blrh,brld->bhld", a, b) / rank
 
     if config.q_rank is None:
         q = columns.pop(0).unflatten(-1, (H, d)).transpose(1, 2)
         if has_rope:
-            q = rotated(q)
+            q = rotated(q, config.rope_share)
     else:
         q = product(config.q_rank, has_rope)
     k = product(config.kv_rank, has_rope)
@@ -300,8 +304,9 @@ def linear_projections(config, number, layer, u):
     if config.positions == "rope":
         nope = nope_heads(config, number)
         nope_k = nope // (H // Hk)
-        q = torch.cat((q[:, :nope], rotated(q[:, nope:])), dim=1)
-        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:])), dim=1)
+        share = config.rope_share
+        q = torch.cat((q[:, :nope], rotated(q[:, nope:], share)), dim=1)
+        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:], share)), dim=1)
     return q, k, v
 
 
@@ -393,7 +398,7 @@ def test_a_layer_is_its_formula(case):
         yarn_factor = 1.0
     rotation = None
     if config.positions == "rope":
-        cos, sin = angles_of(20, d=config.d_head)
+        cos, sin = angles_of(20, d=config.d_head, share=config.rope_share)
         rotation = Rotation(cos, sin, yarn_factor)
     for number in range(2 if config.nope_every or config.window_pattern else 1):
         layer = model.trunk.blocks[number].attn
@@ -405,6 +410,41 @@ def test_a_layer_is_its_formula(case):
         score_scale = yarn_factor if has_rope else 1.0
         expected = layer_by_formula(config, number, layer, x, score_scale)
         assert_near(layer(x, rotation, None), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case, seen",
+    [
+        ("softmax.py --positions=none", 20),
+        ("lssar_p3.py --window=6 --positions=none", 6),
+        ("asentmax.py", 20),
+        ("lssar_p3.py --projections=tpa --positions=none", 20),
+    ],
+)
+def test_scores_grow_with_the_keys_that_a_query_sees(case, seen):
+    model = small_model(case).scale_scores(5.0)
+    layer = model.trunk.blocks[0].attn
+    x = torch.randn(2, 20, 16, dtype=torch.float64)
+    n = torch.arange(1, 21, dtype=torch.float64).clamp_max(seen)[:, None]
+    growth = (5 + n).log() / math.log(5)
+    assert_near(layer(x, None, None), layer_by_formula(model.config, 0, layer, x, growth))
+    # after a cache n counts the cached keys
+    idx = tokens(2, 20)
+    cache = KVCache(20)
+    chunks = [model.hidden(chunk, cache) for chunk in idx.split([7, 1, 12], dim=1)]
+    assert_near(torch.cat(chunks, dim=1), model.hidden(idx), 1e-12)
+    # and None takes the factor away
+    unscaled = layer_by_formula(model.config, 0, layer, x, 1.0)
+    model.scale_scores(None)
+    assert_near(layer(x, None, None), unscaled)
+
+
+@pytest.mark.parametrize("case", ["hybrid.py", "softmax.py --nope_every=2 --local_window=3"])
+def test_local_heads_of_a_hybrid_do_not_grow(case):
+    for layer in small_model(case).scale_scores(5.0).attention_layers():
+        for attention in layer.attentions():
+            assert attention.log_base == (5.0 if attention.window is None else None)
 
 
 def test_a_block_is_gpt2s():
@@ -507,6 +547,24 @@ def test_yarn_is_its_authors_formula(d, theta, trained, length, factor):
     expected, on_cos_and_sin = yarn(d, theta, trained, factor or length / trained)
     assert_near(frequencies, expected)
     assert on_scores == pytest.approx(on_cos_and_sin**2)
+
+
+@pytest.mark.parametrize("scaling", Rope.SCALINGS)
+def test_slow_pairs_do_not_turn_and_fast_pairs_turn_as_without_a_share(scaling):
+    all_turn, on_scores = Rope(64, 1024, scaling=scaling).frequencies(4096)
+    half_turn, on_scores_of_half = Rope(64, 1024, scaling=scaling, share=0.5).frequencies(4096)
+    assert torch.equal(half_turn[:16], all_turn[:16])
+    assert not half_turn[16:].any()
+    assert on_scores_of_half == on_scores
+
+
+def test_a_scaled_model_keeps_its_share():
+    model = small_model("prope.py")
+    assert model.scale_rope("dynamic_ntk", theta=500.0).trunk.rope.rope.share == 0.5
+    x = tokens(2, 40)
+    everywhere = small_model("softmax.py").scale_rope("dynamic_ntk", theta=500.0)
+    everywhere.load_state_dict(model.state_dict())
+    assert not torch.equal(model(x), everywhere(x))
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "dynamic_ntk", "yarn"])

@@ -39,7 +39,7 @@ def floor(name, keys, dtype):
     if name in LEARNABLE:
         return 48 * eps
     if keys <= 5:
-        return 16 * eps
+        return 24 * eps
     return 4 * eps
 
 

@@ -1,13 +1,15 @@
 """The papers' losses and settings, as the configs and experiments have them."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from config import load_config
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce.entries import open_scale
-from scripts.reproduce.tables import EXPERIMENTS
+from scripts.reproduce.tables import EXPERIMENTS, NORM_AND_PAIRS
 from tests.helpers import CONFIGS, ROWS
 
 
@@ -60,6 +62,18 @@ def test_every_entry_of_the_papers_has_a_config(name):
         tables = paper.get("scales", {"": paper.get("rows")})
         names_of_paper = set().union(*tables.values())
         assert names & names_of_paper
+
+
+@pytest.mark.parametrize("variant", NORM_AND_PAIRS)
+def test_a_variant_is_crossed_with_qk_norm_and_the_share_of_pairs(variant):
+    """Whatever its config file has."""
+    scale = open_scale("tiny_muon", "out")
+    crossed = set()
+    for entry in NORM_AND_PAIRS[variant]:
+        config = scale.run(entry, 1337).config
+        assert config.attention == load_config([str(entry.file)]).attention
+        crossed.add((config.qk_norm, config.rope_share, entry.name.endswith(":plain_rope")))
+    assert crossed == set(itertools.product((False, True), (0.5, 1.0), (False, True)))
 
 
 def test_the_sweep_has_every_p_of_the_paper():

@@ -44,6 +44,7 @@ def test_every_option_comes_from_the_command_line():
         rope="yarn",
         rope_factor=2.5,
         rope_theta=500000.0,
+        log_base=50.0,
         checkpoint="best",
         attention="lssa",
         window=7,

@@ -186,6 +186,15 @@ class Textbook:
         beta = -0.037 * x**4 + 0.481 * x**3 - 2.3 * x**2 + 4.917 * x - 1.791
         return self.softmax(z * torch.where(x > 0.5, beta.clamp_min(1), 1))
 
+    def scale_invariant(self, z):
+        """a_t z + m_t with alpha and beta for which a_0 = 1 and m_0 = 0 (Anson et al. 2025)."""
+        alpha = beta = math.exp(0.5)
+        tau = 10
+        t = self.distance.clamp_min(0).to(z.dtype)
+        a = (2 * ((t / tau + 1).log() - math.log(alpha) + beta / alpha)).sqrt()
+        m = -(a**2) + beta / alpha
+        return self.softmax(a * z + m)
+
 
 def by_head(scalars, q):
     """A layer's learnt scalars as [H, 1, 1]; None where it has none."""
@@ -248,6 +257,7 @@ FORMULAS = {
     "asentmax": lambda t: t.asentmax(),
     "stick_breaking": lambda t: t.stick_breaking(t.z()),
     "adaptive_temperature": lambda t: t.adaptive_temperature(t.z()),
+    "scale_invariant": lambda t: t.scale_invariant(t.z()),
     "softmax_cosine": lambda t: t.softmax(t.cosines()),
     "softplus_logn": lambda t: t.l1(softplus, t.z(t.log_n)),
     "lssa_threshold": lambda t: t.thresholded(t.l1(softplus, t.cosines())),

@@ -30,12 +30,14 @@ ONE_DOCUMENT = (
 class SharpAttentionConfig(PreTrainedConfig):
     """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope.
 
-    `window` is the most keys that a query sees in any layer, or None.
+    `log_base` is the argument of GPT.scale_scores, `window` the most keys that a query sees in any
+    layer, or None.
     """
 
     model_type = "sharp_attention"
     settings: Any = None
     rope: Any = None
+    log_base: Any = None
     window: Any = None
 
 
@@ -66,7 +68,8 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)
-        self.gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
+        gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
+        self.gpt = gpt.scale_scores(config.log_base)
         if config.window is not None:
             limit_windows(self.gpt, config.window)
         # No positions yet: the first call computes them on the weights' device.

@@ -1,6 +1,7 @@
 """Options of commands on finished runs: dataclasses whose fields are the options."""
 
 import argparse
+import math
 import re
 import typing
 from collections.abc import Collection, Sequence
@@ -43,6 +44,7 @@ class Options:
     rope: str = option("dynamic_ntk", f"RoPE scaling: {', '.join(Rope.SCALINGS)}")
     rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base (SSMax: 500000)")
+    log_base: float | None = option(None, "scores grow by log_a(a + n), n keys in view: a (SWAN)")
     window: int | None = option(None, "most last keys that a query sees, in any layer", at_least=1)
     attention: str | None = option(None, "another variant; it re-weights only with --p")
     p: float | None = option(None, "another power of the re-weighting")
@@ -59,13 +61,15 @@ class Options:
 
         The path is always the options': the run's own was chosen for the machine that trained it.
         Another variant re-weights with --p, or with the run's p if it needs p. Raises UserError for
-        a run of another task.
+        a run of another task, and for an invalid log_base.
         """
         if self.task not in config.tasks:
             raise UserError(
                 f"{config.out_dir} has task = {config.task!r}, but this command is for "
                 f"task = {self.task!r}"
             )
+        if self.log_base is not None and not 1 < self.log_base < math.inf:
+            raise UserError(f"--log_base {self.log_base} must be above 1 and finite")
         changes: dict[str, Any] = {"attention_impl": self.attention_impl}
         if self.attention is not None:
             changes["attention"] = self.attention

@@ -133,6 +133,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
+    model.scale_scores(options.log_base)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
@@ -180,6 +181,7 @@ def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options)
         "rope": options.rope_for(config),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
+        "log_base": options.log_base,
         "window": window_of(config, options.window),
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
@@ -364,6 +366,8 @@ def is_of(measurement: dict, facts: dict) -> bool:
             same = True  # the same data may lie in several folders: the hash tells them apart
         elif key in ("val_sha256", "tokenizer"):  # once not recorded by every evaluation
             same = measurement.get(key, value) == value
+        elif key == "log_base":  # once not an option
+            same = measurement.get(key) == value
         else:
             same = key in measurement and measurement[key] == value
         if not same:

@@ -69,7 +69,12 @@ def sliding_window(
     if options.no_control or visible <= config.block_size:
         return None
     return replace(
-        options, window=config.block_size, rope="none", rope_factor=None, rope_theta=None
+        options,
+        window=config.block_size,
+        rope="none",
+        rope_factor=None,
+        rope_theta=None,
+        log_base=None,
     )
 
 

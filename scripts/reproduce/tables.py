@@ -3,8 +3,10 @@
 A new table is a new entry of EXPERIMENTS.
 """
 
+import itertools
 import math
 import statistics
+from dataclasses import replace
 
 from config import Config
 from scripts.attention_maps import (
@@ -141,6 +143,25 @@ ROPES = tuple(
     for name in ("softmax", "ssmax", "lssar_p15")
     for view in ROPE_VIEWS
 )
+
+
+def normed_and_partial(config: str) -> tuple[Entry, ...]:
+    """Return a config with and without QK norm, with RoPE on all pairs of a head and on half."""
+    entries = []
+    for qk_norm, norm in ((False, ""), (True, "_qk_norm")):
+        for rope_share, pairs in ((1.0, "all"), (0.5, "half")):
+            settings = {"qk_norm": qk_norm, "rope_share": rope_share}
+            run = f"{config}{norm}_{pairs}"
+            entry = replace(config_entry(config), run=run, settings=settings)
+            entries += [entry, entry.viewed(PLAIN_ROPE)]
+    return tuple(entries)
+
+
+NORM_AND_PAIRS = {
+    config: normed_and_partial(config)
+    for config in ("softmax", "softmax_logn", "ssmax", "lssa", "lssar_p15", "scale_invariant")
+}
+NORM_AND_PAIRS_ENTRIES = tuple(itertools.chain.from_iterable(NORM_AND_PAIRS.values()))
 
 
 def by_positions(normaliser: str) -> dict[str, Entry]:
@@ -383,6 +404,14 @@ EXPERIMENTS = {
         entries=ROPES,
         draw=grouped(ROPES, pictures.by_run),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
+    ),
+    "norm_and_pairs": loss_and_gain(
+        title="QK norm, and the share of a head's pairs that RoPE turns",
+        entries=NORM_AND_PAIRS_ENTRIES,
+        draw=grouped(NORM_AND_PAIRS_ENTRIES, pictures.by_kind(NORM_AND_PAIRS)),
+        note=(
+            "RoPE turns all pairs of a head, or the faster half. `:plain_rope` has no dynamic NTK."
+        ),
     ),
     "league": loss_and_gain(
         title="What users pick instead",
