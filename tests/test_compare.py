@@ -185,7 +185,6 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
         ([SOFTMAX, f"{SOFTMAX}:plain"], ["'plain' must be one of", "plain_rope, "]),
         ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
-        ([f"{SOFTMAX}:yarn", "--nope_share=0,0.5"], ["nope_share = 0.5 leaves heads without RoPE"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),

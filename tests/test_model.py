@@ -42,6 +42,8 @@ COMBINED = [
     "stick_breaking.py --projections=tpa",
     "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
     "softmax.py --projections=tpa --positions=alibi",
+    "softmax.py --projections=tpa --nope_every=2",
+    "ssmax.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --nope_every=2",
     "lssar_p3.py --n_head=4 --n_kv_head=2 --head_size=6",
 ]
 
@@ -239,11 +241,11 @@ def rotated(x, theta=10000.0):
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def tensor_products(config, u):
+def tensor_products(config, number, u):
     """q, k and v [B, H, L, d]: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q, RoPE on B (T6, Sect. 3.1)."""
     H = config.n_head
     d = config.d_head
-    has_rope = config.positions == "rope"
+    has_rope = config.positions == "rope" and nope_heads(config, number) == 0
     columns = list(torch.split(u, column_sizes(config), dim=-1))
 
     def product(rank, has_rope):
@@ -314,7 +316,7 @@ def layer_by_formula(config, number, layer, x, score_scale):
     H = config.n_head
     u = layer.c_attn(x)
     if config.projections == "tpa":
-        q, k, v = tensor_products(config, u)
+        q, k, v = tensor_products(config, number, u)
     else:
         q, k, v = linear_projections(config, number, layer, u)
     k = k.repeat_interleave(H // k.shape[1], dim=1)
@@ -348,6 +350,10 @@ def layer_by_formula(config, number, layer, x, score_scale):
             outputs.append(y)
         y = torch.cat(outputs, dim=1)
     else:
+        nope = nope_heads(config, number)
+        score_scales = torch.full((H, 1, 1), score_scale, dtype=x.dtype)
+        score_scales[:nope] = 1.0  # no RoPE, so no factor of YaRN
+        context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
 
     y = y.transpose(1, 2)  # [B, L, H, d]
@@ -383,9 +389,6 @@ def test_a_layer_is_its_formula(case):
     config = model.config
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     yarn_factor = 1.7
-    # heads with and without RoPE in one attention have no factor
-    if config.nope_share and not config.local_window:
-        yarn_factor = 1.0
     rotation = None
     if config.positions == "rope":
         cos, sin = angles_of(20, d=config.d_head)
@@ -551,7 +554,7 @@ def test_learned_positions_are_added_and_end():
 @pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED])
 def test_a_cache_changes_nothing(case, window):
     model = small_model(case, f"--window={window}")
-    if model.config.positions == "rope" and not model.config.nope_share:
+    if model.config.positions == "rope":
         model.scale_rope("yarn")
     idx = tokens(2, 24)  # beyond the training length
     whole = model.hidden(idx)

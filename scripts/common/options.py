@@ -85,17 +85,11 @@ class Options:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
         Raises UserError where a scaling other than the default, a factor or a base is asked of a
-        run without RoPE, for an unknown scaling or an invalid factor or base, and for YaRN, which
-        scales the scores too, where heads with and without positions share one attention.
+        run without RoPE, and for an unknown scaling or an invalid factor or base.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
         Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
         if config.positions == "rope":
-            if self.rope == "yarn" and config.nope_share and config.local_window is None:
-                raise UserError(
-                    "--rope yarn scales the scores of all heads of a layer, but nope_share = "
-                    f"{config.nope_share} leaves heads without RoPE"
-                )
             return self.rope
         if self.rope_factor or self.rope_theta or self.rope not in ("none", Options.rope):
             raise UserError(
