@@ -643,6 +643,16 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
     assert not shares[probabilities == 0].any()
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature):
+    model = small_model("softmax.py")
+    x = tokens(2, 5)
+    likeliest = generate(model, x, 8, temperature=0)
+    for top_k in (None, 3):
+        ids = generate(model, x, 8, temperature=temperature, top_k=top_k, never=0)
+        assert torch.equal(ids, likeliest)
+
+
 # ---- loss ----
 
 

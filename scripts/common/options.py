@@ -1,6 +1,7 @@
 """Options of commands on finished runs: dataclasses whose fields are the options."""
 
 import argparse
+import math
 import re
 import typing
 from collections.abc import Collection, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from attention import VARIANTS
 from config import Config, choices
-from errors import UserError
+from errors import UserError, did_you_mean
 from layers.rope import Rope
 from runtime.device import pick_device, pick_dtype
 from runtime.files import check_writable
@@ -109,9 +110,13 @@ class EvaluationOptions(Options):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake as one sentence."""
+    """Reports a mistake as one sentence, an unknown option with the nearest known one."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+        if unknown:
+            known = re.findall(r"--(\w+)", self.format_usage())
+            message += f"; {did_you_mean(unknown[1], known)}--help lists the options"
         raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
@@ -146,7 +151,7 @@ def parse(
 ) -> tuple[AnyOptions, Any]:
     """A dataclass of options from the command line, and the `arguments`, which are not its fields.
 
-    Raises UserError where a number is too small.
+    Raises UserError where a number is too small or not finite.
     """
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     for name, settings in arguments.items():
@@ -161,6 +166,8 @@ def parse(
         value, least = getattr(parsed, each.name), each.metadata["at_least"]
         if value is not None and least is not None and not value >= least:
             raise UserError(f"--{each.name} {value} must be at least {least}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{each.name} {value} must be a finite number")
         values[each.name] = value
     return kind(**values), parsed
 
