@@ -9,15 +9,17 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from config import Config
-from data.loader import Loader
 from errors import first_line
-from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
+
+if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
+    from data.loader import Loader
+    from runtime.checkpoint import Training
 
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
 # Data-Constrained Language Models").
@@ -174,8 +176,8 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
 
 def describe(
     config: Config,
-    training: Training,
-    loader: Loader | None,
+    training: "Training",
+    loader: "Loader | None",
     world_size: int,
 ) -> str:
     """Describe a run that is about to start or continue; without data there is no loader."""
@@ -204,7 +206,7 @@ def describe(
     return "\n".join(lines)
 
 
-def describe_data(config: Config, loader: Loader | None, run_tokens: int) -> str:
+def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:
     if loader is None:
         return (
             f"{config.data_dir}: not there yet; data.text and data.fineweb make it (docs/data.md)"

@@ -31,7 +31,8 @@ from runtime.checkpoint import settings_of
 from runtime.device import environment
 from runtime.files import check_writable
 from runtime.log import read_metrics
-from scripts.common.options import RUN, Options, option, parse
+from scripts.common.command_line import RUN, option, parse
+from scripts.common.options import Options
 from scripts.common.runner import Run, load_run, require
 
 # Where transformers finds its classes in the exported folder.

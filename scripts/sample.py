@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from generation import generate
-from scripts.common.options import RUNS, Options, option, parse
+from scripts.common.command_line import RUNS, option, parse
+from scripts.common.options import Options
 from scripts.common.runner import Run, load_run
 
 

@@ -15,7 +15,7 @@ import yaml
 from config import Config, help_text, load_config, micro_batch_size
 from errors import UserError
 from layers.heads import build_attention
-from runtime import checkpoint
+from runtime import run_folder
 from tests.helpers import CONFIGS, ROWS
 
 
@@ -212,7 +212,7 @@ def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
     with pytest.raises(UserError, match=re.escape(says)):
-        checkpoint.read_config(tmp_path / "run")
+        run_folder.read_config(tmp_path / "run")
     assert says in refusal("--resume", path)
 
 
@@ -222,7 +222,7 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     in_repository = str(repository / "tests")  # a folder that is always there
     assert load_config(["--data_dir=tests"]).data_dir == in_repository
     saved(tmp_path / "run", data_dir="tests")
-    assert checkpoint.read_config(tmp_path / "run").data_dir == in_repository
+    assert run_folder.read_config(tmp_path / "run").data_dir == in_repository
     (tmp_path / "tests").mkdir()
     assert load_config(["--data_dir=tests"]).data_dir == "tests"
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"

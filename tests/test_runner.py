@@ -19,11 +19,12 @@ from data.shards import read_shard, write_shard
 from errors import UserError
 from layers.build import build_model
 from layers.heads import formulas_hash
-from runtime import checkpoint, files
+from runtime import checkpoint, files, run_folder
 from scripts import attention_maps, eval_length
 from scripts.common import runner
+from scripts.common.command_line import parse
 from scripts.common.labels import picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options, parse
+from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
 from tests.helpers import measured_losses, saved_run, small_config
@@ -316,7 +317,7 @@ def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file
 
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
-    config = checkpoint.read_config(run)
+    config = run_folder.read_config(run)
     planned = PlannedRun("lssar", config.replace(out_dir=str(run)), [])
     assert planned.difference() is None
     other_formula()

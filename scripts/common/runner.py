@@ -7,7 +7,7 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 
     import torch
 
-    from scripts.common.options import option
+    from scripts.common.command_line import option
     from scripts.common.runner import Evaluation, as_command
     from scripts.common.validation import TextOptions, stretches, windows
 
@@ -78,12 +78,13 @@ from layers.build import build_model
 from layers.heads import check_attention, formulas_hash
 from layers.selfcheck import check_kernels
 from model import GPT
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.device import autocast, environment, pick_device, pick_dtype
 from runtime.files import check_writable, is_writable, read_json, write_json
 from runtime.source import definition_of, differs, source_hash
+from scripts.common.command_line import parse
 from scripts.common.labels import common_folder, picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options, parse
+from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
 
 # Tokens of an evaluation batch, unless one sequence is longer.
@@ -125,14 +126,14 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    trained = checkpoint.read_config(path)
+    trained = run_folder.read_config(path)
     config = options.applied(trained)
     model = build_model(config).to(device)
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     weights = checkpoint.load_weights(model, path, options.checkpoint)
     facts = run_facts(trained, weights, options)
-    folder = checkpoint.folder_of(path)
+    folder = run_folder.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
@@ -262,7 +263,7 @@ def measured(
     result = None if options.again else stored(evaluation, options, path, file)
     if result is None:
         measure_missing(evaluation, options, load_run(path, options), file)
-        control = evaluation.control(options, checkpoint.read_config(path))
+        control = evaluation.control(options, run_folder.read_config(path))
         if control is not None:
             measured(evaluation, control, path, file)
         result = stored(evaluation, options, path, file)
@@ -304,7 +305,7 @@ def stored(
 
     The measurement of its control, if there is one, is the entry `control`.
     """
-    trained = checkpoint.read_config(path)
+    trained = run_folder.read_config(path)
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
     facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
@@ -329,7 +330,7 @@ def stored(
 
 def results_file(evaluation: Evaluation, path: str | Path, out: Path | None = None) -> Path:
     """The results file of a run: in its folder or, if that is read-only, beside the picture."""
-    folder = checkpoint.folder_of(path)
+    folder = run_folder.folder_of(path)
     if out is None or is_writable(folder):
         return folder / f"{evaluation.name}.json"
     return out.with_suffix(".json")
@@ -412,7 +413,7 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
     def main() -> None:
         options, arguments = parse(evaluation.options)
         runs = arguments.runs
-        options = evaluation.align(options, [checkpoint.read_config(path) for path in runs])
+        options = evaluation.align(options, [run_folder.read_config(path) for path in runs])
         check_runs(evaluation, options, runs, arguments.out)
         results = {}
         for name, path in zip(run_names(runs), runs, strict=True):
@@ -471,4 +472,4 @@ def check_runs(
     if out is None:
         check_writable(common_folder(paths), hint)
     for path in paths:
-        check(evaluation, options, checkpoint.read_config(path))
+        check(evaluation, options, run_folder.read_config(path))
