@@ -126,7 +126,7 @@ class Rows:
     L: int  # the training length
     gamma: float
     p: float | None
-    score_scale: float = 1.0  # on every score: the square of YaRN's attention factor
+    score_scale: float | Tensor = 1.0  # on every score: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
     decay: Tensor | None = None  # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates

@@ -8,6 +8,9 @@ from torch import Tensor
 from layers.cache import KVCache
 from model import GPT
 
+# The lowest temperature that logits are divided by: float32 may round a lower one to 0.
+TINY = torch.finfo(torch.float32).tiny
+
 
 def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
     """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
@@ -47,7 +50,9 @@ def generate(
             if top_k is not None and top_k < model.n_vocab:
                 smallest = logits.topk(top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < smallest, -math.inf)
-            probabilities = (logits / temperature).softmax(-1)
+            # from the largest logit on, so that no temperature overflows: 0 / TINY is 0
+            logits = logits - logits.amax(-1, keepdim=True)
+            probabilities = (logits / max(temperature, TINY)).softmax(-1)
             new = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, new), dim=1)
     return idx

@@ -44,7 +44,7 @@ from optim import (
     set_learning_rate,
     step_unless,
 )
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
 from runtime.distributed import (
@@ -328,7 +328,7 @@ def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) 
 def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
     """End the run without saving, so that the newest checkpoint is a good one."""
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
-        saved = checkpoint.step(config.out_dir) or 0
+        saved = run_folder.step(config.out_dir) or 0
         next_batch = config.first_batch + step - saved
         rate = f"{config.learning_rate / 2:g}"
         settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]

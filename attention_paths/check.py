@@ -4,10 +4,11 @@ import functools
 import math
 
 import torch
+from torch import Tensor
 
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import launch
-from attention_paths.reference import NO_CONTEXT, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError, check_choice
 
 
@@ -64,28 +65,26 @@ def check_causality(name: str, variant: Variant) -> None:
     """Raise UserError where a weight or a gradient reaches a key that its row does not see."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64, generator=generator)
-    k.requires_grad_()
+    row_inputs = {key: torch.zeros(1, 1, 6, dtype=q.dtype) for key in variant.from_input}
     attention = ReferenceAttention(variant, 1, 8, 6, p=2.0 if variant.needs_p else None).double()
+    for scalar in variant.learnable:
+        check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
+    learned = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
+    for x in learned.values():
+        x.requires_grad_()
     try:
-        all_weights = attention.weights(q, k)[0, 0]
+        all_weights = attention.weights(q, k, Context(row_inputs=row_inputs))[0, 0]
     except Exception as error:  # whatever a formula raises
         raise UserError(
             f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
             "row's context are tensors: rows.n.log(), not math.log(rows.n); s, b and p_n exist "
             "where `learnable` names them"
         ) from error
-    for scalar in variant.learnable:
-        check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
-        learned = getattr(attention, scalar)
-        (gradient,) = torch.autograd.grad(
-            all_weights.sum(), learned, retain_graph=True, allow_unused=True
-        )
-        if gradient is None:
-            raise UserError(f"{name}: no formula uses {scalar}, which `learnable` names")
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, NO_CONTEXT)
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
             raise UserError(f"{name}: its bias differs between keys, so it needs keyed=True")
+    check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights, start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
         if weights[row:].any() or gradient[0, 0, row:].any():
@@ -93,3 +92,26 @@ def check_causality(name: str, variant: Variant) -> None:
                 f"{name}: row {row} depends on keys after it; check that its formulas use the rows "
                 "alone, and that `reweight` leaves hidden keys, whose weight is 0, at 0"
             )
+
+
+def check_gradients(
+    name: str,
+    variant: Variant,
+    weights: Tensor,
+    learned: dict[str, Tensor],
+) -> None:
+    """Raise UserError where the gradient by a tensor is nan or infinite, or a scalar has none.
+
+    A run would stop at its first step, and blame the learning rate.
+    """
+    cause = "in the first row n is 1 and log n is 0"
+    if variant.keyed:
+        cause = "for hidden keys rows.last - rows.keys is negative: take its clamp_min(0)"
+    for key, x in learned.items():
+        (gradient,) = torch.autograd.grad(
+            weights.square().sum(), x, retain_graph=True, allow_unused=True
+        )
+        if gradient is None and key in variant.learnable:
+            raise UserError(f"{name}: no formula uses {key}, which `learnable` names")
+        if gradient is not None and not gradient.isfinite().all():
+            raise UserError(f"{name}: the gradient of its weights by {key} is not finite; {cause}")

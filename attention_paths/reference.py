@@ -16,7 +16,8 @@ ALL = slice(None)
 class Context:
     """What a layer's attention depends on besides q, k and v."""
 
-    score_scale: float = 1.0  # on every score: the square of YaRN's attention factor
+    # on every score: the square of YaRN's attention factor; [H, 1, 1] where heads differ
+    score_scale: float | Tensor = 1.0
     row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
 
@@ -32,7 +33,10 @@ class Context:
         log_forget = self.log_forget
         if log_forget is not None:
             log_forget = log_forget[sequences, heads, keys]
-        return Context(self.score_scale, row_inputs, log_forget)
+        score_scale = self.score_scale
+        if isinstance(score_scale, Tensor):
+            score_scale = score_scale[heads]
+        return Context(score_scale, row_inputs, log_forget)
 
 
 NO_CONTEXT = Context()

@@ -52,6 +52,16 @@ class HybridAttention(SelfAttention):
         rotated = super().rotate(x[:, nope_heads:], rotation)
         return torch.cat((x[:, :nope_heads], rotated), dim=1)
 
+    def context(self, x: Tensor, rotation: Rotation | None) -> Context:
+        """Return SelfAttention.context, but without YaRN's factor on heads without positions."""
+        context = super().context(x, rotation)
+        if self.nope_heads == 0 or context.score_scale == 1.0:
+            return context
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        score_scale = x.new_ones((self.n_head, 1, 1), dtype=dtype)
+        score_scale[self.nope_heads :] = context.score_scale
+        return replace(context, score_scale=score_scale)
+
     def attend(
         self,
         attention: Attention,
@@ -65,15 +75,12 @@ class HybridAttention(SelfAttention):
             return super().attend(attention, q, k, v, context, cache)
         H = self.nope_heads
         Hk = H * self.n_kv_head // self.n_head
-        # YaRN's factor is for the scores of heads with RoPE
-        global_context = replace(context.select(heads=slice(H)), score_scale=1.0)
-        local_context = context.select(heads=slice(H, None))
         y_global = super().attend(
             attention,
             q[:, :H],
             k[:, :Hk],
             v[:, :Hk],
-            global_context,
+            context.select(heads=slice(H)),
             cache,
         )
         y_local = super().attend(
@@ -81,7 +88,7 @@ class HybridAttention(SelfAttention):
             q[:, H:],
             k[:, Hk:],
             v[:, Hk:],
-            local_context,
+            context.select(heads=slice(H, None)),
             cache,
         )
         return torch.cat((y_global, y_local), dim=1)

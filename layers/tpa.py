@@ -69,12 +69,20 @@ class TensorProductAttention(SelfAttention):
             bound = math.sqrt(6 / fan)
             nn.init.uniform_(weight, -bound, bound)
 
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        if not self.has_rope:
+            rotation = None
+        return super().forward(x, rotation, cache)
+
     def project(  # type: ignore[override]
         self, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Factors, Factors]:
         """Return q [B, H, L, d], and the factors of k and v."""
-        if not self.has_rope:
-            rotation = None
         columns = self.c_attn(x).split(self.widths, dim=-1)
         *q_columns, a_k, b_k, a_v, b_v = columns
         if self.q_rank is None:

@@ -20,7 +20,6 @@ show whether a disk has damaged it since.
 import io
 import math
 import os
-import re
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,19 +30,25 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, saved_config
+from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
-from errors import UserError, did_you_mean, first_line
+from errors import UserError, first_line
 from layers.heads import formulas_hash
 from model import GPT
 from optim import learning_rate
 from runtime.device import environment, uncommitted
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
+from runtime.run_folder import (
+    Settings,
+    checkpoints,
+    is_checkpoint,
+    no_checkpoint,
+    read_checkpoint,
+    step_of,
+)
 from runtime.source import differs
 
-# The values that a Config may have.
-Settings = dict[str, None | bool | int | float | str]
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
 # Settings of a model that the names and shapes of its weights may not reveal.
@@ -290,32 +295,6 @@ class Saver:
 # ---- what is there ----
 
 
-def checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoints that a run can be resumed from, the newest first."""
-    files = [path for path in Path(run).glob("*.pt") if re.fullmatch(r"step_\d{6,}", path.stem)]
-    return sorted(files, key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
-
-
-def step(run: str | Path) -> int | None:
-    """Return the step of a run's newest checkpoint, None where there is none."""
-    paths = checkpoints(run)
-    return step_of(paths[0]) if paths else None
-
-
-def is_checkpoint(run: str | Path) -> bool:
-    """Tell whether the path is the file of a checkpoint, not the folder of a run."""
-    return Path(run).suffix == ".pt"
-
-
-def folder_of(run: str | Path) -> Path:
-    """Return the folder of a run, or the folder that a checkpoint's file lies in."""
-    return Path(run).parent if is_checkpoint(run) else Path(run)
-
-
 def should_resume(run: Path, resume: bool | str) -> bool:
     """Tell whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
 
@@ -342,18 +321,6 @@ def should_resume(run: Path, resume: bool | str) -> bool:
             "move it away, or give another --out_dir"
         )
     return False
-
-
-def no_checkpoint(run: str | Path) -> str:
-    """Return a sentence on a path without a checkpoint."""
-    run = Path(run)
-    hint = ""
-    if not run.exists():
-        hint = did_you_mean(str(run), map(str, run.parent.glob("*")))
-    return (
-        f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
-        "the .pt file of a checkpoint in it"
-    )
 
 
 # ---- reading ----
@@ -400,11 +367,7 @@ def load(path: Path) -> State:
 
     Nothing in the file is run as code. Raises UserError where it cannot be read.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises many types for damaged files
-        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    return convert(content, State, path)
+    return convert(read_checkpoint(path), State, path)
 
 
 def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
@@ -466,22 +429,6 @@ def check_rate(run: Path, config: Config, state: State) -> None:
         f"{state.step}: of {config.max_iters} steps it would have had other learning rates so far. "
         f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
     )
-
-
-def read_config(run: str | Path) -> Config:
-    """Return the Config that a run, or the file of a checkpoint, was saved with.
-
-    Raises UserError where there is none or it is no longer valid.
-    """
-    if is_checkpoint(run):
-        path = Path(run)
-        values = load(path).config
-    else:
-        path = Path(run) / "config.json"
-        values = read_json(path, Settings)
-    if values is None:
-        raise UserError(no_checkpoint(run))
-    return saved_config(values, path).replace(out_dir=str(folder_of(run)))  # it may have moved
 
 
 def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Checkpoint:

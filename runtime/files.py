@@ -67,17 +67,18 @@ def delete_abandoned(temporary: Path) -> None:
         temporary.unlink()
 
 
-def check_writable(folder: str | Path) -> None:
-    """Raise UserError, before any long work, if a folder cannot be written to.
-
-    If it does not exist yet, its nearest existing parent is tested.
-    """
-    folder = Path(folder).absolute()
-    nearest = folder
+def is_writable(folder: str | Path) -> bool:
+    """Whether files can be written to a folder or, where there is none yet, it can be made."""
+    nearest = Path(folder).absolute()
     while not nearest.exists():
         nearest = nearest.parent
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise UserError(f"{folder}: no file can be written there")
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def check_writable(folder: str | Path, hint: str = "") -> None:
+    """Raise UserError, before any long work, if a folder cannot be written to."""
+    if not is_writable(folder):
+        raise UserError(f"{Path(folder).absolute()}: no file can be written there{hint}")
 
 
 def write_json(path: str | Path, value: Any) -> None:

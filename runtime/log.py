@@ -9,16 +9,18 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from config import Config
-from data.loader import Loader
 from errors import UserError, first_line
-from model import SelfAttention
-from runtime.checkpoint import Training
 from runtime.files import atomic_write, read_json, write_json, writing
+
+if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
+    from data.loader import Loader
+    from model import SelfAttention
+    from runtime.checkpoint import Training
 
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
 # Data-Constrained Language Models").
@@ -214,8 +216,8 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
 
 def describe(
     config: Config,
-    training: Training,
-    loader: Loader | None,
+    training: "Training",
+    loader: "Loader | None",
     world_size: int,
 ) -> str:
     """Describe a run that is about to start or continue; without data there is no loader."""
@@ -254,12 +256,12 @@ def describe(
     return "\n".join(lines)
 
 
-def windows_of(layer: SelfAttention) -> str:
+def windows_of(layer: "SelfAttention") -> str:
     """Return the windows of a layer's heads: "256", "all" without one, "all and 256" of both."""
     return " and ".join(str(attention.window or "all") for attention in layer.attentions())
 
 
-def describe_data(config: Config, loader: Loader | None, run_tokens: int) -> str:
+def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:
     if loader is None:
         return (
             f"{config.data_dir}: not there yet; data.text and data.fineweb make it (docs/data.md)"

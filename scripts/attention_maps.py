@@ -79,7 +79,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
-from scripts.common.options import option
+from scripts.common.command_line import option
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import (

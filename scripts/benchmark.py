@@ -50,7 +50,7 @@ from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
-from scripts.common.options import Parser
+from scripts.common.command_line import Parser
 from scripts.common.papers import LSSAR
 from scripts.common.tables import print_table
 

@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config, choices, load_config, names, parse, require_known_setting, shown
 from errors import UserError, command
 from layers.heads import check_attention
+from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
-from scripts.common.options import lengths_of
 from scripts.recall import RecallOptions
 from scripts.reproduce import kinds, metrics, pictures
 from scripts.reproduce.entries import (

@@ -50,8 +50,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
+from scripts.common.command_line import option
 from scripts.common.labels import title_of
-from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, batches, with_controls
 from scripts.common.tables import print_table

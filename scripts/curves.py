@@ -19,10 +19,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from errors import UserError, command
-from runtime import checkpoint
+from runtime import run_folder
 from runtime.log import read_metrics
+from scripts.common.command_line import option, parse
 from scripts.common.labels import picture_path, run_names
-from scripts.common.options import option, parse
 from scripts.common.plots import Curve, draw_curves, save_picture
 
 PANELS = {
@@ -51,7 +51,7 @@ def main() -> None:
 
 def read_steps(path: str | Path) -> Steps:
     """Read the steps and validations of a run. Raises UserError where there are none."""
-    steps = read_metrics(checkpoint.folder_of(path))
+    steps = read_metrics(run_folder.folder_of(path))
     if not steps:
         raise UserError(f"{path}: its metrics.jsonl has no step yet")
     return steps

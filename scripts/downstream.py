@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError, first_line
-from scripts.common.options import EvaluationOptions, option
+from scripts.common.command_line import option
+from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table

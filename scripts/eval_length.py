@@ -60,8 +60,8 @@ from config import Config
 from data.shards import data_difference
 from errors import UserError
 from runtime import checkpoint
+from scripts.common.command_line import option
 from scripts.common.labels import title_of
-from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, with_controls
 from scripts.common.tables import print_table

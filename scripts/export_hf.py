@@ -1,14 +1,12 @@
 """Export a trained model as a folder that Hugging Face's transformers loads by itself.
 
 python -m scripts.export_hf RUN DIR
+lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks arc_easy
 
-    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
-    AutoTokenizer.from_pretrained(DIR, trust_remote_code=True)
-    lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks arc_easy
-
-DIR gets the weights in float32, the settings, the tokenizer, and this repository's model code, so
-that every variant of attention.VARIANTS and every RoPE scaling works. It appears whole or not at
-all. The export needs requirements-eval.txt; loading needs transformers 5.
+DIR gets the weights in float32, the settings, the tokenizer, a README.md that says what the model
+is and how to load it, and this repository's model code, so that every variant of attention.VARIANTS
+and every RoPE scaling works. It appears whole or not at all. The export needs
+requirements-eval.txt; loading needs transformers 5.
 """
 
 import os
@@ -31,12 +29,44 @@ from data.vocabulary import BUILT_IN
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
-from scripts.common.options import RUN, Options, option, parse
+from runtime.files import check_writable
+from runtime.log import read_metrics
+from scripts.common.command_line import RUN, option, parse
+from scripts.common.options import Options
 from scripts.common.runner import Run, load_run, require
 
 # Where transformers finds its classes in the exported folder.
 CODE = "hf_modeling.SharpAttention"
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
+# The lines that load an exported folder, and its README.md.
+LOAD = """
+model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
+"""
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+{table}
+
+`config.json` has all settings and the commit of the code. The model's code is in this folder, so
+that loading needs `trust_remote_code=True`, also of the tokenizer: without it transformers asks.
+
+```python
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+{load}
+prompt = [tokenizer.bos_token_id]  # every document began with it
+prompt += tokenizer.encode("The meaning of life is")
+text = model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=True, top_k=50)
+print(tokenizer.decode(text[0]))
+```
+
+Each row of a batch is one document, padded on the right if at all, and the prompts of a batch have
+one length. The code is under the MIT licence (LICENSE).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +83,12 @@ def main() -> None:
     folder = arguments.dir.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another one")
+    check_writable(folder)
     run = load_run(arguments.run, options)
     model = transformers_model(run)
     tokenizer = transformers_tokenizer(run.config)
+    from safetensors import SafetensorError  # transformers needs it
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export", dir=folder.parent) as temporary:
@@ -66,10 +99,12 @@ def main() -> None:
             for name, text in sources().items():
                 (whole / name).write_text(text, encoding="utf-8")
             shutil.copy(ROOT / "LICENSE", whole)
+            (whole / "README.md").write_text(model_card(run, folder.name), encoding="utf-8")
             os.replace(whole, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
-    print(f"{arguments.dir}: {run.config.label}, step {run.facts['step']}")
+    print(f"{arguments.dir}: {run.config.label}, step {run.facts['step']}; to load it:")
+    print(LOAD.format(folder=arguments.dir))
 
 
 def transformers_model(run: Run) -> Any:
@@ -111,6 +146,33 @@ def transformers_model(run: Run) -> Any:
     return model
 
 
+def model_card(run: Run, folder: str) -> str:
+    """Return the README.md of an exported run: what it is, and how to load it from `folder`."""
+    config = run.config
+    step = run.facts["step"]
+    rows = {
+        "attention": run.facts["variant"],
+        "parameters": f"{run.model.count_parameters():,}",
+        "layers, width, heads": f"{config.n_layer}, {config.n_embd}, {config.n_head}",
+        "positions": f"{config.positions}; RoPE scaling: {run.facts['rope']}",
+        "training length": f"{config.block_size:,} tokens",
+        "trained on": (
+            f"{step * config.total_batch_size:,} tokens of {Path(config.data_dir).name}: "
+            f"{step:,} steps of {config.total_batch_size:,}"
+        ),
+        "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
+    }
+    for line in read_metrics(run.path):
+        if "val_loss" in line and line["step"] <= step:
+            loss = f"{line['val_loss']:.4f} nats per token at step {line['step']:,}"
+            rows["validation loss"] = loss
+    table = "| | |\n|---|---|"
+    for key, value in rows.items():
+        table += f"\n| {key} | {value} |"
+    load = LOAD.format(folder=folder)
+    return CARD.format(name=run.facts["variant"], table=table, load=load)
+
+
 def transformers_tokenizer(config: Config) -> Any:
     """Return the run's tokenizer for transformers, with the same ids for the same text.
 
@@ -131,6 +193,7 @@ def transformers_tokenizer(config: Config) -> Any:
         pad_token=mark,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
+        model_max_length=config.block_size,
     )
 
 

@@ -46,13 +46,14 @@ from layers.build import build_model
 from layers.selfcheck import check_kernels
 from model import GPT
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.device import open_device, pick_dtype
 from runtime.distributed import EXIT_STOPPED, stop_signals
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import Log, say
-from scripts.common.options import RUN, Options, option, parse
+from scripts.common.command_line import RUN, option, parse
+from scripts.common.options import Options
 from scripts.common.retrieval import ASK
 from train import Monitor, StepBatch, Update, save, train_step
 
@@ -93,7 +94,7 @@ class FineTuning:
 @command
 def main() -> None:
     options, arguments = parse(FineTuning, arguments={"run": RUN})
-    out = Path(options.out_dir or f"{checkpoint.folder_of(arguments.run)}_squad")
+    out = Path(options.out_dir or f"{run_folder.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
         checkpoint.should_resume(out, options.resume)
         stopped = finetune(arguments.run, out, options)
@@ -105,7 +106,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     """Fine-tune until the last step or a signal; returns whether a signal stopped it."""
     # ---- config: its errors come before the examples are read ----
     device = open_device(options.device)
-    base = Options().applied(checkpoint.read_config(run))
+    base = Options().applied(run_folder.read_config(run))
     config = recipe(run, base, out, options)
 
     # ---- model ----

@@ -42,8 +42,8 @@ from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import layer_attention_weights
+from scripts.common.command_line import option
 from scripts.common.labels import title_of
-from scripts.common.options import option
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import (
     ANSWER_TOKENS,

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer
+from scripts.common.command_line import option
 from scripts.common.labels import title_of
-from scripts.common.options import option
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import (
     ANSWER_TOKENS,

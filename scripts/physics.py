@@ -48,7 +48,8 @@ from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
-from scripts.common.options import EvaluationOptions, option
+from scripts.common.command_line import option
+from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table

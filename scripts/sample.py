@@ -4,7 +4,7 @@ python -m scripts.sample RUN --prompt "The meaning of" --max_new_tokens 100
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,9 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.tokenizer import get_tokenizer
-from errors import command
+from errors import UserError, command
 from generation import generate
-from scripts.common.options import RUNS, Options, option, parse
+from scripts.common.command_line import RUNS, option, parse
+from scripts.common.options import Options
 from scripts.common.runner import Run, load_run
 
 
@@ -23,7 +24,7 @@ from scripts.common.runner import Run, load_run
 class Sampling(Options):
     """Generate text with a trained model."""
 
-    prompt: str = option("", "text to continue; empty: the start of a document")
+    prompt: str = option("", "text to continue, or FILE:PATH; empty: the start of a document")
     num_samples: int = option(1, "texts to generate", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)
     temperature: float = option(0.8, "of the sampling; 0 takes the most likely token", at_least=0)
@@ -34,11 +35,23 @@ class Sampling(Options):
 @command
 def main() -> None:
     options, arguments = parse(Sampling, arguments={"runs": RUNS["runs"]})
+    options = replace(options, prompt=read_prompt(options.prompt))
     for path in arguments.runs:
         run = load_run(path, options)
         for text in sample(run, options):
             print(text)
             print("-" * 80)
+
+
+def read_prompt(prompt: str) -> str:
+    """The text of a prompt: itself or, as in nanoGPT, that of the file in FILE:PATH."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    path = Path(prompt.removeprefix("FILE:"))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--prompt {prompt}: the file cannot be read: {error}") from error
 
 
 def sample(run: Run, options: Sampling) -> list[str]:

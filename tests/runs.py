@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config import ROOT
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
 
@@ -85,7 +85,7 @@ def agree(one, other, rel=1e-5):
 
 def go_on(folder):
     """What a user adds to the same command: --resume once there is something to resume."""
-    return ["--resume"] if checkpoint.checkpoints(folder) else []
+    return ["--resume"] if run_folder.checkpoints(folder) else []
 
 
 def wait_for(condition, timeout=60):

@@ -529,6 +529,17 @@ GRADIENTS_AT_HIDDEN_KEYS = {
         reweight=lambda A, rows, p: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
+    "bias": Variant(
+        attention.EXP,
+        bias=lambda rows: -(rows.last - rows.keys).log1p(),
+        keyed=True,
+    ),
+    "bias with s": Variant(
+        attention.EXP,
+        bias=lambda rows: -rows.s * (rows.last - rows.keys).clamp_min(0).log1p(),
+        keyed=True,
+        learnable=("s",),
+    ),
 }
 
 
@@ -554,6 +565,41 @@ REFUSED = [
     (
         Variant(attention.EXP, reweight=lambda A, rows, p: A / A.amax(-2, keepdim=True)),
         "own: row 2 depends on keys after it",
+    ),
+    (
+        Variant(
+            attention.EXP,
+            bias=lambda rows: -rows.s * (rows.last - rows.keys).log1p(),
+            keyed=True,
+            learnable=("s",),
+        ),
+        r"own: the gradient of its weights by s is not finite.*clamp_min\(0\)",
+    ),
+    (
+        Variant(
+            attention.EXP,
+            bias=lambda rows: -rows.p_n * (rows.last - rows.keys).sqrt(),
+            keyed=True,
+            learnable=("p_n",),
+        ),
+        "own: the gradient of its weights by p_n is not finite",
+    ),
+    (
+        Variant(
+            attention.SIGMOID,
+            bias=lambda rows: rows.u * (rows.last - rows.keys).log1p(),
+            keyed=True,
+            from_input=("u",),
+        ),
+        "own: the gradient of its weights by u is not finite",
+    ),
+    (
+        Variant(attention.EXP, scale=lambda rows: 1 + rows.b.sqrt(), learnable=("b",)),
+        "own: the gradient of its weights by b is not finite",
+    ),
+    (
+        Variant(attention.EXP, scale=lambda rows: 1 / rows.n.log()),
+        "own: the gradient of its weights by q is not finite; in the first row n is 1",
     ),
     (Variant(attention.EXP, learnable=("t",)), "own: learnable = 't'; .*s, b, p_n"),
     (Variant(attention.EXP, learnable=("s",)), "own: no formula uses s, which `learnable` names"),

@@ -11,7 +11,7 @@ import torch
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from tests.runs import metrics, saved
 
 
@@ -79,8 +79,8 @@ def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
     began_with = json.loads((began / "began_with.json").read_text())
     assert began_with == checkpoint.find(run).id
     assert began_with == checkpoint.find(alone).id
-    config = checkpoint.read_config(run)
-    assert checkpoint.read_config(alone) == config.replace(out_dir=str(alone.parent))
+    config = run_folder.read_config(run)
+    assert run_folder.read_config(alone) == config.replace(out_dir=str(alone.parent))
     content = torch.load(alone, weights_only=True, mmap=False)
     content["model"]["wte.weight"] = None
     torch.save(content, alone)
@@ -160,11 +160,11 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
         saver.save("step", state(1))
         tensor += 1  # training goes on
         assert written == []
-        assert not checkpoint.checkpoints(tmp_path)
+        assert not run_folder.checkpoints(tmp_path)
         threading.Timer(0.2, gate.set).start()
         saver.save("step", state(2))
         assert written[0] == "step_000001.pt"
-        assert checkpoint.checkpoints(tmp_path)[-1].name == "step_000001.pt"
+        assert run_folder.checkpoints(tmp_path)[-1].name == "step_000001.pt"
     assert len(written) == 2
     first = checkpoint.load(tmp_path / "step_000001.pt")
     assert torch.equal(first.model["w"], torch.zeros(3))

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from runtime import checkpoint
+from runtime import run_folder
 from scripts import compare
 from scripts.common import planned
 from tests.helpers import (
@@ -160,7 +160,7 @@ def test_a_run_with_another_rate_in_between_is_not_paired(train):
     run = train("run", "--max_iters=3")
     resume = ("run", "--resume")
     train(*resume, "--max_iters=6")
-    config = checkpoint.read_config(run)
+    config = run_folder.read_config(run)
     assert planned.PlannedRun("run", config, []).difference() is None
     plan = planned.PlannedRun("run", config.replace(max_iters=9), [])
     train(*resume, "--max_iters=9", "--learning_rate=1e-3")
@@ -231,7 +231,6 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
         ([SOFTMAX, f"{SOFTMAX}:plain"], ["'plain' must be one of", "plain_rope, "]),
         ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
-        ([f"{SOFTMAX}:yarn", "--nope_share=0,0.5"], ["nope_share = 0.5 leaves heads without RoPE"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),

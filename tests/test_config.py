@@ -16,7 +16,7 @@ import yaml
 from config import Config, help_text, load_config, micro_batch_size, read_file
 from errors import UserError
 from layers.heads import build_attention
-from runtime import checkpoint
+from runtime import run_folder
 from tests.helpers import CONFIGS, ROWS
 from train import main as train_main
 
@@ -241,7 +241,7 @@ def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
     with pytest.raises(UserError, match=re.escape(says)):
-        checkpoint.read_config(tmp_path / "run")
+        run_folder.read_config(tmp_path / "run")
     assert says in refusal("--resume", path)
 
 
@@ -251,7 +251,7 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     in_repository = str(repository / "tests")  # a folder that is always there
     assert load_config(["--data_dir=tests"]).data_dir == in_repository
     saved(tmp_path / "run", data_dir="tests")
-    assert checkpoint.read_config(tmp_path / "run").data_dir == in_repository
+    assert run_folder.read_config(tmp_path / "run").data_dir == in_repository
     (tmp_path / "tests").mkdir()
     assert load_config(["--data_dir=tests"]).data_dir == "tests"
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
@@ -265,7 +265,7 @@ def test_a_run_finds_its_relative_data_from_anywhere(train, shards, tmp_path, mo
     run = train("run", "--data_dir=bytes", "--max_iters=3")
     monkeypatch.chdir(tmp_path)
     for source in (run, run / "step_000003.pt"):
-        assert checkpoint.read_config(source).data_dir == str(data)
+        assert run_folder.read_config(source).data_dir == str(data)
     assert load_config(["--resume", str(run)]).data_dir == str(data)
     shutil.rmtree(data)
     monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from data.shards import read_shard, write_shard
 from layers.build import build_model
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from scripts import copying
 from tests.helpers import not_blank, read_table, saved_run, small_config, stub_run
 
@@ -105,7 +105,7 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     assert (control["rope"], control["window"]) == ("none", 16)
     # one passage, by hand
     tokens = read_shard(shards / "text_val_000000.bin").astype(np.int64)
-    model = build_model(checkpoint.read_config(runs[0])).eval().scale_rope("yarn")
+    model = build_model(run_folder.read_config(runs[0])).eval().scale_rope("yarn")
     checkpoint.load_weights(model, runs[0])
 
     def loss(first):

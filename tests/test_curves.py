@@ -1,11 +1,27 @@
 """The curves of runs while they train."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from scripts import curves
 from tests.helpers import not_blank
-from tests.runs import metrics
+from tests.runs import ROOT, metrics
+
+
+def test_curves_are_drawn_without_torch(run):
+    """Its import takes most of the seconds that a user waits for the picture."""
+    code = f"""
+import sys
+from scripts import curves
+sys.argv = ["curves", {str(run)!r}]
+curves.main()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert not_blank(run / "curves.png")
 
 
 def test_the_curves_of_a_run_in_training(run, call):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED, process_group
 from tests.faults import arguments, finish, group, run, start
 from tests.helpers import reverse_shard
@@ -117,7 +117,7 @@ def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
     """As where out_dir is on each node's own disk."""
     assert run(arguments(shards, tmp_path / "run")) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "node" / "run")
-    checkpoint.checkpoints(tmp_path / "node" / "run")[0].unlink()
+    run_folder.checkpoints(tmp_path / "node" / "run")[0].unlink()
     folders = {0: {"chdir": tmp_path}, 1: {"chdir": tmp_path / "node"}}
     pair = group(arguments(shards, "run", "--resume", "--max_iters=9"), folders)
     assert [finish(process) for process in reversed(pair)] == [2, 1]

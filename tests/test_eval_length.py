@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from scripts import eval_length
 from scripts.common.validation import checked_tokens, stretches
 from tests.helpers import measured_losses, not_blank, reverse_shard, saved_run, small_config
@@ -32,7 +32,7 @@ def module_run(shards, tmp_path_factory):
 
 def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     """Loss of each of the first 256 validation tokens in windows of this length: [windows, L]."""
-    config = checkpoint.read_config(run).replace(**changes or {})
+    config = run_folder.read_config(run).replace(**changes or {})
     model = build_model(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
     shard = read_shard(shards / "text_val_000000.bin")
@@ -179,7 +179,7 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     assert old["loss"] != new["loss"]
     assert new["loss"] == [direct_loss(run, shards, 16)]
     # another run, which differs in its weights alone
-    other = saved_run(tmp_path / "other", build_model(checkpoint.read_config(run)))
+    other = saved_run(tmp_path / "other", build_model(run_folder.read_config(run)))
     shutil.copy(run / "eval_length.json", other)
     call(eval_length, other, "--lengths", "16")
     *copied, measured = measured_losses(other)
@@ -246,7 +246,7 @@ def test_scores_that_grow_are_another_measurement(module_run, call, shards, meas
     call(eval_length, run, "--lengths=16,64", "--no_control")
     assert len(measured) == 6
     plain, scaled, control = measured_losses(run)
-    model = build_model(checkpoint.read_config(run)).eval().scale_scores(5.0)
+    model = build_model(run_folder.read_config(run)).eval().scale_scores(5.0)
     checkpoint.load_weights(model, run)
     shard = read_shard(shards / "text_val_000000.bin")
     rows = torch.from_numpy(shard[:257].astype(np.int64)).unfold(0, 65, 64)

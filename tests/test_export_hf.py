@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from generation import generate
 from scripts import export_hf
 from scripts.common.runner import Options, load_run
 from tests.helpers import ROWS, saved_run, small_model
-from tests.runs import ROOT
+from tests.runs import ROOT, metrics
 from tests.test_data_tokenizer import TEXTS, random_texts
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
@@ -52,6 +53,9 @@ for folder, run in torch.load("runs.pt").items():
     for x, logits in run["logits"]:
         assert_close(model(x).logits, logits, rtol=0, atol=1e-6)
     assert torch.equal(model.generate(run["logits"][0][0], **run["greedy"]), run["text"])
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 16
+card = pathlib.Path(folder, "README.md").read_text()
+exec(card.split("```python\\n")[1].split("```")[0])  # what it says of loading
 package = type(model).__module__.rpartition(".")[0]
 for path in pathlib.Path(folder).glob("*.py"):
     importlib.import_module(f"{package}.{path.stem}")
@@ -294,6 +298,45 @@ def test_the_folder_says_what_it_is(folder):
     assert "out_dir" not in values["settings"]
     assert str(folder) not in json.dumps(values["settings"])  # no path of the exporting machine
     assert (folder / "user/model0/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, capsys):
+    target = tmp_path / "model"
+    export(trained, target)
+    printed = capsys.readouterr().out
+    card = (target / "README.md").read_text()
+    loss = metrics(trained, "val_loss")[6]
+    run = load_run(trained, Options(device="cpu"))
+    for row in (
+        "attention | lssar_p3",
+        f"parameters | {run.model.count_parameters():,}",
+        "trained on | 6,144 tokens of shards0: 6 steps of 1,024",
+        f"validation loss | {loss:.4f} nats per token at step 6",
+    ):
+        assert f"| {row} |" in card
+    assert f'from_pretrained("{target}", trust_remote_code=True)' in printed
+    assert str(tmp_path) not in card  # no path of the exporting machine
+
+
+@torch.no_grad()
+def test_another_number_of_ids_is_refused_and_changes_nothing(tmp_path):
+    run, model = load_in_transformers(tmp_path, "softmax.py", rope="none")
+    x = tokens(5)
+    for number in (100, 256, 258, 384):
+        with pytest.raises(ValueError, match=f"has 257 ids, not {number}"):
+            model.resize_token_embeddings(number)
+    assert model.resize_token_embeddings(257) is model.get_input_embeddings()
+    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
+
+
+def test_a_full_disk_is_a_sentence(tmp_path, folder, refused):
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard_limit))
+    try:
+        refused(export, folder / "run0", tmp_path / "model", says="model cannot be written: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard_limit))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):

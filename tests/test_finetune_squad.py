@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from layers.build import build_model
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
 from scripts import finetune_squad
@@ -103,7 +103,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
     paper = SSMAX["finetuning"]
-    config = checkpoint.read_config(out)
+    config = run_folder.read_config(out)
     assert config.optimizer == "adamw"
     assert [config.beta1, config.beta2] == paper["betas"]
     assert config.weight_decay == paper["weight_decay"]
@@ -198,7 +198,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     assert "error: step 5: loss" in capsys.readouterr().err
     assert rates[:4] == list(metrics(out, "lr").values())
     assert len(rates) == len(set(seeds)) == 5
-    config = checkpoint.read_config(out)
+    config = run_folder.read_config(out)
     names = ["step_000000.pt", "step_000002.pt", "step_000004.pt"]
     assert sorted(checkpoints(out)) == names[-config.keep_last :]
 

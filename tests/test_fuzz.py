@@ -23,7 +23,7 @@ from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from layers.build import build_model
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from scripts import sample
 from tests.helpers import SMALL, SMALLER, saved_run
 
@@ -145,7 +145,7 @@ def test_checkpoints_of_other_content(trained, tmp_path, data):
     torch.save(altered(data.draw, content, replacements), file)
 
     def load():
-        model = build_model(checkpoint.read_config(file))
+        model = build_model(run_folder.read_config(file))
         checkpoint.load_weights(model, file)
 
     works_or_refuses(load)

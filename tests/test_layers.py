@@ -12,7 +12,7 @@ LAYERS = (
     ("errors",),
     ("data.vocabulary", "runtime.hf_config"),
     ("config", "runtime.files", "runtime.source"),
-    ("runtime.device", "runtime.distributed"),
+    ("runtime.device", "runtime.distributed", "runtime.run_folder"),
     ("data", "attention"),
     ("attention_paths.kernels",),
     ("attention_paths",),

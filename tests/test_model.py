@@ -42,6 +42,8 @@ COMBINED = [
     "stick_breaking.py --projections=tpa",
     "lssar_p3.py --projections=tpa --forget=True --sink=learned --softcap=3 --gate=head",
     "softmax.py --projections=tpa --positions=alibi",
+    "softmax.py --projections=tpa --nope_every=2",
+    "ssmax.py --n_head=4 --n_kv_head=2 --nope_share=0.5 --nope_every=2",
     "lssar_p3.py --n_head=4 --n_kv_head=2 --head_size=6",
     "lssar_p3.py --window=3 --window_pattern=SSSL",
     "lssar_p3.py --window=5 --window_pattern=SL --nope_share=0.5 --local_window=3",
@@ -243,11 +245,11 @@ def rotated(x, share, theta=10000.0):
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def tensor_products(config, u):
+def tensor_products(config, number, u):
     """q, k and v [B, H, L, d]: Q_t = A_Q(x_t)^T B_Q(x_t) / R_Q, RoPE on B (T6, Sect. 3.1)."""
     H = config.n_head
     d = config.d_head
-    has_rope = config.positions == "rope"
+    has_rope = config.positions == "rope" and nope_heads(config, number) == 0
     columns = list(torch.split(u, column_sizes(config), dim=-1))
 
     def product(rank, has_rope):
@@ -319,7 +321,7 @@ def layer_by_formula(config, number, layer, x, score_scale):
     H = config.n_head
     u = layer.c_attn(x)
     if config.projections == "tpa":
-        q, k, v = tensor_products(config, u)
+        q, k, v = tensor_products(config, number, u)
     else:
         q, k, v = linear_projections(config, number, layer, u)
     k = k.repeat_interleave(H // k.shape[1], dim=1)
@@ -353,6 +355,10 @@ def layer_by_formula(config, number, layer, x, score_scale):
             outputs.append(y)
         y = torch.cat(outputs, dim=1)
     else:
+        nope = nope_heads(config, number)
+        score_scales = torch.full((H, 1, 1), score_scale, dtype=x.dtype)
+        score_scales[:nope] = 1.0  # no RoPE, so no factor of YaRN
+        context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
 
     y = y.transpose(1, 2)  # [B, L, H, d]
@@ -393,9 +399,6 @@ def test_a_layer_is_its_formula(case):
     config = model.config
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     yarn_factor = 1.7
-    # heads with and without RoPE in one attention have no factor
-    if config.nope_share and not config.local_window:
-        yarn_factor = 1.0
     rotation = None
     if config.positions == "rope":
         cos, sin = angles_of(20, d=config.d_head, share=config.rope_share)
@@ -617,7 +620,7 @@ def test_a_cache_changes_nothing(case, window):
     if window is None:
         settings.append("--window_pattern=")  # which needs a window
     model = small_model(case, *settings)
-    if model.config.positions == "rope" and not model.config.nope_share:
+    if model.config.positions == "rope":
         model.scale_rope("yarn")
     idx = tokens(2, 24)  # beyond the training length
     whole = model.hidden(idx)
@@ -704,6 +707,16 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
     error = math.sqrt(probabilities.max().item() / 4000)
     assert (shares - probabilities).abs().max() < 5 * error
     assert not shares[probabilities == 0].any()
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature):
+    model = small_model("softmax.py")
+    x = tokens(2, 5)
+    likeliest = generate(model, x, 8, temperature=0)
+    for top_k in (None, 3):
+        ids = generate(model, x, 8, temperature=temperature, top_k=top_k, never=0)
+        assert torch.equal(ids, likeliest)
 
 
 # ---- loss ----

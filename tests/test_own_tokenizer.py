@@ -9,7 +9,7 @@ from data import text
 from data.tokenizer import get_tokenizer
 from data.vocabulary import identify
 from errors import UserError
-from runtime import checkpoint
+from runtime import run_folder
 from scripts import eval_length, export_hf, sample
 from scripts.common.runner import load_run
 from tests.corpora import make_documents
@@ -63,7 +63,7 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     assert sorted(metrics(folder)) == list(range(1, 10))
 
     moved = folder.rename(tmp_path / "moved")
-    config = checkpoint.read_config(moved)
+    config = run_folder.read_config(moved)
     assert config.tokenizer == str(moved / "tokenizer.json")
     assert config.n_vocab == 300
     capsys.readouterr()

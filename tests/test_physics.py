@@ -9,7 +9,7 @@ import torch
 from config import load_config
 from data.orbits import PAIRS, G, draw_pair, simulated
 from layers.build import build_model
-from runtime import checkpoint
+from runtime import run_folder
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude_task, vector_task
@@ -228,5 +228,5 @@ def test_table3_from_nothing(reproduced, scale, searched, tmp_path):
     assert rows["softmax"]["runs"][0]["step"] == 6
     assert rows["oracle"]["runs"][0]["run"] == untrained["run"]
     windowed = tmp_path / "out/orbits/small/softmax_window/seed1337"
-    assert checkpoint.read_config(windowed).window == 4
+    assert run_folder.read_config(windowed).window == 4
     assert not_blank(folder / "table3.png")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime import checkpoint
+from runtime import run_folder
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder
 from scripts import eval_length
@@ -106,13 +106,13 @@ def test_a_signal_ends_the_training(scale, shards, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     folder = tmp_path / "out/small/softmax/seed1337"
     try:
-        wait_for(lambda: (checkpoint.step(folder) or 0) > 0, timeout=120)
+        wait_for(lambda: (run_folder.step(folder) or 0) > 0, timeout=120)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == EXIT_STOPPED
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert 0 < checkpoint.step(folder) < 5000
+    assert 0 < run_folder.step(folder) < 5000
 
 
 def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys):
@@ -223,9 +223,9 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
         file.write("max_iters = 16\n")
     table = read_table(reproduced("swaps", "--log_interval=3"))
     small = tmp_path / "out/small"
-    steps = {path.name: checkpoint.step(path / "seed1337") for path in small.iterdir()}
+    steps = {path.name: run_folder.step(path / "seed1337") for path in small.iterdir()}
     assert steps == {"softmax": 16, "softmax_before_f": 14, "ssmax_e": 0, "ssmax_f": 2}
-    config = checkpoint.read_config(small / "ssmax_e/seed1337")
+    config = run_folder.read_config(small / "ssmax_e/seed1337")
     mean_log = sum(math.log(n) for n in range(1, 17)) / 16
     assert config.s_init == pytest.approx(1 / mean_log)
     e = table["rows"]["ssmax_e"]["runs"][0]
@@ -234,7 +234,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
     f = table["rows"]["ssmax_f"]["runs"][0]
     assert f["began_with"].endswith("softmax_before_f/seed1337")
     assert f["tokens"] == 16 * 128
-    assert checkpoint.read_config(small / "ssmax_f/seed1337").first_batch == 14
+    assert run_folder.read_config(small / "ssmax_f/seed1337").first_batch == 14
     # a run that began with other weights is refused, and so is a run with other settings
     shutil.rmtree(small / "softmax")
     shutil.copytree(small / "softmax_before_f", small / "softmax")

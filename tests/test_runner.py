@@ -19,11 +19,12 @@ from data.shards import read_shard, write_shard
 from errors import UserError
 from layers.build import build_model
 from layers.heads import formulas_hash
-from runtime import checkpoint
-from scripts import eval_length
+from runtime import checkpoint, files, run_folder
+from scripts import attention_maps, eval_length
 from scripts.common import runner
+from scripts.common.command_line import parse
 from scripts.common.labels import picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options, parse
+from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
 from tests.helpers import measured_losses, saved_run, small_config
@@ -217,6 +218,26 @@ def test_measurements_of_earlier_versions_are_taken(run, call, pictures, other_f
         assert "other code" not in capsys.readouterr().out
 
 
+def test_a_read_only_run_is_measured_beside_the_picture(
+    run, call, pictures, refused, tmp_path, monkeypatch
+):
+    arguments = [eval_length, run, "--tokens=256", "--no_control"]
+    call(*arguments, "--lengths=128")
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    monkeypatch.setattr(files.os, "access", lambda path, mode: Path(path) != run)
+    refused(call, *arguments, "--lengths=128", says="--out FILE.png puts the picture and the")
+    out = tmp_path / "elsewhere/figure.pdf"
+    call(*arguments, "--lengths=128,256", f"--out={out}")
+    call(attention_maps, run, "--text=such is life", "--tokens=0", f"--out={out.with_stem('maps')}")
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    assert pictures[1:] == [out, out.with_stem("maps_attention_maps_lssar_p3")]
+    (known,) = json.loads(before["eval_length.json"])
+    (measurement,) = json.loads(out.with_suffix(".json").read_text())
+    assert measurement["parts"].keys() == {"128 tokens", "256 tokens"}
+    assert measurement["parts"]["128 tokens"] == known["parts"]["128 tokens"]
+    assert out.with_name("maps.json").exists()
+
+
 # ---- an evaluation of one's own ----
 
 
@@ -297,7 +318,7 @@ def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file
 
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
-    config = checkpoint.read_config(run)
+    config = run_folder.read_config(run)
     planned = PlannedRun("lssar", config.replace(out_dir=str(run)), [])
     assert planned.difference() is None
     other_formula()

@@ -16,6 +16,23 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, 
     assert printed() == text
     assert printed("--seed=7") != text
     refused(call, sample, trained, "--max_new_tokens=0", says="must be")
+    refused(call, sample, trained, "--temperature=inf", says="must be a finite number")
+    refused(call, sample, trained, "--tokens=9", says="--tokens=9; did you mean max_new_tokens? ")
+
+
+def test_a_prompt_may_be_a_file(trained, call, capsys, refused, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("naïve prompt\n", encoding="utf-8")
+
+    def printed(prompt):
+        call(sample, trained, f"--prompt={prompt}", "--max_new_tokens=3")
+        return capsys.readouterr().out
+
+    assert printed(f"FILE:{path}") == printed("naïve prompt\n")
+    assert printed(f"FILE:{path}").startswith("naïve prompt\n")
+    path.write_bytes(b"\xff")
+    refused(call, sample, trained, f"--prompt=FILE:{path}", says=("prompt.txt", "cannot be read"))
+    refused(call, sample, trained, "--prompt=FILE:none", says="FILE:none: the file cannot be read")
 
 
 def test_a_sample_ends_before_its_end_of_text(trained, call, capsys, monkeypatch):

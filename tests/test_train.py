@@ -19,7 +19,7 @@ from data.shards import write_shard
 from layers.build import build_model
 from model import GPT
 from optim import build_optimizers
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import reverse_shard
@@ -309,7 +309,7 @@ def test_init_from_another_variant(train):
     # it can be resumed like any other run
     train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
     assert list(metrics(second)) == [1, 2, 3]
-    assert checkpoint.read_config(second).init_from == str(first)
+    assert run_folder.read_config(second).init_from == str(first)
     began_with = json.loads((second / "began_with.json").read_text())
     assert began_with == checkpoint.find(first).id
     assert began_with["step"] == 6

@@ -89,6 +89,24 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.wte
 
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Return the embedding. Raises ValueError, and changes nothing, for another number of ids.
+
+        The number of ids is a setting of training, from which the model is built.
+        """
+        ids = self.gpt.n_vocab
+        if new_num_tokens not in (None, ids):
+            raise ValueError(
+                f"this model has {ids} ids, not {new_num_tokens}: for further tokens, train it "
+                "with a larger vocab_size"
+            )
+        return self.gpt.wte
+
     @can_return_tuple
     def forward(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from config import LEARNED, shown
-from runtime import checkpoint
+from runtime import run_folder
 
 # The longest label of a run, and the longest file name of a picture, in characters.
 LONGEST_LABEL = 40
@@ -15,7 +15,7 @@ LONGEST_NAME = 59
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
     """Labels for tables and pictures: names, and settings in which the runs differ, or paths."""
-    configs = [checkpoint.read_config(path) for path in paths]
+    configs = [run_folder.read_config(path) for path in paths]
     differing = []
     for key in LEARNED:
         if any(getattr(config, key) != getattr(configs[0], key) for config in configs):
@@ -54,7 +54,7 @@ def title_of(measurements: Collection[dict]) -> str:
 def common_folder(paths: Sequence[str | Path]) -> Path:
     """Where a picture of these runs goes: the run's folder, or the common parent of several."""
     if len(paths) == 1:
-        return checkpoint.folder_of(Path(paths[0]).resolve())
+        return run_folder.folder_of(Path(paths[0]).resolve())
     return Path(os.path.commonpath([Path(path).resolve().parent for path in paths]))
 
 

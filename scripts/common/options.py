@@ -1,13 +1,8 @@
-"""Options of commands on finished runs: dataclasses whose fields are the options."""
+"""How commands open finished runs: dataclasses whose fields are options of the command line."""
 
-import argparse
 import math
-import re
-import typing
-from collections.abc import Collection, Sequence
-from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,22 +11,7 @@ from config import Config, choices
 from errors import UserError
 from layers.rope import Rope
 from runtime.device import pick_device, pick_dtype
-from runtime.files import check_writable
-
-PICTURES = (".png", ".pdf", ".svg")
-
-AnyOptions = TypeVar("AnyOptions")
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    at_least: int | None = None,
-    choices: Collection[str] | None = None,
-) -> Any:
-    """A field of a dataclass that is an option of the command, `--FIELD VALUE`."""
-    return field(default=default, metadata={"help": help, "at_least": at_least, "choices": choices})
+from scripts.common.command_line import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +67,11 @@ class Options:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
         Raises UserError where a scaling other than the default, a factor or a base is asked of a
-        run without RoPE, for an unknown scaling or an invalid factor or base, and for YaRN, which
-        scales the scores too, where heads with and without positions share one attention.
+        run without RoPE, and for an unknown scaling or an invalid factor or base.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
         Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
         if config.positions == "rope":
-            if self.rope == "yarn" and config.nope_share and config.local_window is None:
-                raise UserError(
-                    "--rope yarn scales the scores of all heads of a layer, but nope_share = "
-                    f"{config.nope_share} leaves heads without RoPE"
-                )
             return self.rope
         if self.rope_factor or self.rope_theta or self.rope not in ("none", Options.rope):
             raise UserError(
@@ -111,77 +85,3 @@ class EvaluationOptions(Options):
     """How to open the runs that an evaluation measures; each evaluation adds options of its own."""
 
     again: bool = option(False, "measure again what has been measured")
-
-
-# ---- the command line ----
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake as one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
-
-
-def picture_file(text: str) -> Path:
-    """The file of --out."""
-    path = Path(text)
-    if path.suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text} must end in {', '.join(PICTURES)}")
-    check_writable(path.parent)
-    return path
-
-
-def lengths_of(text: str) -> tuple[int, ...]:
-    """Lengths in tokens, such as 1024,2048, in ascending order."""
-    lengths = text.split(",")
-    if not all(length.isdecimal() and int(length) for length in lengths):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers above 0, as 1024,2048")
-    return tuple(sorted(set(map(int, lengths))))
-
-
-RUN = {"metavar": "RUN", "help": "a run's folder, or a .pt in it"}
-RUNS: dict[str, dict[str, Any]] = {
-    "runs": {"nargs": "+"} | RUN,
-    "--out": {"metavar": "FILE", "type": picture_file, "help": "of the picture: .png, .pdf, .svg"},
-}
-
-
-def parse(
-    kind: type[AnyOptions],
-    argv: Sequence[str] | None = None,
-    arguments: dict[str, dict[str, Any]] = RUNS,
-) -> tuple[AnyOptions, Any]:
-    """A dataclass of options from the command line, and the `arguments`, which are not its fields.
-
-    Raises UserError where a number is too small.
-    """
-    parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
-    for name, settings in arguments.items():
-        parser.add_argument(name, **settings)
-    options: tuple[Field, ...] = fields(kind)  # type: ignore[arg-type]
-    hints = typing.get_type_hints(kind)
-    for each in options:
-        parser.add_argument(f"--{each.name}", **argument_of(each, hints[each.name]))
-    parsed = parser.parse_args(argv)
-    values = {}
-    for each in options:
-        value, least = getattr(parsed, each.name), each.metadata["at_least"]
-        if value is not None and least is not None and not value >= least:
-            raise UserError(f"--{each.name} {value} must be at least {least}")
-        values[each.name] = value
-    return kind(**values), parsed
-
-
-def argument_of(option: Field, hint: Any) -> dict[str, Any]:
-    """What argparse must know of an option with this type hint, such as `int | None`."""
-    help = option.metadata["help"]
-    if option.default not in (None, False):
-        help += " (%(default)s)"
-    settings: dict[str, Any] = {"default": option.default, "help": help}
-    if hint is bool:
-        return settings | {"action": "store_true"}
-    kind = next(iter(typing.get_args(hint)), hint)
-    if typing.get_origin(kind) is tuple:
-        kind = lengths_of
-    return settings | {"type": kind, "choices": option.metadata["choices"]}

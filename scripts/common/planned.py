@@ -15,7 +15,7 @@ from config import LEARNED, MAY_CHANGE, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.build import build_model
 from layers.heads import check_attention
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
@@ -39,7 +39,7 @@ class PlannedRun:
     @property
     def step(self) -> int | None:
         """The step of the latest checkpoint; None without one."""
-        return checkpoint.step(self.folder)
+        return run_folder.step(self.folder)
 
     @property
     def finished(self) -> bool:
@@ -88,7 +88,7 @@ class PlannedRun:
         """
         if self.step is None:
             return None
-        saved = comparable(checkpoint.read_config(self.folder))
+        saved = comparable(run_folder.read_config(self.folder))
         planned = comparable(self.config)
         for key in LEARNED:
             if saved[key] != planned[key]:

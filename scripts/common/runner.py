@@ -7,7 +7,7 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 
     import torch
 
-    from scripts.common.options import option
+    from scripts.common.command_line import option
     from scripts.common.runner import Evaluation, as_command
     from scripts.common.validation import TextOptions, stretches, windows
 
@@ -81,12 +81,13 @@ from layers.heads import check_attention, formulas_hash
 from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 from runtime.device import autocast, environment, pick_device, pick_dtype
-from runtime.files import check_writable, read_json, write_json
+from runtime.files import check_writable, is_writable, read_json, write_json
 from runtime.source import definition_of, differs, source_hash
+from scripts.common.command_line import parse
 from scripts.common.labels import common_folder, picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options, parse
+from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
 
 # Tokens of an evaluation batch, unless one sequence is longer.
@@ -128,7 +129,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    trained = checkpoint.read_config(path)
+    trained = run_folder.read_config(path)
     config = options.applied(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
@@ -139,7 +140,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
     facts = run_facts(trained, weights, options)
-    folder = checkpoint.folder_of(path)
+    folder = run_folder.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
@@ -274,17 +275,26 @@ def code_hash(evaluation: Evaluation) -> str:
 # ---- measuring a run once ----
 
 
-def measured(evaluation: Evaluation[OptionsType], options: OptionsType, path: str | Path) -> dict:
-    """A run's measurement, as `stored` returns it, after measuring what is missing."""
+def measured(
+    evaluation: Evaluation[OptionsType],
+    options: OptionsType,
+    path: str | Path,
+    file: Path | None = None,
+) -> dict:
+    """A run's measurement, as `stored` returns it, after measuring what is missing.
+
+    `file` is its results file, if that is not in its folder.
+    """
+    file = file or results_file(evaluation, path)
     # a run in training saves newer checkpoints: its control is measured with the same one
     path = checkpoint.find(path, options.checkpoint).path
-    result = None if options.again else stored(evaluation, options, path)
+    result = None if options.again else stored(evaluation, options, path, file)
     if result is None:
-        measure_missing(evaluation, options, load_run(path, options))
-        control = evaluation.control(options, checkpoint.read_config(path))
+        measure_missing(evaluation, options, load_run(path, options), file)
+        control = evaluation.control(options, run_folder.read_config(path))
         if control is not None:
-            measured(evaluation, control, path)
-        result = stored(evaluation, options, path)
+            measured(evaluation, control, path, file)
+        result = stored(evaluation, options, path, file)
         assert result is not None  # all of it has been measured
     now = code_hash(evaluation)
     before = result.get("code", {})
@@ -293,9 +303,13 @@ def measured(evaluation: Evaluation[OptionsType], options: OptionsType, path: st
     return result
 
 
-def measure_missing(evaluation: Evaluation[OptionsType], options: OptionsType, run: Run) -> None:
+def measure_missing(
+    evaluation: Evaluation[OptionsType],
+    options: OptionsType,
+    run: Run,
+    file: Path,
+) -> None:
     """Measure and store the chunks that are missing; with --again, all."""
-    file = results_file(evaluation, run.path)
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
     code = code_hash(evaluation)  # before the source may be edited
@@ -310,17 +324,20 @@ def measure_missing(evaluation: Evaluation[OptionsType], options: OptionsType, r
 
 
 def stored(
-    evaluation: Evaluation[OptionsType], options: OptionsType, path: str | Path
+    evaluation: Evaluation[OptionsType],
+    options: OptionsType,
+    path: str | Path,
+    file: Path | None = None,
 ) -> dict | None:
     """A run's stored measurement, reduced to the requested chunks; None if it is incomplete.
 
     The measurement of its control, if there is one, is the entry `control`.
     """
-    trained = checkpoint.read_config(path)
+    trained = run_folder.read_config(path)
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
     facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
-    file = results_file(evaluation, path)
+    file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
     parts = {}
@@ -332,16 +349,30 @@ def stored(
     control = evaluation.control(options, trained)
     if control is None:
         return result
-    control_result = stored(evaluation, control, path)
+    control_result = stored(evaluation, control, path, file)
     return None if control_result is None else result | {"control": control_result}
 
 
 # ---- results files: RUN/NAME.json, a list of measurements ----
 
 
-def results_file(evaluation: Evaluation, path: str | Path) -> Path:
-    """The results file of a run."""
-    return checkpoint.folder_of(path) / f"{evaluation.name}.json"
+def results_file(evaluation: Evaluation, path: str | Path, out: Path | None = None) -> Path:
+    """The results file of a run: in its folder or, if that is read-only, beside the picture."""
+    folder = run_folder.folder_of(path)
+    if out is None or is_writable(folder):
+        return folder / f"{evaluation.name}.json"
+    return out.with_suffix(".json")
+
+
+def copy_measurements(source: Path, file: Path) -> None:
+    """Add to a results file, in a folder that may be new, what another one has besides."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    measurements = read_measurements(file)
+    for measurement in read_measurements(source):
+        if measurement not in measurements:
+            measurements.append(measurement)
+    if measurements:
+        write_json(file, measurements)
 
 
 def read_measurements(file: Path) -> list[dict]:
@@ -412,15 +443,24 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
     def main() -> None:
         options, arguments = parse(evaluation.options)
         runs = arguments.runs
-        options = evaluation.align(options, [checkpoint.read_config(path) for path in runs])
-        check_runs(evaluation, options, runs)
-        measurements = [measured(evaluation, options, path) for path in runs]
-        results = dict(zip(run_names(runs), measurements, strict=True))
+        options = evaluation.align(options, [run_folder.read_config(path) for path in runs])
+        check_runs(evaluation, options, runs, arguments.out)
+        results = {}
+        for name, path in zip(run_names(runs), runs, strict=True):
+            file = results_file(evaluation, path, arguments.out)
+            own_file = results_file(evaluation, path)
+            if file != own_file:  # of a read-only run
+                copy_measurements(own_file, file)
+            results[name] = measured(evaluation, options, path, file)
         pictures = evaluation.show(options, results)
-        for path, measurement in zip(runs, measurements, strict=True):
+        for (name, measurement), path in zip(results.items(), runs, strict=True):
             figure = evaluation.draw_run(options, path, measurement)
             if figure is not None:
-                save_picture(figure, picture_path([path], evaluation.name))
+                picture = picture_path([path], evaluation.name)
+                if not is_writable(picture.parent):
+                    words = f"{evaluation.name} {name}".replace("/", " ").split()
+                    picture = arguments.out.with_stem("_".join([arguments.out.stem, *words]))
+                save_picture(figure, picture)
         save_pictures(pictures, runs, arguments.out)
 
     return main
@@ -446,14 +486,20 @@ def save_pictures(
 
 
 def check_runs(
-    evaluation: Evaluation[OptionsType], options: OptionsType, paths: Sequence[str | Path]
+    evaluation: Evaluation[OptionsType],
+    options: OptionsType,
+    paths: Sequence[str | Path],
+    out: Path | None,
 ) -> None:
     """Raise UserError, before any work, where a run cannot be measured or its results saved."""
     pick_dtype(options.dtype, pick_device(options.device))
+    hint = "; --out FILE.png puts the picture and the measurements elsewhere"
     for path in paths:
         checkpoint.find(path, options.checkpoint, quiet=True)  # load_run reports damaged ones
-        read_measurements(results_file(evaluation, path))
-        check_writable(checkpoint.folder_of(path))
-    check_writable(common_folder(paths))
+        file = results_file(evaluation, path, out)
+        read_measurements(file)
+        check_writable(file.parent, hint)
+    if out is None:
+        check_writable(common_folder(paths), hint)
     for path in paths:
-        check(evaluation, options, checkpoint.read_config(path))
+        check(evaluation, options, run_folder.read_config(path))

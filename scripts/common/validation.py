@@ -18,7 +18,8 @@ from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer
 from data.tokenizer import get_tokenizer
 from errors import UserError
-from scripts.common.options import EvaluationOptions, option
+from scripts.common.command_line import option
+from scripts.common.options import EvaluationOptions
 from scripts.common.runner import batches
 
 AnyControlOptions = TypeVar("AnyControlOptions", bound="ControlOptions")

@@ -21,7 +21,7 @@ from config import Config
 from errors import UserError
 from runtime.files import check_writable
 from scripts.common import runner
-from scripts.common.options import Parser
+from scripts.common.command_line import Parser
 from scripts.common.papers import TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture

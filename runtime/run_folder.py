@@ -1,0 +1,82 @@
+"""What is in a run's folder; runtime.checkpoint writes it. torch, which takes seconds to import, is
+imported only for the file of a checkpoint.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from config import Config, saved_config
+from errors import UserError, did_you_mean, first_line
+from runtime.files import convert, read_json
+
+# The values that a Config may have.
+Settings = dict[str, None | bool | int | float | str]
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """Return the checkpoints that a run can be resumed from, the newest first."""
+    files = [path for path in Path(run).glob("*.pt") if re.fullmatch(r"step_\d{6,}", path.stem)]
+    return sorted(files, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def step(run: str | Path) -> int | None:
+    """Return the step of a run's newest checkpoint, None where there is none."""
+    paths = checkpoints(run)
+    return step_of(paths[0]) if paths else None
+
+
+def is_checkpoint(run: str | Path) -> bool:
+    """Tell whether the path is the file of a checkpoint, not the folder of a run."""
+    return Path(run).suffix == ".pt"
+
+
+def folder_of(run: str | Path) -> Path:
+    """Return the folder of a run, or the folder that a checkpoint's file lies in."""
+    return Path(run).parent if is_checkpoint(run) else Path(run)
+
+
+def no_checkpoint(run: str | Path) -> str:
+    """Return a sentence on a path without a checkpoint."""
+    run = Path(run)
+    hint = ""
+    if not run.exists():
+        hint = did_you_mean(str(run), map(str, run.parent.glob("*")))
+    return (
+        f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
+        "the .pt file of a checkpoint in it"
+    )
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's content, memory-mapped: its CPU tensors are read when first used.
+
+    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    """
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises many types for damaged files
+        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
+    return convert(content, dict[str, Any], path)
+
+
+def read_config(run: str | Path) -> Config:
+    """Return the Config that a run, or the file of a checkpoint, was saved with.
+
+    Raises UserError where there is none or it is no longer valid.
+    """
+    if is_checkpoint(run):
+        path = Path(run)
+        values = convert(read_checkpoint(path).get("config"), Settings, path)
+    else:
+        path = Path(run) / "config.json"
+        values = read_json(path, Settings)
+    if values is None:
+        raise UserError(no_checkpoint(run))
+    return saved_config(values, path).replace(out_dir=str(folder_of(run)))  # it may have moved
