@@ -110,8 +110,11 @@ def open_file(path: str) -> Tokenizer:
         raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
 
     def encode(text: str) -> NDArray[np.integer]:
-        # encoding a batch releases Python's lock, encoding a single text does not
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            # encoding a batch releases Python's lock, encoding a single text does not
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise UserError(f"{path}: cannot encode {text[:30]!r}: {error}") from error
         return np.array(encoding.ids, dtype=np.uint16)
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
