@@ -127,13 +127,16 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
-    for key in ("tokenizer", "shard_size", "documents", "repeat", "split_at"):
+    for key in ("tokenizer", "shard_size", "repeat", "split_at"):
         before = meta.get(key)
         now = wanted.get(key)
         if before != now:
             raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
-    if "content" in meta and meta["content"] != wanted.get("content"):
-        raise UserError(f"{out_dir}: made from these files before their content changed; {remedy}")
+    has_new_content = "content" in meta and meta["content"] != wanted.get("content")
+    if has_new_content or meta["documents"] != wanted["documents"]:
+        raise UserError(
+            f"{out_dir}: made from other documents, or from these before they were edited; {remedy}"
+        )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]
     return {**meta, "complete": complete, "shards": whole}

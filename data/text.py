@@ -164,7 +164,8 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{name}: not JSON: {error}") from error
+                    start = line[:40].decode(errors="replace").strip()
+                    raise UserError(f"{name}: not JSON: {start}") from error
                 if not isinstance(row, dict) or field not in row:
                     raise UserError(f'{name}: no field "{field}"')
                 yield name, row[field]
@@ -302,8 +303,9 @@ def main(argv: list[str] | None = None) -> None:
     val = None
     if args.val:
         val = inspect(list_files(args.val), rules)
-    train, val = split(inspect(files, rules), val)
+    sources = inspect(files, rules)
     rules.report()
+    train, val = split(sources, val)
     if not train or not val:
         raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
     print_names("training", train)

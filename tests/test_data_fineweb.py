@@ -160,7 +160,7 @@ def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, capsys, refus
     run_fineweb(source, out)
     before = tokens_in(out)
     assert write("more words of a text") == size
-    refused(*arguments, says=(f"{out}: made from these files before", "content", "delete the fold"))
+    refused(*arguments, says=(f"{out}: made from", "before they were edited", "delete the fol"))
     # a folder of an earlier version knows names and sizes only
     meta = shards.read_meta(out)
     del meta["content"]

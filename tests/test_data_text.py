@@ -108,7 +108,7 @@ def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused)
     says = "made with tokenizer bytes, not gpt2"
     refused(run_text, *command, "--tokenizer=gpt2", says=says)
     (folder / "00.txt").write_text("text 9\n")
-    refused(run_text, *command, says="made with documents")
+    refused(run_text, *command, says="before they were edited")
 
 
 @pytest.mark.parametrize("repeat", [(), ("--repeat", 0.5, "--within", 16)])
@@ -156,7 +156,8 @@ def test_text_refusals(folder, tmp_path, refused):
         ("bad.txt", "ab " * 1000 + "\xc3", "bad.txt: byte 3,000 is not UTF-8: unexpected end"),
         ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'bad.jsonl, line 2: no field "text"'),
         ("bad.jsonl", '{"text": "a"}\n["text"]', 'bad.jsonl, line 2: no field "text"'),
-        ("bad.jsonl", '{"text": "a"}\n\n{bad', "bad.jsonl, line 3: not JSON: Expecting property"),
+        ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
+        ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
         ("bad.jsonl", '{"text": null}', 'bad.jsonl, line 1: "text" is null; --skip_nulls'),
         ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" is of type int, not a string'),
         ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
@@ -171,6 +172,16 @@ def test_text_refusals(folder, tmp_path, refused):
     write_parquet(folder / "bad.parquet", [b"a"])
     says('bad.parquet, row 0: "text" is of type bytes, not a string', folder)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_file_is_counted_once(tmp_path, capsys):
+    """It is read several times."""
+    path = tmp_path / "x.txt"
+    path.write_text("some words<|endoftext|>\n\n" * 20)
+    run_text(path, "--out_dir", tmp_path / "out")
+    assert "the text has <|endoftext|> 20 times" in capsys.readouterr().out
+    run_text(path, "--out_dir", tmp_path / "split", "--split_at", "<|endoftext|>")
+    assert "documents end at '<|endoftext|>': 20 times" in capsys.readouterr().out
 
 
 def test_nulls_and_marks(tmp_path, capsys, refused):
