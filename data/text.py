@@ -124,7 +124,9 @@ def read_file(path: Path, rules: Rules) -> Iterator[Document]:
             yield from rules.documents(read_parquet(path, rules.column))
         else:
             yield from rules.documents(read_json_lines(path, rules.column))
-    except (OSError, pyarrow.ArrowException) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 

@@ -171,6 +171,8 @@ def test_text_refusals(folder, tmp_path, refused):
     says('bad.parquet, row 20: "text" is null; --skip_nulls leaves', folder)
     write_parquet(folder / "bad.parquet", [b"a"])
     says('bad.parquet, row 0: "text" is of type bytes, not a string', folder)
+    write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
+    says("bad.parquet: cannot be read: 'utf-8' codec can't decode", folder)
     assert not (tmp_path / "out").exists()
 
 
