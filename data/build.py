@@ -14,7 +14,7 @@ import os
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards
+from data.documents import Document
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from data.vocabulary import BUILT_IN, identify
 from errors import UserError
@@ -41,8 +42,8 @@ TASK_PIECES = 8
 TASKS_PER_WORKER = 16
 
 # Reads documents in a fixed order. It takes a state, which is JSON, or None for the start, and
-# yields batches: the state from which reading starts with this batch, and its texts.
-Read = Callable[[Any], Iterator[tuple[Any, list[str]]]]
+# yields batches: the state from which reading starts with this batch, and its documents.
+Read = Callable[[Any], Iterator[tuple[Any, list[Document]]]]
 
 
 def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
@@ -52,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
+    parser.add_argument("--skip_nulls", action="store_true", help="leave out rows without a text")
+    mark = "begin a document after each MARK, such as '<|endoftext|>'"
+    parser.add_argument("--split_at", metavar="MARK", help=mark)
 
 
 def build(
@@ -90,6 +94,8 @@ def build(
     }
     if options.repeat:
         wanted["repeat"] = (options.repeat, options.within)
+    if options.split_at is not None:
+        wanted["split_at"] = options.split_at
     if content is not None:
         wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
@@ -121,13 +127,16 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
         raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
-    for key in ("tokenizer", "shard_size", "documents", "repeat"):
+    for key in ("tokenizer", "shard_size", "repeat", "split_at"):
         before = meta.get(key)
         now = wanted.get(key)
         if before != now:
             raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
-    if "content" in meta and meta["content"] != wanted.get("content"):
-        raise UserError(f"{out_dir}: made from these files before their content changed; {remedy}")
+    has_new_content = "content" in meta and meta["content"] != wanted.get("content")
+    if has_new_content or meta["documents"] != wanted["documents"]:
+        raise UserError(
+            f"{out_dir}: made from other documents, or from these before they were edited; {remedy}"
+        )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]
     return {**meta, "complete": complete, "shards": whole}
@@ -194,7 +203,7 @@ def _cut_shards(
 
 
 def _tokenise(
-    batches: Iterator[tuple[Any, list[str]]], options: argparse.Namespace, repeat: float
+    batches: Iterator[tuple[Any, list[Document]]], options: argparse.Namespace, repeat: float
 ) -> Iterator[tuple[Any, shards.Tokens]]:
     """Yield the tokens [n] of each task in order, after the state of the batch that it begins.
 
@@ -213,15 +222,14 @@ def _tokenise(
             chunks.append(tokens)
         return np.concatenate(chunks)
 
-    def cut(texts: list[str]) -> Iterator[str | None]:
-        for text in texts:
+    def cut(documents: list[Document]) -> Iterator[str | None]:
+        for document in documents:
             yield None  # end-of-text, before each document
-            yield from split_text(text, PIECE_CHARS)
+            yield from split_text(document, PIECE_CHARS)
 
     def tasks() -> Iterator[tuple[Any, Future[shards.Tokens]]]:
-        for state, texts in batches:
-            pieces = cut(texts)
-            while task := list(islice(pieces, TASK_PIECES)):
+        for state, documents in batches:
+            for task in group(cut(documents)):
                 yield state, pool.submit(encode, task)
                 state = None
 
@@ -232,6 +240,21 @@ def _tokenise(
             state, task = running.popleft()
             yield state, task.result()
             running.extend(islice(queue, 1))
+
+
+def group(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
+    """Yield the pieces that a worker tokenises at once: few if they are long, to save memory."""
+    task: list[str | None] = []
+    length = 0
+    for piece in pieces:
+        task.append(piece)
+        length += len(piece or "")
+        if len(task) == TASK_PIECES or length >= PIECE_CHARS:
+            yield task
+            task = []
+            length = 0
+    if task:
+        yield task
 
 
 def with_repeats(tokens: shards.Tokens, share: float, within: int) -> shards.Tokens:

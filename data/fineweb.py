@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, add_options, build
+from data.documents import Document, Rules
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 
@@ -34,7 +35,7 @@ class Dataset(NamedTuple):
     content: list[str]  # the checksum of each file
 
 
-def open_dataset(args: argparse.Namespace, repo: str) -> Dataset:
+def open_dataset(args: argparse.Namespace, repo: str, rules: Rules) -> Dataset:
     """Open the dataset that these options name; files on disk are read once for their checksums.
 
     Raises UserError if the dataset cannot be read, or has no such split or column.
@@ -69,14 +70,19 @@ def open_dataset(args: argparse.Namespace, repo: str) -> Dataset:
             builder.config.batch_size = BATCH
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
 
-    def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
+    def read(state: Any) -> Iterator[tuple[Any, list[Document]]]:
+        if isinstance(state, dict):
+            raise UserError("an earlier version has begun this folder: delete it, or use another")
+        first_file, row = state or (0, 0)
         with reading(source):
-            dataset.load_state_dict(state)
-            for batch in dataset.iter(BATCH):
-                if not all(isinstance(text, str) for text in batch[column]):
-                    raise UserError(f"{source}: a document has no {column}, or it is not a string")
-                yield state, batch[column]
-                state = dataset.state_dict()
+            for index in range(first_file, dataset.num_shards):
+                file = dataset.shard(dataset.num_shards, index).skip(row)
+                for batch in file.iter(BATCH):
+                    texts = batch[column]
+                    names = [f"{files[index][0]}, row {row + k}" for k in range(len(texts))]
+                    yield (index, row), list(rules.documents(zip(names, texts, strict=True)))
+                    row += len(texts)
+                row = 0
 
     return Dataset(read, [column, files], content)
 
@@ -141,11 +147,13 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    dataset = open_dataset(args, repo)
+    rules = Rules(args.column, args.skip_nulls, args.split_at)
+    dataset = open_dataset(args, repo, rules)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
     out_dir = args.out_dir or Path("data", folder)
     named = " ".join(source)
     build(out_dir, "fineweb", [dataset.read], args, named, dataset.files, dataset.content)
+    rules.report()
 
 
 if __name__ == "__main__":

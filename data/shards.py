@@ -71,7 +71,7 @@ class Meta(TypedDict):
     content: NotRequired[str]  # a hash of the files of the documents, where `documents` has none
     source: str  # where the documents come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
-
+    split_at: NotRequired[str]  # the mark between documents
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 
@@ -167,7 +167,10 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """
     meta = read_meta(data_dir)
     if meta and not meta["complete"]:
-        raise UserError(f"{data_dir}: unfinished; repeat the command that was making it")
+        raise UserError(
+            f"{data_dir}: unfinished; repeat the command that was making it, which goes on or says "
+            "why it cannot"
+        )
     paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
     for shard in meta["shards"] if meta else []:
         name = shard["name"]
@@ -178,8 +181,8 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             )
     if not paths:
         raise UserError(
-            f"{data_dir}: no *_{split}_*.bin there; `python -m data.text` or `data.fineweb` make "
-            f"it, with --out_dir {data_dir} and the tokenizer of the run: docs/data.md"
+            f"{data_dir}: no *_{split}_*.bin there; `python -m data.fineweb` makes FineWeb's, and "
+            "`python -m data.text` a folder of your own text, for --data_dir: docs/data.md"
         )
     return paths
 

@@ -14,6 +14,8 @@ from data.loader import Batch, Batches, Batching, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
 from data.shards import Identity, check_tokenizer
+from data.vocabulary import count_ids
+from errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
     Raises UserError if the data do not fit the settings.
     """
     task = TASKS[config.task]
+    if task.reads_shards:
+        check_vocabulary(config)
     if config.dry_run and task.reads_shards and not Path(config.data_dir).exists():
         return None
     batching = Batching(
@@ -43,6 +47,16 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
         device=device,
     )
     return task.open(config, batching)
+
+
+def check_vocabulary(config: Config) -> None:
+    """Raise UserError if the tokenizer has ids that the model has not: prompts would have them."""
+    ids = count_ids(config.tokenizer)
+    if config.text_ids < ids:
+        raise UserError(
+            f"vocab_size = {config.text_ids} is less than the {ids} ids of tokenizer = "
+            f"{config.tokenizer!r}; ids of your own need a tokenizer.json: docs/data.md"
+        )
 
 
 def open_text(config: Config, batching: Batching) -> TokenLoader:

@@ -12,7 +12,6 @@ followed by an excerpt of themselves, so that a small model learns to copy.
 """
 
 import argparse
-import bisect
 import hashlib
 import io
 import json
@@ -26,15 +25,19 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, add_options, build
-from data.tokenizer import get_tokenizer
+from data.documents import Document, Rules
+from data.tokenizer import get_tokenizer, split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+CHUNK_CHARS = 1 << 20  # of a plain file that are read at once
 NAMED = 10  # files for training and for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -55,16 +58,20 @@ class Source:
     path: Path
     name: str  # decides the order, and whether it is used for validation
     sha256: str  # of the file's content
-    field: str  # of JSON, or column of parquet
+    rules: Rules
     documents: range  # their indices in the file
-    characters: tuple[int, int | None] = (0, None)  # of the only document
+    length: int  # in characters, of the whole file
+    characters: tuple[int, int] | None = None  # of the only document; None: all
+    part: str = ""  # of the file, in words
 
-    def read(self, first: int = 0) -> Iterator[str]:
+    def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
         wanted = self.documents[first:]
-        start, end = self.characters
-        for text in islice(read_file(self.path, self.field), wanted.start, wanted.stop):
-            yield text[start:end]
+        for document in islice(read_file(self.path, self.rules), wanted.start, wanted.stop):
+            if self.characters is None:
+                yield document
+            else:
+                yield slice_text(document, *self.characters)
 
 
 def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
@@ -105,55 +112,89 @@ def list_stdlib() -> Files:
     return [(name, path) for name, path in files if path.suffix == ".py"]
 
 
-def read_file(path: Path, field: str = COLUMN) -> Iterator[str]:
-    """Yield the documents of one file, without empty ones.
+def read_file(path: Path, rules: Rules) -> Iterator[Document]:
+    """Yield the documents of one file.
 
     Raises UserError if the file cannot be read or parsed.
     """
     try:
-        for text in read_values(path, field):
-            if not isinstance(text, str):
-                raise ValueError(f'a document\'s "{field}" is {text!r}, not a string')
-            if text:
-                yield text
+        if path.name.endswith(PLAIN):
+            yield from rules.cut(read_plain(path))
+        elif path.suffix == ".parquet":
+            yield from rules.documents(read_parquet(path, rules.column))
+        else:
+            yield from rules.documents(read_json_lines(path, rules.column))
+    except UserError:
+        raise
     except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def read_values(path: Path, field: str) -> Iterator[Any]:
-    """Yield the text of a plain file, or a field's value in each line or entry of other files."""
-    import pyarrow
-    import pyarrow.parquet
+def read_plain(path: Path) -> Iterator[str]:
+    """Yield the text of a file in chunks, since it may be larger than memory.
 
-    if path.name.endswith(PLAIN):
-        yield path.read_bytes().decode("utf-8-sig")  # without a byte-order mark
-    elif path.suffix == ".parquet":
-        table = pyarrow.parquet.ParquetFile(path)
-        if field not in table.schema_arrow.names:
-            raise ValueError(f"no column {field!r}")
-        for batch in table.iter_batches(BATCH, columns=[field]):
-            yield from batch[field].to_pylist()
-    else:
-        with io.BufferedReader(pyarrow.input_stream(path)) as lines:  # decompresses by the suffix
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        value = json.loads(line)[field]
-                    except (ValueError, LookupError, TypeError, RecursionError) as error:
-                        raise ValueError(f'line {number} has no JSON field "{field}"') from error
-                    yield value
+    A chunk ends where a word does, so that no mark between documents is in two of them.
+    """
+    with open(path, "rb") as file:
+        # without a byte-order mark, and with line breaks as they are
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        try:
+            yield from split_text(iter(lambda: text.read(CHUNK_CHARS), ""), CHUNK_CHARS)
+        except UnicodeDecodeError as error:
+            place = file.tell() - len(error.object) + error.start
+            raise UserError(f"{path}: byte {place:,} is not UTF-8: {error.reason}") from error
 
 
-def inspect(files: Files, field: str = COLUMN) -> list[Source]:
+def read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each row, for messages, and its value in a column."""
+    table = pyarrow.parquet.ParquetFile(path)
+    if column not in table.schema_arrow.names:
+        raise UserError(f"{path}: no column {column!r}")
+    row = 0
+    for batch in table.iter_batches(BATCH, columns=[column]):
+        for value in batch[column].to_pylist():
+            yield f"{path}, row {row}", value
+            row += 1
+
+
+def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each line, for messages, and its value of a field."""
+    with io.BufferedReader(pyarrow.input_stream(path)) as lines:  # decompresses by the suffix
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                name = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    start = line[:40].decode(errors="replace").strip()
+                    raise UserError(f"{name}: not JSON: {start}") from error
+                if not isinstance(row, dict) or field not in row:
+                    raise UserError(f'{name}: no field "{field}"')
+                yield name, row[field]
+
+
+def slice_text(document: Document, start: int, end: int) -> Iterator[str]:
+    """Yield the characters `start` to `end` of a document, in chunks."""
+    position = 0
+    for chunk in document:
+        yield chunk[max(start - position, 0) : max(end - position, 0)]
+        position += len(chunk)
+
+
+def inspect(files: Files, rules: Rules) -> list[Source]:
     """Read every (name, path) once and count its documents; files without any are left out.
 
     Raises UserError if a file cannot be read or parsed.
     """
     sources = []
     for name, path in tqdm(files, desc="reading", unit="file", delay=2):
-        count = sum(1 for _ in read_file(path, field))
+        count = 0
+        length = 0
+        for document in read_file(path, rules):
+            count += 1
+            length += sum(map(len, document))
         if count:
-            sources.append(Source(path, name, sha256_of(path), field, range(count)))
+            sources.append(Source(path, name, sha256_of(path), rules, range(count), length))
     return sources
 
 
@@ -164,27 +205,42 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     document is divided before a paragraph, or else a line or a word. Raises UserError if none of
     them begins there.
     """
-    if len(source.documents) > 1:
-        starts = [0, *accumulate(map(len, source.read()))]
-        characters = starts.pop()
-        cut = bisect.bisect_left(starts, characters * 9 / 10)
-        cut = min(cut, len(starts) - 1)
+    if len(source.documents) == 1:
+        unit = "characters"
+        total = source.length
+        cut = find_cut(source)
+        train = replace(source, characters=(0, cut))
+        val = replace(source, characters=(cut, total))
+    else:
+        unit = "documents"
+        total = len(source.documents)
+        lengths = (sum(map(len, document)) for document in source.read())
+        starts = accumulate(lengths, initial=0)
+        tenth = source.length * 9 / 10
+        cut = next(index for index, start in enumerate(starts) if start >= tenth)
+        cut = min(cut, total - 1)
         train = replace(source, documents=source.documents[:cut])
         val = replace(source, documents=source.documents[cut:])
-        return [train], [val]
-    (text,) = source.read()
-    tenth = len(text) * 9 // 10
+    train = replace(train, part=f"the first {cut:,} of {total:,} {unit} of ")
+    val = replace(val, part=f"the last {total - cut:,} {unit} of ")
+    return [train], [val]
+
+
+def find_cut(source: Source) -> int:
+    """Return the character of a document before which it is divided."""
+    tenth = source.length * 9 // 10
     start = max(tenth - 1, 1)
-    end = len(text.rstrip())
+    end_part = replace(source, characters=(start, source.length))
     for pattern in ENDS:
-        match = pattern.search(text, start, end)
-        if match:
-            train = replace(source, characters=(0, match.end()))
-            val = replace(source, characters=(match.end(), None))
-            return [train], [val]
+        text = ""
+        (document,) = end_part.read()
+        for chunk in document:
+            text += chunk
+            if match := pattern.search(text.rstrip()):
+                return start + match.end()
     raise UserError(
-        f"{source.path}: no word begins in its last tenth, {text[tenth:][:20]!r}, to divide it "
-        "there for validation; give more text, or a file for validation with --val"
+        f"{source.path}: no word begins in its last tenth, {text[tenth - start :][:20]!r}, to "
+        "divide it there for validation; give more text, or a file for validation with --val"
     )
 
 
@@ -207,12 +263,12 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
 def reader(sources: list[Source]) -> Read:
     """Return a Read of these sources; a state is (index of a source, index of its document)."""
 
-    def read(state: Any) -> Iterator[tuple[Any, list[str]]]:
+    def read(state: Any) -> Iterator[tuple[Any, list[Document]]]:
         first_source, first_document = state or (0, 0)
         for index in range(first_source, len(sources)):
             documents = sources[index].read(first_document)
-            for document, text in enumerate(documents, first_document):
-                yield (index, document), [text]
+            for number, document in enumerate(documents, first_document):
+                yield (index, number), [document]
             first_document = 0
 
     return read
@@ -245,10 +301,13 @@ def main(argv: list[str] | None = None) -> None:
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
+    rules = Rules(args.field, args.skip_nulls, args.split_at)
     val = None
     if args.val:
-        val = inspect(list_files(args.val), args.field)
-    train, val = split(inspect(files, args.field), val)
+        val = inspect(list_files(args.val), rules)
+    sources = inspect(files, rules)
+    rules.report()
+    train, val = split(sources, val)
     if not train or not val:
         raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
     print_names("training", train)
@@ -268,10 +327,10 @@ def checksums(sources: list[Source]) -> list[tuple[str, str]]:
 
 
 def print_names(split: str, sources: list[Source]) -> None:
-    names = [source.name for source in sources[:NAMED]]
+    names = [source.part + source.name for source in sources[:NAMED]]
     if len(sources) > NAMED:
         names.append(f"and {len(sources) - NAMED} more")
-    print(f"{split}: {len(sources)} files: {', '.join(names)}")
+    print(f"{split}: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ MAX_IDS = 1 << 16
 # End-of-text tokens of tokenizer.json files; the first one that a file has is used.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # A space or line break after anything but whitespace.
-SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \n])")
+SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \r\n])")
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,11 @@ def open_file(path: str) -> Tokenizer:
         raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
 
     def encode(text: str) -> NDArray[np.integer]:
-        # encoding a batch releases Python's lock, encoding a single text does not
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            # encoding a batch releases Python's lock, encoding a single text does not
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise UserError(f"{path}: cannot encode {text[:30]!r}: {error}") from error
         return np.array(encoding.ids, dtype=np.uint16)
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -138,8 +141,10 @@ def copy_tokenizer(tokenizer: str, folder: Path) -> None:
             file.write(tokenizer_file(tokenizer).read_bytes())
 
 
-def split_text(text: str, size: int) -> Iterator[str]:
+def split_text(chunks: Iterable[str], size: int) -> Iterator[str]:
     """Cut a text into pieces of about `size` characters whose ids, joined, are the text's ids.
+
+    The text may come in chunks of any sizes: the pieces are the same.
 
     Cuts are made only before a space or a line break that follows a non-whitespace character.
     GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
@@ -148,14 +153,17 @@ def split_text(text: str, size: int) -> Iterator[str]:
     places stays whole. With a tokenizer.json whose tokens cross words a few ids at a cut may
     differ.
     """
-    start = 0
-    while len(text) - start > size:
-        cut = SAFE_SPLIT.search(text, start + size)
-        if cut is None:
-            break
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
+    text = ""
+    for chunk in chunks:
+        search_from = max(size, len(text))  # what came before has no place for a cut
+        text += chunk
+        start = 0
+        while cut := SAFE_SPLIT.search(text, search_from):
+            yield text[start : cut.start()]
+            start = cut.start()
+            search_from = start + size
+        text = text[start:]
+    yield text
 
 
 def byte_symbols() -> dict[int, str]:

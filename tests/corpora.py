@@ -30,10 +30,10 @@ def write_parquet(path, documents, rows=7, column="text"):
 
 
 def expected_tokens(documents, tokenizer="gpt2"):
-    """End-of-text and the ids of each document, one after another: uint16 [n]."""
+    """End-of-text and the ids of each document that is not empty, one after another: uint16 [n]."""
     tok = get_tokenizer(tokenizer)
     ids = []
-    for document in documents:
+    for document in filter(None, documents):
         ids += [tok.eot, *tok.encode(document)]
     return np.array(ids, dtype=np.uint16)
 

@@ -85,7 +85,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
     with lock_folder(out, ""):
         refused(*again, says="another process is making this set")
     write_parquet(folder / "002_00000.parquet", ["more"])
-    refused(*again, "--shard_size=1000", says="made with documents")
+    refused(*again, "--shard_size=1000", says="made from other documents")
     meta = read_json(out / "meta.json")
     meta["shards"][0]["name"] = "../x_train_000000.bin"
     (out / "meta.json").write_text(json.dumps(meta))

@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from data import fineweb, shards
+from errors import UserError
 from tests.corpora import (
     contents,
     expected_tokens,
@@ -60,12 +61,43 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
         says(f"{path}: cannot be read: ", path)
     other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
     says("Column name ['text'] not in the dataset. Columns in the dataset: ['id'", other)
-    null = write_parquet(tmp_path / "null.parquet", ["a", "b", None])
-    says("null.parquet: a document has no text, or it is not a string", null)
+    binary = write_parquet(tmp_path / "binary.parquet", [b"a document"])
+    says('binary.parquet, row 0: "text" is of type bytes, not a string', binary)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
     says("foreign: holds shards that this", folder, out="foreign")
     says("Bad split: test. Available splits: ['train']", folder, "--split=test")
+
+
+def test_nulls_are_named_and_can_be_skipped(tmp_path, call, refused, capsys):
+    documents = [*make_documents(20), "", *make_documents(200, longest=100)]
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    write_parquet(folder / "0.parquet", documents[:20])
+    write_parquet(folder / "1.parquet", [*documents[20:200], None, *documents[200:]])
+    out = tmp_path / "out"
+    arguments = (call, fineweb, "--parquet", folder, "--out_dir", out, "--shard_size=1000")
+    arguments += ("--workers=1",)
+    refused(*arguments, says='1.parquet, row 180: "text" is null; --skip_nulls leaves such rows')
+    assert len(list(out.glob("*.bin"))) > 2
+    with pytest.raises(UserError, match="unfinished; .* goes on or says why it cannot"):
+        shards.list_shards(out, "train")
+    call(*arguments[1:], "--skip_nulls")  # goes on from there
+    assert np.array_equal(tokens_in(out), expected_tokens(documents))
+    assert "null documents left out: 1\n" in capsys.readouterr().out
+    shards.list_shards(out, "train")
+
+
+def test_a_place_of_an_earlier_version_is_refused(tmp_path, call, refused):
+    source = write_parquet(tmp_path / "x.parquet", ["some words of a text"] * 1000)
+    out = tmp_path / "out"
+    run_fineweb(source, out)
+    meta = shards.read_meta(out)
+    meta["shards"][1]["next"] = shards.Place(0, {"examples_iterable": {}, "epoch": 0}, 0)
+    shards.write_meta(out, meta)
+    (out / "fineweb_train_000002.bin").unlink()
+    arguments = ("--parquet", source, "--out_dir", out, "--shard_size=1000")
+    refused(call, fineweb, *arguments, says="an earlier version has begun this folder: delete it")
 
 
 def test_no_network_is_said_at_once(tmp_path, monkeypatch, call, refused):
@@ -128,7 +160,7 @@ def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, capsys, refus
     run_fineweb(source, out)
     before = tokens_in(out)
     assert write("more words of a text") == size
-    refused(*arguments, says=(f"{out}: made from these files before", "content", "delete the fold"))
+    refused(*arguments, says=(f"{out}: made from", "before they were edited", "delete the fol"))
     # a folder of an earlier version knows names and sizes only
     meta = shards.read_meta(out)
     del meta["content"]

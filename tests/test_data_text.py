@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import shutil
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from data import shards, text
+from data.documents import Rules
 from data.tokenizer import get_tokenizer
 from tests.corpora import contents, stop_after_each_shard, write_parquet
 
@@ -40,6 +43,14 @@ def run_text(*argv):
     text.main(["--workers=1", *map(str, argv)])
 
 
+def inspect(*files, **rules):
+    return text.inspect(files, Rules("text", **rules))
+
+
+def read_all(source):
+    return ["".join(document) for document in source.read()]
+
+
 def documents_of(out, split, tokenizer="bytes"):
     """The texts of a split, each of which begins with end-of-text."""
     tok = get_tokenizer(tokenizer)
@@ -56,9 +67,10 @@ def test_text_of_every_kind(folder, tmp_path, tokenizer, capsys):
     out = tmp_path / "out"
     run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
     printed = capsys.readouterr().out
-    assert "training: 23 files: 00.txt, 01.txt" in printed
+    assert "training: 00.txt, 01.txt, " in printed
     assert ", 09.txt, and 13 more\n" in printed
-    assert "validation: 2 files: 18.txt, 20.txt\n" in printed
+    assert "validation: 18.txt, 20.txt\n" in printed
+    assert "empty documents left out: 2\n" in printed
     documents = documents_of(out, "train", tokenizer) + documents_of(out, "val", tokenizer)
     expected = [f"text {k}\n" for k in range(21)]
     expected += ["# A\r\nb\r\n", "x = 1\n", "one", "two", "first", "second"]
@@ -71,7 +83,7 @@ def test_text_of_every_kind(folder, tmp_path, tokenizer, capsys):
 def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     for name in ("texts", "moved"):
         folder = folder.rename(tmp_path / name)
-        sources = text.inspect(text.list_files([folder]))
+        sources = inspect(*text.list_files([folder]))
         train, val = text.split(sources, None)
         assert len(sources) == 25
         assert sources == sorted(train + val, key=lambda source: source.name)
@@ -96,7 +108,7 @@ def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused)
     says = "made with tokenizer bytes, not gpt2"
     refused(run_text, *command, "--tokenizer=gpt2", says=says)
     (folder / "00.txt").write_text("text 9\n")
-    refused(run_text, *command, says="made with documents")
+    refused(run_text, *command, says="before they were edited")
 
 
 @pytest.mark.parametrize("repeat", [(), ("--repeat", 0.5, "--within", 16)])
@@ -135,24 +147,95 @@ def test_text_refusals(folder, tmp_path, refused):
     says("none: no such file or folder", tmp_path / "none")
     says("e.html: files must end in", folder / "deep" / "e.html")
     says("empty.txt: no text for training or", folder / "deep" / "empty.txt")
+    says("--split_at needs a mark", folder, "--split_at", "")
     says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
     says("00.txt: no text for training", folder / "00.txt", "--val", folder / "00.txt")
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
-        ("bad.txt", "ab\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
-        ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'line 2 has no JSON field "text"'),
-        ("bad.jsonl", '{"text": "a"}\n{broken', 'line 2 has no JSON field "text"'),
-        ("bad.jsonl", '{"text": 5}', '"text" is 5, not a string'),
-        ("bad.parquet", "PAR1", "cannot be read: Parquet"),
+        ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
+        ("bad.txt", "ab " * 1000 + "\xc3", "bad.txt: byte 3,000 is not UTF-8: unexpected end"),
+        ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'bad.jsonl, line 2: no field "text"'),
+        ("bad.jsonl", '{"text": "a"}\n["text"]', 'bad.jsonl, line 2: no field "text"'),
+        ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
+        ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
+        ("bad.jsonl", '{"text": null}', 'bad.jsonl, line 1: "text" is null; --skip_nulls'),
+        ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" is of type int, not a string'),
+        ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
     ):
         (folder / name).write_bytes(content.encode("latin-1"))
-        says((f"{name}: ", message), folder)
+        says(message, folder)
         (folder / name).unlink()
     write_parquet(folder / "bad.parquet", ["a"], column="body")
-    says("bad.parquet: cannot be read: no column 'text'", folder)
-    write_parquet(folder / "bad.parquet", ["a", None])
-    says('bad.parquet: cannot be read: a document\'s "text" is None, not a string', folder)
+    says("bad.parquet: no column 'text'", folder)
+    write_parquet(folder / "bad.parquet", ["a"] * 20 + [None])
+    says('bad.parquet, row 20: "text" is null; --skip_nulls leaves', folder)
+    write_parquet(folder / "bad.parquet", [b"a"])
+    says('bad.parquet, row 0: "text" is of type bytes, not a string', folder)
+    write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
+    says("bad.parquet: cannot be read: 'utf-8' codec can't decode", folder)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_file_is_counted_once(tmp_path, capsys):
+    """It is read several times."""
+    path = tmp_path / "x.txt"
+    path.write_text("some words<|endoftext|>\n\n" * 20)
+    run_text(path, "--out_dir", tmp_path / "out")
+    assert "the text has <|endoftext|> 20 times" in capsys.readouterr().out
+    run_text(path, "--out_dir", tmp_path / "split", "--split_at", "<|endoftext|>")
+    assert "documents end at '<|endoftext|>': 20 times" in capsys.readouterr().out
+
+
+def test_nulls_and_marks(tmp_path, capsys, refused):
+    """A stop between documents of a row, and rows that are left out, do not change the shards."""
+    mark = "<|endoftext|>"
+    stories = tmp_path / "stories.txt"
+    stories.write_text(f"once\n{mark}\nupon a\n{mark}\ntime\n{mark}\n")
+    rows = write_parquet(tmp_path / "rows.parquet", ["a", None, f"b{mark}", "", f"c{mark}d"])
+    out = tmp_path / "out"
+    command = (rows, "--val", stories, "--out_dir", out)
+    run_text(*command, "--skip_nulls")
+    printed = capsys.readouterr().out
+    assert "null documents left out: 1\n" in printed
+    assert f"warning: the text has {mark} 5 times" in printed
+    run_text(*command, "--skip_nulls")
+    assert "already done" in capsys.readouterr().out
+    split = (*command, "--skip_nulls", "--split_at", mark)
+    refused(run_text, *split, says=f"made with split_at None, not {mark}")
+    shutil.rmtree(out)
+    run_text(*split)
+    assert f"documents end at '{mark}': 5 times\n" in capsys.readouterr().out
+    assert documents_of(out, "val") == ["once", "upon a", "time"]
+    assert documents_of(out, "train") == ["a", "b", "c", "d"]
+    assert shards.read_meta(out)["split_at"] == mark
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_plain_files_are_read_in_chunks(tmp_path, monkeypatch, size, capsys):
+    path = tmp_path / "x.txt"
+    content = "".join(f"line {k}, naïve\r\n\r\n" for k in range(200))
+    path.write_bytes(content.encode())
+    run_text(path, "--out_dir", tmp_path / "whole")
+    monkeypatch.setattr(text, "CHUNK_CHARS", size)
+    run_text(path, "--out_dir", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    printed = capsys.readouterr().out
+    cut = content.index("line 181")
+    assert f"training: the first {cut:,} of {len(content):,} characters of x.txt\n" in printed
+    assert f"validation: the last {len(content) - cut:,} characters of x.txt\n" in printed
+
+
+def test_a_large_file_takes_little_memory(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("some words of a paragraph\n\n" * (1 << 19))  # 14 MB
+    tracemalloc.start()
+    ((train,), (val,)) = text.divide(*inspect(("x.txt", path)))
+    for source in (train, val):
+        for _, (document,) in text.reader([source])(None):
+            assert max(map(len, document)) < 2 * text.CHUNK_CHARS
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * text.CHUNK_CHARS
 
 
 @pytest.mark.parametrize(
@@ -169,13 +252,12 @@ def test_text_refusals(folder, tmp_path, refused):
 def test_where_a_single_document_is_divided(tmp_path, content, val):
     path = tmp_path / "x.txt"
     path.write_text(content)
-    (source,) = text.inspect([("x.txt", path)])
-    ((train_part,), (val_part,)) = text.divide(source)
-    assert list(train_part.read()) == [content.removesuffix(val)]
-    assert list(val_part.read()) == [val]
+    ((train_part,), (val_part,)) = text.divide(*inspect(("x.txt", path)))
+    assert read_all(train_part) == [content.removesuffix(val)]
+    assert read_all(val_part) == [val]
 
 
-def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
+def test_a_single_file_of_documents_is_divided_between_two(tmp_path, capsys):
     documents = [f"document {k}, with some text" for k in range(100, 140)]
     lines = "".join(json.dumps({"body": document}) + "\n" for document in documents)
     plain = tmp_path / "x.jsonl"
@@ -192,9 +274,11 @@ def test_a_single_file_of_documents_is_divided_between_two(tmp_path):
         run_text(path, "--out_dir", out, "--field", "body")
         assert documents_of(out, "train") == documents[:36]
         assert documents_of(out, "val") == documents[36:]
+        printed = capsys.readouterr().out
+        assert f"training: the first 36 of 40 documents of {path.name}\n" in printed
+        assert f"validation: the last 4 documents of {path.name}\n" in printed
     plain.write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
-    (source,) = text.inspect([("x.jsonl", plain)], "body")
-    ((train,), (val,)) = text.divide(source)
+    ((train,), (val,)) = text.divide(*text.inspect([("x.jsonl", plain)], Rules("body")))
     assert len(train.documents) == 40
     assert len(val.documents) == 1
 
@@ -212,4 +296,4 @@ def test_byte_order_marks(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
     for name in ("x.jsonl", "x.txt"):
-        assert list(text.read_file(tmp_path / name)) == ["a"]
+        assert read_all(*inspect((name, tmp_path / name))) == ["a"]

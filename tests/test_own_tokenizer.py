@@ -1,19 +1,22 @@
 """A user's tokenizer.json, from text to shards, a run, its evaluation and its export."""
 
 import json
+import re
 import shutil
 
+import numpy as np
 import pytest
 
 from data import text
+from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from data.vocabulary import identify
 from errors import UserError
 from runtime import run_folder
-from scripts import eval_length, export_hf, sample
+from scripts import attention_maps, eval_length, export_hf, passkey, sample
 from scripts.common.runner import load_run
 from tests.corpora import make_documents
-from tests.runs import metrics
+from tests.runs import ROOT, metrics
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,47 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     assert exported["eos_token_id"] == tokenizer.eot
     special = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
     assert special["eos_token"] == "</s>"
+
+
+def test_fewer_ids_than_the_tokenizers_are_refused(train, refused, tmp_path):
+    """Also by a dry run before the data are made."""
+    says = "vocab_size = 200 is less than the 257 ids of tokenizer = 'bytes'; ids of your own need"
+    refused(train, "run", "--vocab_size=200", says=says)
+    refused(train, "run", "--vocab_size=200", f"--data_dir={tmp_path}/no", "--dry_run", says=says)
+
+
+def test_ids_beyond_the_tokenizers_are_used_after_training(train, call, tmp_path, capsys):
+    """The model names them as often as others; as text they are nothing."""
+    (tmp_path / "shards").mkdir()
+    ids = np.random.default_rng(0).integers(257, 1500, 400)
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"shards/own_{split}_000000.bin", ids)
+    run = train("run", f"--data_dir={tmp_path / 'shards'}", "--vocab_size=1500", "--max_iters=2")
+    capsys.readouterr()
+    call(sample, run, "--prompt=the cat", "--max_new_tokens=50")
+    assert capsys.readouterr().out.startswith("the cat")
+    call(passkey, run, "--trials=1", "--lengths=300")
+    call(attention_maps, run, "--text=the cat", "--tokens=64", "--lengths=16")
+
+
+def test_ids_of_ones_own(tmp_path, monkeypatch, train, call, capsys, refused):
+    """As docs/data.md describes them."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    file = tmp_path / "ids.json"
+    ids = " ".join(map(str, np.random.default_rng(0).integers(0, 1499, 400)))
+    (tmp_path / "x.txt").write_text(ids)
+    out = tmp_path / "shards"
+    text.main([str(tmp_path / "x.txt"), f"--tokenizer={file}", f"--out_dir={out}"])
+    run = train("run", f"--data_dir={out}", f"--tokenizer={file}", "--max_iters=2")
+    capsys.readouterr()
+    call(sample, run, "--prompt=12 5 900", "--max_new_tokens=5")
+    generated = capsys.readouterr().out.splitlines()[0].split()
+    assert generated[:3] == ["12", "5", "900"]
+    assert len(generated) == 8
+    says = "tokenizer.json: cannot encode '\\nThe pass key is 1."
+    refused(call, passkey, run, "--trials=1", "--lengths=300", says=says)
 
 
 def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_path, capsys):

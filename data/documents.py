@@ -1,0 +1,94 @@
+"""What becomes a document: the rows of a data set, without nulls and empty ones, cut at marks."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from data.tokenizer import END_OF_TEXT
+from errors import UserError
+
+Document = Iterable[str]  # the chunks of its text
+
+
+@dataclass(eq=False)
+class Rules:
+    """Which rows of a data set are documents, and how often they were not.
+
+    Raises UserError if `split_at` is empty.
+    """
+
+    column: str  # of parquet, or field of JSON
+    skip_nulls: bool = False
+    split_at: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        if self.split_at == "":
+            raise UserError("--split_at needs a mark, such as '<|endoftext|>'")
+
+    def documents(self, rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:
+        """Yield the documents of rows: pairs of a name, for messages, and a text.
+
+        Raises UserError for a row that is not a string, but for a null if they are to be skipped.
+        """
+        for name, value in rows:
+            if isinstance(value, str):
+                yield from self.cut([value])
+            elif value is not None:
+                kind = type(value).__name__
+                raise UserError(f'{name}: "{self.column}" is of type {kind}, not a string')
+            elif self.skip_nulls:
+                self.counts["null"] += 1
+            else:
+                hint = "--skip_nulls leaves such rows out"
+                raise UserError(f'{name}: "{self.column}" is null; {hint}')
+
+    def cut(self, row: Iterable[str]) -> Iterator[Document]:
+        """Yield the documents of a row, whose text comes in chunks."""
+        is_empty = True
+        for document in self._split(row) if self.split_at else whole(row):
+            is_empty = False
+            yield self._count_marks(document)
+        self.counts["empty"] += is_empty
+
+    def _split(self, row: Iterable[str]) -> Iterator[Document]:
+        """Yield what is between marks, without white space around it, unless nothing is left."""
+        mark = str(self.split_at)
+        text = ""
+        for chunk in row:
+            search_from = max(0, len(text) - len(mark) + 1)
+            text += chunk
+            if mark in text[search_from:]:
+                *documents, text = text.split(mark)
+                self.counts["split"] += len(documents)
+                yield from ([document.strip()] for document in documents if document.strip())
+        if text.strip():
+            yield [text.strip()]
+
+    def _count_marks(self, document: Document) -> Document:
+        for chunk in document:
+            self.counts["marks"] += chunk.count(END_OF_TEXT)
+            yield chunk
+
+    def report(self) -> None:
+        """Print how many documents were left out, and where there are marks."""
+        for kind in ("empty", "null"):
+            if self.counts[kind]:
+                print(f"{kind} documents left out: {self.counts[kind]:,}")
+        if self.split_at:
+            print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
+        if self.counts["marks"]:
+            print(
+                f"warning: the text has {END_OF_TEXT} {self.counts['marks']:,} times, as ordinary "
+                f"tokens; with --split_at '{END_OF_TEXT}' documents end there"
+            )
+
+
+def whole(row: Iterable[str]) -> Iterator[Document]:
+    """Yield a row as a document, unless it is empty."""
+    chunks = iter(row)
+    first = next(chunks, "")
+    if first:
+        yield chain([first], chunks)

@@ -1,0 +1,70 @@
+"""Which rows become documents."""
+
+import pytest
+
+from data.documents import Rules
+from errors import UserError
+
+
+def texts_of(documents):
+    return ["".join(document) for document in documents]
+
+
+def chunks_of(text, size):
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def test_rows_without_text_are_left_out_and_counted(capsys):
+    rows = [("row 0", "a"), ("row 1", ""), ("row 2", None), ("row 3", ""), ("row 4", " ")]
+    rules = Rules("text", skip_nulls=True)
+    assert texts_of(rules.documents(rows)) == ["a", " "]
+    rules.report()
+    assert capsys.readouterr().out == "empty documents left out: 2\nnull documents left out: 1\n"
+    assert texts_of(rules.cut(iter([]))) == []  # an empty file
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        (None, 'x, row 7: "body" is null; --skip_nulls leaves such rows out'),
+        (b"a long document", 'x, row 7: "body" is of type bytes, not a string'),
+        (5, 'x, row 7: "body" is of type int, not a string'),
+    ],
+)
+def test_what_is_no_text_is_named(value, says):
+    with pytest.raises(UserError) as raised:
+        list(Rules("body").documents([("x, row 7", value)]))
+    assert str(raised.value) == says
+    if value is not None:
+        with pytest.raises(UserError):
+            list(Rules("body", skip_nulls=True).documents([("x, row 7", value)]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_documents_end_at_marks_wherever_chunks_do(size, capsys):
+    text = "==one\nline\n==\n two == ==\n\nthree = 3\n==\n"
+    rules = Rules("text", split_at="==")
+    assert texts_of(rules.cut(chunks_of(text, size))) == ["one\nline", "two", "three = 3"]
+    rules.report()
+    assert capsys.readouterr().out == "documents end at '==': 5 times\n"
+    assert texts_of(rules.documents([("row 0", "a==b"), ("row 1", "==")])) == ["a", "b"]
+    assert rules.counts["empty"] == 1
+    assert texts_of(Rules("text").cut(chunks_of(text, size))) == [text]
+
+
+def test_marks_that_stay_text_are_counted(capsys):
+    text = "one<|endoftext|>two<|endoftext|>"
+    rules = Rules("text")
+    assert texts_of(rules.documents([("row 0", text), ("row 1", "three")])) == [text, "three"]
+    rules.report()
+    says = "the text has <|endoftext|> 2 times, as ordinary tokens; with --split_at"
+    assert says in capsys.readouterr().out
+    rules = Rules("text", split_at="<|endoftext|>")
+    assert texts_of(rules.cut([text])) == ["one", "two"]
+    rules.report()
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_mark_is_not_empty():
+    with pytest.raises(UserError, match="--split_at needs a mark"):
+        Rules("text", split_at="")
