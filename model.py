@@ -392,10 +392,9 @@ class GPT(nn.Module):
         n is the number of keys that a query sees (SWAN-GPT, arXiv 2504.08719). The local heads of
         a hybrid have no such factor.
         """
-        for layer in self.attention_layers():
-            for attention in layer.attentions():
-                if attention.window == self.config.window:
-                    attention.log_base = log_base
+        for module in self.modules():
+            if isinstance(module, Attention) and not module.is_local:
+                module.log_base = log_base
         return self
 
     def count_parameters(self) -> int:

@@ -24,6 +24,7 @@ class Attention(ReferenceAttention):
     """
 
     log_base: float | None = None  # set for evaluation: GPT.scale_scores
+    is_local = False  # heads of a hybrid that have a local_window
 
     def __init__(
         self,

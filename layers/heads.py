@@ -61,15 +61,14 @@ def build_hybrid_attention(
     local_config = config.replace(attention="softmax", p=None)
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
-    window = config.layer_window(layer)
-    if nope_heads == 0:
-        return build_heads(local_config, all_heads, config.local_window), None
-    if nope_heads == config.n_head:
-        return build_heads(config, all_heads, window), None
-    return (
-        build_heads(config, all_heads[:nope_heads], window),
-        build_heads(local_config, all_heads[nope_heads:], config.local_window),
-    )
+    groups = []
+    if nope_heads > 0:
+        groups.append(build_heads(config, all_heads[:nope_heads], config.layer_window(layer)))
+    if nope_heads < config.n_head:
+        local = build_heads(local_config, all_heads[nope_heads:], config.local_window)
+        local.is_local = True
+        groups.append(local)
+    return groups[0], groups[1] if len(groups) == 2 else None
 
 
 def check_attention(config: Config) -> None:

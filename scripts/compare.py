@@ -39,7 +39,16 @@ from typing import Any
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import Config, choices, load_config, names, parse, require_known_setting, shown
+from config import (
+    Config,
+    choices,
+    load_config,
+    names,
+    parse,
+    read_file,
+    require_known_setting,
+    shown,
+)
 from errors import UserError, command
 from layers.heads import check_attention
 from scripts.common.command_line import lengths_of
@@ -53,7 +62,6 @@ from scripts.reproduce.entries import (
     NTK16,
     PLAIN_ROPE,
     ROPE_SCALINGS,
-    WINDOWS,
     Entry,
     Scale,
     config_entry,
@@ -169,15 +177,16 @@ def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
 
 
 def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
-    """Say which windows differ from the entries' files, for a sentence each."""
+    """Return a sentence for each window that is not as large as in its config file."""
     sentences = []
     for entry in entries:
-        file = load_config([str(entry.file)])
-        for key, value in entry.scaled(scale.config).items():
-            if key in WINDOWS and key not in entry.settings and value != getattr(file, key):
+        values = read_file(str(entry.file))
+        length = values.get("block_size", Config.block_size)
+        for key, window in windows(entry.file, scale.config).items():
+            if key not in entry.settings and window != values[key]:
                 sentences.append(
-                    f"{entry.run}: {key} = {value}, scaled from {getattr(file, key)} at "
-                    f"{file.block_size:,} tokens to the scale's {scale.config.block_size:,}."
+                    f"{entry.run}: {key} = {window}, scaled from {values[key]} at {length:,} "
+                    f"tokens to the scale's {scale.config.block_size:,}."
                 )
     return list(dict.fromkeys(sentences))  # once for all views of a run
 

@@ -106,6 +106,8 @@ def test_the_window_of_a_config_file_is_scaled_to_the_training_length(
     """A copy of swa.py is the same experiment as swa.py, and the control says its window."""
     swa = CONFIGS / "swa.py"
     copy = shutil.copy(swa, tmp_path / "copy.py")
+    with open(copy, "a") as file:  # as in the scale; without it, no multiple of block_size
+        file.write("total_batch_size = 128\n")
     short = tmp_path / "short.py"
     short.write_text("window = 5\nblock_size = 16\n")
     arguments = (SOFTMAX, swa, copy, short)

@@ -16,6 +16,7 @@ from generation import generate, next_logits
 from layers.build import build_model
 from layers.cache import KVCache
 from layers.rope import Rope, Rotation
+from layers.windows import limit_windows
 from model import MLP
 from optim import build_optimizers
 from tests import textbook
@@ -448,6 +449,16 @@ def test_local_heads_of_a_hybrid_do_not_grow(case):
     for layer in small_model(case).scale_scores(5.0).attention_layers():
         for attention in layer.attentions():
             assert attention.log_base == (5.0 if attention.window is None else None)
+
+
+@torch.no_grad()
+def test_scores_grow_in_every_layer_whatever_its_window():
+    model = small_model("hybrid.py --local_window=3 --window=6 --window_pattern=SL")
+    limit_windows(model, 5)
+    bases = []
+    for layer in model.scale_scores(5.0).attention_layers():
+        bases.append([(attention.window, attention.log_base) for attention in layer.attentions()])
+    assert bases == [[(5, 5.0), (3, None)], [(5, 5.0), (3, None)]]
 
 
 def test_a_block_is_gpt2s():

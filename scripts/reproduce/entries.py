@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from config import ROOT, Config, load_config, names, require_known_setting
+from config import ROOT, Config, load_config, names, read_file, require_known_setting
 from errors import UserError
 from layers.rope import Rope
 from scripts.common.papers import SSMAX
@@ -19,7 +19,6 @@ from scripts.common.planned import PlannedRun
 CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
 FIRST_SEED = Config.seed
-WINDOWS = ("window", "local_window")  # settings for the training length of their config file
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*names("machine", "logs"), "timeout", "data_dir")
 
@@ -113,12 +112,13 @@ def plain_rope(config: str) -> Entry:
 
 def windows(file: Path, scale: Config) -> Settings:
     """Scale the windows of a config file from its training length to the scale's."""
-    config = load_config([str(file)])
+    values = read_file(str(file))  # the file may be no config without the scale's settings
+    length = values.get("block_size", Config.block_size)
     settings = {}
-    for key in WINDOWS:
-        window = getattr(config, key)
-        if window is not None:
-            settings[key] = max(1, window * scale.block_size // config.block_size)
+    for key in ("window", "local_window"):
+        window = values.get(key)
+        if isinstance(window, int):  # anything else is refused, or None
+            settings[key] = max(1, window * scale.block_size // length)
     return settings
 
 
