@@ -14,7 +14,7 @@ Document = Iterable[str]  # the chunks of its text
 
 @dataclass(eq=False)
 class Rules:
-    """Which rows of a data set are documents, and how often they were not.
+    """Which rows of a data set are documents, and how many rows were left out so far.
 
     Raises UserError if `split_at` is empty.
     """
@@ -31,7 +31,7 @@ class Rules:
     def documents(self, rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:
         """Yield the documents of rows: pairs of a name, for messages, and a text.
 
-        Raises UserError for a row that is not a string, but for a null if they are to be skipped.
+        Raises UserError for a value that is not a string; with `skip_nulls` a null is left out.
         """
         for name, value in rows:
             if isinstance(value, str):

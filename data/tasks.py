@@ -50,7 +50,7 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
 
 
 def check_vocabulary(config: Config) -> None:
-    """Raise UserError if the tokenizer has ids that the model has not: prompts would have them."""
+    """Raise UserError if the tokenizer has ids that the model does not have, as in prompts."""
     ids = count_ids(config.tokenizer)
     if config.text_ids < ids:
         raise UserError(

@@ -62,7 +62,7 @@ class Source:
     documents: range  # their indices in the file
     length: int  # in characters, of the whole file
     characters: tuple[int, int] | None = None  # of the only document; None: all
-    part: str = ""  # of the file, in words
+    part: str = ""  # such as "the last 4 documents of ", for messages
 
     def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
@@ -227,7 +227,10 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
 
 
 def find_cut(source: Source) -> int:
-    """Return the character of a document before which it is divided."""
+    """Return how many characters of a single document are for training.
+
+    Raises UserError if no word begins in its last tenth.
+    """
     tenth = source.length * 9 // 10
     start = max(tenth - 1, 1)
     end_part = replace(source, characters=(start, source.length))

@@ -284,9 +284,7 @@ def windows_of(layer: "SelfAttention") -> str:
 
 def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:
     if loader is None:
-        return (
-            f"{config.data_dir}: not there yet; data.text and data.fineweb make it (docs/data.md)"
-        )
+        return f"{config.data_dir}: not there yet; data.fineweb or data.text makes such a folder"
     val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
     text = f"{loader.source}: {loader.tokens:,} tokens, {val_tokens:,} for validation"
     epochs = run_tokens / (loader.n_windows * config.block_size)

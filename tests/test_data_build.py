@@ -60,6 +60,15 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
     assert 1000 <= sum(tokenised) < 1700
 
 
+def test_few_long_pieces_wait_for_a_worker(monkeypatch):
+    monkeypatch.setattr(build, "PIECE_CHARS", 10)
+    pieces = [None, "x" * 6, "x" * 6, None, "x" * 12, *[None, "x"] * 5]
+    tasks = list(build.group(pieces))
+    assert [len(task) for task in tasks] == [3, 2, 8, 2]
+    assert sum(tasks, []) == pieces
+    assert list(build.group([])) == []
+
+
 def test_meta_has_the_checksum_of_every_shard(corpus, tmp_path):
     _, folder = corpus
     files = run_fineweb(folder, tmp_path / "out")
